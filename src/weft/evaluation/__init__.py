@@ -1,1 +1,1 @@
-"""Evaluation of models outside a run: open models, sample answers, score and compare them."""
+"""Evaluation of models outside a run: sampling, scoring and comparison of answers."""

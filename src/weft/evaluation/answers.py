@@ -38,10 +38,10 @@ def sample_answers(
 ) -> list[list[list[SampledAnswer]]]:
     """Sample answers to the prompts and return them as `[prompt][setting][sample]`.
 
-    Greedy settings give only one answer per prompt, since all answers would be equal. All requests
-    are sent to one generator, so that a slow answer does not delay the others. `system` is the
-    system message; `plain` disables the chat template. Raises `DataError` for a prompt that leaves
-    no room for an answer in the model's context.
+    Greedy settings produce only one answer per prompt, since all answers would be equal. All
+    requests are sent to one generator, so that a slow answer does not delay the others. `system` is
+    the system message; `plain` disables the chat template. Raises `DataError` for a prompt that
+    leaves no room for an answer in the model's context.
     """
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
@@ -96,9 +96,9 @@ def sample_answers(
 def _compute_max_new_tokens(
     opened: OpenedModel, prompt: EvaluationPrompt, ids: Sequence[int], most: int
 ) -> int:
-    """Return the maximum number of new tokens: `most`, or less if the model's context is shorter.
+    """Return the maximum number of new tokens: `most`, or fewer if the context has less room.
 
-    Raises `DataError` if the prompt, `ids`, fills the context.
+    `ids` are the prompt's token ids. Raises `DataError` if they fill the model's context.
     """
     if opened.context is None:
         return most

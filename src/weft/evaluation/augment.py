@@ -32,9 +32,9 @@ ROWS_PER_PART = 64
 class AugmentationOptions:
     """Options for the bad replies to add.
 
-    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row; a
-    reward model, if there is one, selects the best of them. `share` is the fraction of rows that
-    get bad replies.
+    `kinds` are the kinds of degraded replies, with their names in `weft.data.bad_replies`. A weak
+    model samples `samples` replies per row; a reward model, if there is one, selects the best of
+    them. `share` is the fraction of rows that get bad replies.
     """
 
     kinds: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class WeakModel:
 
 @dataclass
 class AugmentationCounts:
-    """Numbers of rows that were written with bad replies, written without, and left out."""
+    """Numbers of rows written with bad replies, written without bad replies, and left out."""
 
     augmented: int = 0
     plain: int = 0
@@ -68,7 +68,8 @@ class AugmentationCounts:
 def read(paths: Sequence[str]) -> list[PromptReplies]:
     """Read the rows with replies from the files, and make their ids unique.
 
-    Raises `DataError` if there are rows without replies, which it lists, or no rows at all.
+    Raises `DataError` if there are no rows, or if some rows have no replies. The message lists the
+    rows without replies.
     """
     rows = list[PromptReplies]()
     wrong = list[str]()
@@ -201,9 +202,10 @@ def _augment_part(
 
 
 def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
-    """Yield a ranking that includes the bad replies, or a pair of the best and each bad reply.
+    """Yield one ranking that includes the bad replies or, with `pairs`, one pair per bad reply.
 
-    A row with a single reply and no bad replies is left out, because it is not a ranking.
+    Each pair consists of the best reply and a bad reply. A row with a single reply and no bad
+    replies is left out, because it is not a ranking.
     """
     if pairs:
         for place, reply in enumerate(bad):

@@ -112,7 +112,7 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
 def find_context_length(values: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions that a config.json states, or None.
 
-    Tries the different names that models use for this number.
+    Looks for each of the names that models use for this number.
     """
     lengths = (
         values.get(name)

@@ -46,10 +46,11 @@ class PairCounts:
 class AgreementSummary:
     """Agreement of scores with the order of the replies, over several rows.
 
-    `accuracy` is the fraction of pairs that the scores order correctly (ties are incorrect), and
-    `error` its standard error over rows. `best_accuracy` is the fraction of rows whose best reply
-    scores higher than the worst. `kendalltau` is the mean over rows of (right - wrong) / pairs.
-    `margin` is the mean over rows of the best reply's score minus the worst reply's score.
+    `accuracy` is the fraction of pairs that the scores order correctly, where ties count as
+    incorrect. `error` is the standard error of `accuracy` over rows. `best_accuracy` is the
+    fraction of rows whose best reply scores higher than the worst. `kendalltau` is the mean over
+    rows of (right - wrong) / pairs. `margin` is the mean over rows of the best reply's score minus
+    the worst reply's score.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Score replies with a reward model, in the form in which the model was trained to read them."""
+"""Score replies with a reward model, formatted as in the training of the reward model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def score_replies(
 ) -> list[npt.NDArray[np.float64]]:
     """Return scores as `[prompt][reply]`, computed as in `weft quickstart rw` and in PPO.
 
-    A reward model with a chat template reads messages; without a template, it reads the prompt's
+    A reward model with a chat template reads messages. Without a template, it reads the prompt's
     text followed by the reply. In both cases, the end token comes last. Sequences longer than the
-    model's context are cut like training rows, at the start of the prompt. Raises `DataError` for a
+    model's context are cut at the start of the prompt, like training rows. Raises `DataError` for a
     prompt that the chat template rejects, or whose replies do not fit in the context.
     """
     lengths = LengthLimits(max_seqlen=opened.context)

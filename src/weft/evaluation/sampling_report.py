@@ -119,7 +119,7 @@ def _find_problem(report: Any) -> str | None:
 def extract_prompts(report: Report) -> list[EvaluationPrompt]:
     """Return the prompts of a report.
 
-    Reports of Open-Assistant have texts without messages, which become messages of the user.
+    Reports of Open-Assistant contain texts instead of messages. Each text becomes a user message.
     """
     prompts = []
     for number, row in enumerate(report["prompts"]):

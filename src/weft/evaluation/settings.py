@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling options with a name. `file_values` are the options as written in the file."""
+    """Named sampling options. `file_values` are the options as written in the file."""
 
     name: str
     spec: GenerationSpec

@@ -197,7 +197,8 @@ def check_without_data(
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
     """Check everything that needs no data; return the experiment with dtypes, and its tokenizers.
 
-    Also configures torch. The tokenizers are returned by role. Raises `UserError` if a check fails.
+    In the returned experiment, every role has a dtype. The tokenizers are returned by role. Also
+    configures torch. Raises `UserError` if a check fails.
     """
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
@@ -211,7 +212,10 @@ def check_without_data(
 def _launch_devices(
     experiment: Experiment, mode: str, undo: ExitStack, cluster: RayCluster | None, *, anew: bool
 ) -> DeviceLaunch:
-    """Start the device processes, and register with `undo` that their Ray cluster is closed."""
+    """Start the device processes.
+
+    Registers a callback with `undo` that closes their Ray cluster.
+    """
     if anew:
         launch = relaunch_devices(experiment, mode)
     else:
@@ -241,8 +245,7 @@ def build_early_plan(
 ) -> RunPlan:
     """Return the plan of a run that uses device processes, before their engines are built.
 
-    If no GPU is named in the options, the plan assumes that all devices are like those of this
-    machine.
+    If the options name no GPU, all devices are assumed to be like those of this machine.
     """
     target = TargetDevices.from_experiment(experiment, mode)
     facts = predict_facts(experiment, target.device, tokenizers)
@@ -320,7 +323,8 @@ def check_longest_sequence(experiment: Experiment, rows: int) -> None:
     """Check that every call can process the longest sequence.
 
     The longest sequence consists of a row of `rows` tokens and the tokens sampled after it. Raises
-    `ConfigError` if it exceeds a call's maximum number of tokens or does not fit in the KV cache.
+    `ConfigError` if the sequence exceeds a call's maximum number of tokens or does not fit in the
+    KV cache.
     """
     check_kv_cache(experiment, rows)
     calls = experiment.graph.list_model_calls()
@@ -427,7 +431,7 @@ def check_configs(experiment: Experiment) -> None:
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     """Load every role's tokenizer. Roles with equal tokenizer options and paths share one object.
 
-    Raises `ConfigError` for a role without a path. Also raises `UserError` as `check_configs` does.
+    Raises `ConfigError` for a role without a path, and `UserError` if `check_configs` fails.
     """
     check_configs(experiment)
     shared: dict[str, Tokenizer] = {}
@@ -448,7 +452,7 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def load_fixed_prompts(
     experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
 ) -> SequenceSample | None:
-    """Return the tokenized prompts in the file `eval_prompts`; None if the run does not use it.
+    """Return the tokenized prompts of the file `eval_prompts`; None if the run has no such file.
 
     Raises `DataError` if the file cannot be used.
     """

@@ -46,8 +46,8 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 def relaunch_devices(experiment: Experiment, mode: str) -> DeviceLaunch:
     """Start devices in place of lost ones.
 
-    In an existing cluster, retries until the cluster has enough devices. Raises `RunError` if it
-    still has too few after `RETURN_SECONDS`.
+    In an existing cluster, retries until the cluster has enough devices. Raises `RunError` if the
+    cluster still has too few devices after `RETURN_SECONDS`.
     """
     end = time.monotonic() + RETURN_SECONDS
     while True:
@@ -64,8 +64,9 @@ def launch_devices(
 ) -> DeviceLaunch:
     """Start a process for each device of the experiment.
 
-    `cluster` is the Ray cluster from `start_early`, if there is one. Raises `ConfigError` before
-    any process starts if there are too few devices. Closes the cluster on errors.
+    `cluster` is the Ray cluster from `start_early`, or None if the run did not start early. Raises
+    `ConfigError` before any process starts if there are too few devices. Closes the cluster on
+    errors.
     """
     count = experiment.num_devices
     kind = get_device_kind(experiment)
@@ -124,7 +125,7 @@ def can_start_early(experiment: Experiment, mode: str) -> bool:
 def start_early(experiment: Experiment) -> RayCluster:
     """Start the private Ray cluster of a run, without its device processes.
 
-    Only for runs for which `can_start_early` is True. Raises `ConfigError` if the run has more
+    Must only be called if `can_start_early` returns True. Raises `ConfigError` if the run has more
     devices than this machine's cores can serve.
     """
     return _start_cluster(find_local_resources(experiment.num_devices, "cpu", experiment.control))
@@ -155,7 +156,7 @@ def _start_cluster(resources: tuple[int, int]) -> RayCluster:
 
 
 def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
-    """Return the numbers of CPUs and GPUs that a private Ray cluster on this machine gets.
+    """Return the numbers of CPUs and GPUs for a private Ray cluster on this machine.
 
     Raises `ConfigError` if there are too few for `count` devices of type `kind`.
     """

@@ -90,7 +90,10 @@ def build_plan_lines(
 
 
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
-    """Return the plan without its memory lines, because the verdict on memory has the same numbers."""
+    """Return the plan without its memory lines.
+
+    The verdict on memory has the same numbers.
+    """
     return replace(
         plan,
         hidden=["memory"],

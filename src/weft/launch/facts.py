@@ -18,7 +18,8 @@ def predict_facts(
 ) -> dict[str, Mapping[str, Any]]:
     """Return each role's predicted engine description.
 
-    The key `copies` of a description maps the meshes of the role's copies to their descriptions.
+    The key `copies` of a role's description maps the mesh of each copy of the role to the copy's
+    description.
     """
     meshes = experiment.build_meshes()
     facts_by_role = dict[str, Mapping[str, Any]]()

@@ -46,9 +46,10 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with its numbers of data-parallel and context-parallel ranks.
+    """Device of a role, with the role's numbers of data-parallel and context-parallel ranks.
 
-    `capacity` is the memory in bytes of a device that is not on this machine, if known.
+    `capacity` is the device's memory in bytes if the device is not on this machine and its memory
+    is known; otherwise None.
     """
 
     device: torch.device
@@ -61,7 +62,7 @@ class RoleDevice:
 class MemoryForecast:
     """Forecast of the memory that each role needs, in bytes.
 
-    `incomplete` lists the roles whose network sizes are unknown; for these, only weights and
+    `incomplete` lists the roles whose network sizes are unknown. For these roles, only weights and
     optimizer states are counted.
     """
 
@@ -125,7 +126,7 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Words that limit the total: "at most", or the roles whose activations are not counted."""
+        """Words that qualify the total: "at most", or the roles whose activations do not count."""
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
@@ -256,10 +257,7 @@ def _collect_works(
 
 
 def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
-    """Return the part with the most tokens of a batch that is split among `ranks` ranks.
-
-    The ranks are data parallel.
-    """
+    """Return the part of a batch with the most tokens, if `ranks` data-parallel ranks split it."""
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
@@ -295,8 +293,8 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
     """Return which state of a role, weights or optimizer, is offloaded after each of its calls.
 
-    Weights that only hooks offload, without the option `offload`, are on the device until the first
-    call, together with all other roles, so they count as not offloaded.
+    Weights that only hooks offload, without the option `offload`, do not count: before the first
+    call, they are on the device together with the weights of all other roles.
     """
     after = []
     for call in calls:
@@ -322,8 +320,8 @@ def build_case(
 ) -> MemoryCase:
     """Return the input of the memory estimate for one role.
 
-    `facts` is the description of the role's engine, `works` are the demands of its calls. `leaves`
-    is the state that is offloaded between calls.
+    `facts` is the description of the role's engine, and `works` are the memory demands of its
+    calls. `leaves` is the state that is offloaded between calls.
     """
     sizes = facts.get("sizes")
     if sizes is None:
@@ -365,8 +363,8 @@ def _build_settings(
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
     """Return the batch with completions of the maximum length that generation can add.
 
-    If a part of the completions is taken from the dataset, a completion of the dataset counts
-    instead if it is longer.
+    If generation takes some completions from the dataset and the row's longest completion is
+    longer, the completions have that length.
     """
     for call in experiment.graph.list_model_calls():
         mixed = "share" in call.args
@@ -395,8 +393,9 @@ def _iterate_works(
 ) -> Iterator[CallDemand]:
     """Yield the memory demands of a call on its role's network, one per micro-batch.
 
-    `shared` has the length of the longest sequence for which shared prefixes are computed once, and
-    whether training also does so.
+    `shared` has the length of the longest sequence for which shared prefixes are computed only
+    once, and whether they are also computed only once in training. It is empty if they are never
+    shared.
     """
     if "completion" not in batch.data:
         return

@@ -108,7 +108,10 @@ def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
 
 
 def check_started_directly(environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if another launcher started this process. For runs started from Python."""
+    """Raise `ConfigError` if another launcher started this process.
+
+    Called for runs that are started from Python.
+    """
     launcher = detect_launcher(environ)
     if launcher is not None:
         raise ConfigError(launcher.format_message(()))

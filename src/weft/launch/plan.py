@@ -87,7 +87,7 @@ def build_plan(
 def _collect_model_notes(experiment: Experiment) -> list[str]:
     """Return the notes on all models, such as the run that a model comes from.
 
-    They are always shown.
+    The plan always shows these notes.
     """
     return list(dict.fromkeys(note for spec in experiment.roles.values() for note in spec.notes))
 
@@ -186,9 +186,9 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
 
 
 def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
-    """Format the numbers of optimizer steps by training node.
+    """Format the number of optimizer steps of each trained role.
 
-    Roles with equal numbers are named together.
+    `counts` has the number for each training node. Roles with the same number share a phrase.
     """
     roles = {node.name: node.role for node in experiment.list_trained_nodes()}
     roles_by_count: dict[int, list[str]] = {}
@@ -207,7 +207,7 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
     """Return at most `most` table rows, one per model.
 
     Roles with the same model share a row. If there are too many rows, first the frozen models are
-    merged into one row; if that is not enough, so are the last rows.
+    merged into one row. If there are still too many, the last rows are merged as well.
     """
     roles_by_model: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
@@ -268,7 +268,7 @@ def _shorten_model(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 def format_memory_row(
     expected: MemoryForecast, on: Mapping[int, Sequence[str]], room: int
 ) -> str | None:
-    """Return a text with the memory that each device needs.
+    """Return the text of the table's row on the memory that each device needs.
 
     `on` maps devices to their roles. `room` is a device's memory in bytes, or the memory that all
     CPU devices share. Returns None for a single device that needs less than a tenth of its memory.
@@ -298,8 +298,8 @@ def format_memory_row(
 def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """Return a function that formats the measured peak memory, in GiB, at the end of a run.
 
-    The function returns a line and whether the line is worth showing. `room` is the device's memory
-    in bytes.
+    The function returns a line, and whether the run needed enough memory that the line is worth
+    showing. `room` is the device's memory in bytes.
     """
     return lambda most: (
         expected.format_comparison(most),
@@ -392,8 +392,8 @@ def _iterate_details(
 def _format_sources(data: LoadedData) -> list[str]:
     """Return the lines of a table of data sources, or one line for a single plain source.
 
-    A source is plain if it has no validation rows and none of its rows were cut or need another
-    note.
+    A source is plain if there is nothing else to report about it: it has no validation rows, no
+    rows that were cut, and no other notes.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")
@@ -403,10 +403,10 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield lines on nodes that differ from the others.
+    """Yield lines on how nodes differ in their numbers of completions and optimizer steps.
 
-    These are generation calls with different numbers of completions per prompt, and nodes that take
-    no optimizer step in the first epochs.
+    If there are several generation calls, each has a line with its number of completions per
+    prompt. A training node has a line if it takes no optimizer step in the first epochs.
     """
     sampling = list(_iterate_sampling(experiment))
     if len(sampling) > 1:

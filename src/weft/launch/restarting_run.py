@@ -16,8 +16,9 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 class RestartingRun:
     """Run that restarts after a loss of devices, if `comes_back` is True.
 
-    A restart replaces `session` by the session that `anew()` returns. `damaged` is called after a
-    failure with non-finite numbers, to look for their cause.
+    A restart replaces `session` by the session that `anew()` returns. After a failure with
+    non-finite numbers, `damaged()` returns the error to raise instead, or None if it finds no
+    cause.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class RestartingRun:
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
         """Run to the end and return the lines of metrics.jsonl.
 
-        With `goes_on`, an earlier run in the same directory is resumed. Records how the run ended.
-        If recording fails, the error is added as a note to the error that ended the run.
+        With `goes_on`, an earlier run in the same directory is resumed. Also records how the run
+        ended. If recording fails, the error is added as a note to the error that ended the run.
         """
         try:
             self._run_session(goes_on=goes_on)

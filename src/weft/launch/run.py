@@ -92,12 +92,12 @@ def dry_run(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the plan of a run as lines, with a verdict on memory; writes nothing.
+    """Return the plan of a run as lines, with a verdict on memory. Writes nothing.
 
-    No weights are read and no devices are needed: with `device=cuda` or `search.gpu`, the plan is
-    for a GPU that this machine need not have. Without `data`, neither rows nor tokenizers are read,
-    so the number of steps is unknown. `width` is the number of columns of the terminal. Raises
-    `UserError` as `run` does.
+    No weights are read and no devices are needed: with `device=cuda` or `search.gpu`, the plan can
+    be for a GPU that this machine does not have. Without `data`, neither rows nor tokenizers are
+    read, so the number of steps is unknown. `width` is the number of columns of the terminal.
+    Raises `UserError` as `run` does.
     """
     experiment, mode = _build_checked(mark_as_planned(config), mode, data=data)
     from weft.launch.dry_run_plan import build_plan_lines
@@ -117,7 +117,10 @@ def dry_run(
 
 
 def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
-    """Return a copy of the configuration with all models marked as planned, so no weights are read."""
+    """Return a copy of the configuration in which all models are marked as planned.
+
+    The weights of planned models are not read.
+    """
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
@@ -172,7 +175,11 @@ def build_with_files(
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
-    """Build the experiment and record the options that `config` leaves open and weft has chosen."""
+    """Build the experiment of `config`, and record the options that weft has chosen.
+
+    These are options that `config` leaves unset or `auto`. Their names are in the experiment's
+    `chosen`.
+    """
     if isinstance(config, Experiment):
         return resolve_roles(config)
     experiment = build_experiment(config)
@@ -203,7 +210,10 @@ def check_devices(experiment: Experiment) -> None:
 
 
 def check_no_masks(experiment: Experiment) -> None:
-    """Raise `ConfigError` if an option is a masked secret, as in the file that a run stores."""
+    """Raise `ConfigError` if an option's value is a mask instead of a secret.
+
+    The configuration that a run stores has such masks, because secrets are not stored.
+    """
     hidden = list(iterate_masked_options(experiment.config))
     if hidden:
         raise ConfigError(
@@ -253,8 +263,9 @@ def _run(
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
     """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
 
-    Returns None if the run cannot start early: it must have several devices that are all CPUs of
-    this machine. Ray is started in the main thread, since it ends with the thread that started it.
+    Returns None if the cluster cannot be started early, because the run does not have several
+    devices that are all CPUs of this machine. Ray is started in the main thread, because Ray ends
+    with the thread that started it.
     """
     from weft.launch.cluster import can_start_early, check_ray, start_early
 

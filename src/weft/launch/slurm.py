@@ -106,9 +106,9 @@ def plan_job(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the lines of `--dry-run` for a run on the devices that the job would request.
+    """Return the plan, as lines, of a run on the devices that the job would request.
 
-    Raises `UserError` as `start_job` does.
+    These are the lines that `--dry-run` prints. Raises `UserError` as `start_job` does.
     """
     from weft.runtime.directory import RunDirectory
 
@@ -166,10 +166,9 @@ def build_request(
 ) -> SlurmRequest:
     """Return the request for a job.
 
-    The resources come from the options `slurm.*`, `n_nodes` and `n_gpus_per_node`. If the
-    experiment has a `Scheduling`, this sets the numbers of nodes and devices, and the options of
-    `slurm.*` that the user left unset. Raises `ConfigError` if the layouts need more devices than
-    are requested.
+    The resources come from the options `slurm.*`, `n_nodes` and `n_gpus_per_node`. If `scheduling`
+    is given, it determines the numbers of nodes and devices, and the options of `slurm.*` that the
+    user left unset. Raises `ConfigError` if the layouts need more devices than are requested.
     """
     control = experiment.control
     config = experiment.config
@@ -382,8 +381,8 @@ def find_running_job(run: Path) -> tuple[str, str] | None:
 def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
     """Cancel a waiting job, or send SIGTERM to a running job and wait until it has ended.
 
-    A running job writes a recovery point before it ends. Returns a message for the user. Raises
-    `RunError` if the job does not end within `deadline_s` seconds.
+    `number` is the job's id. A running job writes a recovery point before it ends. Returns a
+    message for the user. Raises `RunError` if the job does not end within `deadline_s` seconds.
     """
     state = _read_state(number)
     if state in ("PENDING", "CONFIGURING"):
@@ -403,7 +402,7 @@ def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
 
 
 def _read_state(number: str) -> str | None:
-    """Return the state of an unfinished job; None if the job has ended.
+    """Return the state of the unfinished job with the id `number`; None if the job has ended.
 
     Raises `RunError` if Slurm does not answer.
     """

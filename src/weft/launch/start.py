@@ -19,14 +19,16 @@ from weft.registry import experiments
 def build_registered(
     name: str, trial_name: str, *, allocation_mode: str | None = None
 ) -> Experiment:
-    """Return the experiment registered as `name`, as trial `trial_name`.
+    """Return the experiment registered as `name`, with the trial name `trial_name`.
 
     `register_experiment` can register a function that returns an `Experiment`, or a configuration
     that builds one. It can also register a class with `initial_setup() -> Experiment` and
-    optionally `scheduling_setup() -> Scheduling`. Both can be wrapped in `functools.partial`.
+    optionally `scheduling_setup() -> Scheduling`. Functions and classes can be wrapped in
+    `functools.partial`. `allocation_mode` replaces that of a configuration.
 
     Raises `ConfigError` if the name is unknown, with similar names in the message, or if the
-    registered object is none of these.
+    registered object is none of these. Also raises `ConfigError` if `allocation_mode` differs from
+    that of an `Experiment`, whose layouts are set in code.
     """
     # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
@@ -66,9 +68,10 @@ def build_registered(
 
 
 def build_scheduling(name: str) -> Scheduling | None:
-    """Return the result of a registered class's `scheduling_setup()`, or None.
+    """Return the `Scheduling` that the class registered as `name` requests, or None.
 
-    None means that the registered object is not a class, or has no such method.
+    This is the result of the class's `scheduling_setup()`. Returns None if the registered object is
+    not a class, or has no such method.
     """
     thing = experiments.get(name)
     if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(

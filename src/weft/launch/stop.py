@@ -30,7 +30,7 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
 
     The run first finishes its step and writes a recovery point. A waiting job is cancelled. Returns
     a message for the user. Raises `ConfigError` if the run has no job or process, and `RunError` if
-    it does not end within `deadline_s` seconds.
+    the job or process does not end within `deadline_s` seconds.
     """
     from weft.runtime.directory import find_owner
 

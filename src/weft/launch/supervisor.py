@@ -1,7 +1,7 @@
 """Supervision of a run in a child process, which is replaced if it is killed.
 
-Runs with Ray need this, because Ray kills a process that uses it if the raylet of the same machine
-dies. A new child resumes from the last recovery point.
+Runs with Ray need this: if the raylet of a machine dies, Ray kills the processes on the machine
+that use Ray. A new child resumes from the last recovery point.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 class Supervisor:
     """Supervisor of a run, which runs this process's command in a child process.
 
-    If a child is killed, another one is started, until a child reports its exit code.
+    Whenever a child is killed, a new one is started, until a child ends and reports its exit code.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -71,7 +71,7 @@ class Supervisor:
         self._exit_code: int | None = None
 
     def run(self) -> int:
-        """Run the children and return the exit code that the last one reports.
+        """Run child processes and return the exit code that the last one reports.
 
         Raises `RunError` if a child was killed and is not replaced. The message names the process,
         the machine and the calls that were running.
@@ -105,7 +105,7 @@ class Supervisor:
                 )
 
     def _run_child(self, restarts: int) -> None:
-        """Run one child until it ends. `restarts` is the number of children before it."""
+        """Run one child until it ends. `restarts` is the number of earlier children."""
         self._calls = {}
         self._lost_part = None
         self._exit_code = None
@@ -187,7 +187,7 @@ class Supervisor:
                 os.killpg(self._child.pid, number)
 
     def _describe_killed(self) -> str:
-        """Return a text on the killed child: process, machine, signal and running calls."""
+        """Return a description of the killed child: process, machine, signal and running calls."""
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:

@@ -34,9 +34,9 @@ class TargetDevices:
     def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
         """Return the devices that the options name, or else those of this machine.
 
-        `search.gpu` names a GPU, which this machine need not have; the option is ignored with
-        `device=cpu`. If a GPU is requested without a name and this machine has none, the type is
-        unknown. Raises `ConfigError` for an unknown name.
+        `search.gpu` names a GPU that does not have to be on this machine. The option is ignored
+        with `device=cpu`. If a GPU is requested without a name and this machine has none, the type
+        is unknown. Raises `ConfigError` for an unknown name.
         """
         device_option = experiment.control.device
         count = experiment.num_devices
@@ -75,7 +75,7 @@ class TargetDevices:
     def list_candidates(self) -> list[TargetDevices]:
         """Return a list of only this target or, if its GPU is unknown, one target per GPU size.
 
-        The sizes are in increasing order.
+        The targets are sorted by size, smallest first.
         """
         if self.usable is not None:
             return [self]
@@ -96,7 +96,7 @@ class TargetDevices:
         return candidates
 
     def format_verdict(self, needed: float, scope: str = "") -> str:
-        """Return a line that says whether the `needed` bytes of a device fit in its memory.
+        """Return a line that says whether the `needed` bytes per device fit in a device's memory.
 
         `scope` is appended to the needed memory.
         """
@@ -108,9 +108,9 @@ class TargetDevices:
 
 
 def get_usable_memory(gpu: str) -> float:
-    """Return the GiB of a GPU's memory that a run can use.
+    """Return how much of a GPU's memory a run can use, in GiB.
 
-    This is the memory less the share that the driver and torch use.
+    The memory that the driver and torch use is not included.
     """
     sold = GPUS[gpu][3]
     return (

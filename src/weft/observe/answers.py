@@ -24,7 +24,7 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
     A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
     prompts that more runs answered come first. The page's script uses the tokens' data to colour
-    them.
+    the tokens.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}

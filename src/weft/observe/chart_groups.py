@@ -64,8 +64,9 @@ def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
     """Split a metric's name into the node and the measure.
 
-    `chosen` and `rejected` have the same measure, as do a mean and the corresponding `_max` if the
-    mean is in `names`. All `time/` metrics belong to the node `run` and have one common measure.
+    Metrics of `chosen` and `rejected` answers have the same measure. So do a mean and the
+    corresponding `_max` if the mean is in `names`. All `time/` metrics belong to the node `run` and
+    have one common measure.
     """
     if name.startswith(TIME):
         return RUN, SECONDS
@@ -146,12 +147,15 @@ class SeriesIndex(Generic[Scope]):
         self._series: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Add a series under `scope`, such as its node. `find_equal` returns `number` for it."""
+        """Add the series `values` under `scope`, such as its node.
+
+        `find_equal` returns `number` to identify the series.
+        """
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._series.setdefault(key, []).append((values, number))
 
     def find_equal(self, scope: Scope, values: Values) -> list[int]:
-        """Return the `number` of each series in `scope` that equals `values`, as passed to `add`."""
+        """Return the `number` passed to `add` for each series in `scope` that equals `values`."""
         near = (
             [(sign, place + by) for by in (-1, 0, 1)]
             for sign, place in map(_find_bin, _pick_probes(values))
@@ -186,7 +190,10 @@ def _find_bin(value: float) -> tuple[int, int]:
 
 
 def _compute_sort_key(name: str) -> tuple[bool, int]:
-    """Return a sort key: training metrics, evaluation over all sources, evaluation of one source."""
+    """Return a key that sorts training metrics before evaluation metrics.
+
+    Evaluation metrics over all sources are sorted before those of a single source.
+    """
     return name.startswith(EVAL), name.count("/") if name.startswith(EVAL) else 0
 
 
@@ -207,8 +214,8 @@ def is_same_series(
 ) -> bool:
     """Return whether two series have equal values at the same steps.
 
-    Values count as equal up to a relative difference of `ALIKE`. Only the number of steps and the
-    first and last step are compared.
+    Values count as equal up to a relative difference of `ALIKE`. Steps count as equal if there are
+    equally many of them and the first and the last ones are equal.
     """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False

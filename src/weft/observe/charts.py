@@ -65,10 +65,11 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes.
+    """Chart: lines over one pair of axes.
 
-    `node` names the nodes of the lines, and `missing` is the number of values that were not finite.
-    If `of_runs` is True, each line belongs to a different run, and the legend names the runs.
+    `node` is the name of the graph node or nodes whose metrics the lines show. `missing` is the
+    number of values that are left out because they are not finite. If `of_runs` is True, each line
+    belongs to a different run, and the legend shows the names of the runs.
     """
 
     title: str
@@ -141,7 +142,7 @@ def thin_series(
 ) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `count` points, keeping every spike.
 
-    The series is cut into stretches, and the lowest and the highest value of each stretch are kept.
+    The series is cut into segments, and the lowest and the highest value of each segment are kept.
     """
     if len(x) <= count:
         return list(x), list(y)
@@ -157,7 +158,8 @@ def thin_series(
 def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
     """Return at most `most` equally spaced round numbers within [low, high].
 
-    The distance between them is also round; if `whole` is True, it is a whole number.
+    The distance between neighbouring numbers is also round. If `whole` is True, the distance is a
+    whole number.
     """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 2.5, 5, 10, 20):
@@ -172,8 +174,9 @@ def choose_ticks(low: float, high: float, most: int, *, whole: bool = False) -> 
 def read_axes(run: RunFiles) -> dict[str, list[float]]:
     """Return the values of the x axes of a run's charts: `step`, `tokens` and `time`.
 
-    `tokens` are the tokens trained and `time` the seconds, both counted from the start of the run.
-    All three are lists of the same length, at the same thinned steps.
+    `tokens` is the number of tokens trained on, and `time` is the training time in seconds. Both
+    are counted from the start of the run. The three lists have one value for each step that remains
+    after thinning.
     """
     tokens = 0.0
     seconds = 0.0
@@ -311,7 +314,8 @@ def _render_plot(chart: Chart, large: bool) -> str:
 def _choose_edge_class(at: float) -> str:
     """Return the CSS class that keeps a tick's label inside the chart near the ends of the axis.
 
-    `at` is the position of the tick in percent of the axis. Elsewhere on the axis, returns "".
+    `at` is the position of the tick in percent of the axis. Returns "" for a tick that is not near
+    an end.
     """
     if at < 4:
         return " first"
@@ -333,7 +337,7 @@ def _render_path(line: ChartLine, chart: Chart) -> str:
 
 
 def _render_dot(chart: Chart, line: ChartLine, x: float, y: float) -> str:
-    """Render a dot at one value of a line, as is done for lines with few points."""
+    """Render a dot at the point (x, y) of a line. Only lines with few points have dots."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     left = 100 * (x - x0) / (x1 - x0)
     top = 100 - 100 * (y - y0) / (y1 - y0)
@@ -348,7 +352,7 @@ def _render_legend(place: int, line: ChartLine) -> str:
 
 
 def format_hue(hue: ColourPair) -> str:
-    """Return a colour as an inline style with both variants, from which the style sheet chooses."""
+    """Return an inline style that defines both variants of a colour for the style sheet."""
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
@@ -387,7 +391,7 @@ def find_heading(measure: str) -> str:
 
 
 def _choose_label(name: str, nodes: Sequence[str]) -> str:
-    """Return the legend's label for the metric `name`, in a chart that shows the nodes `nodes`."""
+    """Return the legend's label for the metric `name` in a chart whose lines belong to `nodes`."""
     if name.startswith(TIME):
         return name.removeprefix(TIME)
     last = get_last_part(name)

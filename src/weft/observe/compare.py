@@ -1,4 +1,4 @@
-"""Page that compares several runs: which is better, different options, curves and answers."""
+"""Page that compares several runs: the better run, differing options, curves and answers."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
 def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     """Give each run a name and a colour.
 
-    The names are the trials if these are unique, else experiment and trial, else the last two
-    folders of the path, else the whole path.
+    The name is the trial if all trials differ, else experiment and trial, else the last two folders
+    of the path, else the whole path.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -172,8 +172,8 @@ def read_values_until(run: RunFiles, name: str, step: float | None) -> list[floa
 def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> float | None:
     """Return a metric's value at `step`, or at the run's end; None if the run has no value.
 
-    For an evaluation metric this is the last value, for a training metric the mean of the last
-    steps.
+    For an evaluation metric, this is the last value. For a training metric, it is the mean over the
+    last steps.
     """
     values = read_values_until(run, name, step)
     if not values:
@@ -196,7 +196,8 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return the name of the headline metric in each run; None if the headlines differ.
 
-    If all runs have a matching validation metric, its names are returned instead.
+    If all runs have a matching validation metric whose values can be compared, returns the names of
+    this metric instead.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -216,7 +217,10 @@ def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
-    """Return whether the metric is a policy's loss, which does not measure the model's quality."""
+    """Return whether the metric is the loss of a policy.
+
+    Such a loss does not measure the model's quality.
+    """
     policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
     return policy and any(get_last_part(name).endswith("loss") for name in names)
 
@@ -306,7 +310,7 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of the difference between the two noisiest runs; 0 if it is unknown."""
+    """Return the noise of a metric's difference between the two noisiest runs; 0 if unknown."""
     if names[0].startswith(EVAL):
         drawn = []
         for run, name in zip(runs, names, strict=True):
@@ -324,7 +328,10 @@ def _compute_difference_noise(
 
 
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
-    """Return the noise of an evaluated metric that is due to few rows; None if it is unknown."""
+    """Return the noise that an evaluation metric has because few rows are evaluated.
+
+    Returns None if the noise is unknown.
+    """
     value = compute_final_value(run, name, step)
     rows = read_values_until(run, ROWS, step)
     if value is None or not rows:
@@ -472,7 +479,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield, for each measure, whether it is among the informative ones, and its table row."""
+    """Yield, for each measure, whether the measure is informative, and its table row."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -501,7 +508,10 @@ def _render_metric_rows(
 
 
 def _has_reward_instead(listed: Sequence[NamedRun], name: str) -> bool:
-    """Return whether the metric is a loss but a run has a reward, which then decides instead."""
+    """Return whether the metric is a loss and at least one run has a reward.
+
+    Runs with a reward are compared by the reward, so the table does not mark the best loss.
+    """
     return get_last_part(name).endswith("loss") and any(
         get_last_part(n) == REWARD for each in listed for n in each.run.metric_names
     )
@@ -517,10 +527,11 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return for each measure its name in each run, most informative measure first.
+    """Return the metric name of each measure in each run, most informative measure first.
 
-    Measures that repeat another one are left out. Metrics with the same name are separate measures
-    if they mean different things, such as the losses of two algorithms.
+    The name is None in runs without the measure. Measures that repeat another one are left out.
+    Metrics with the same name are separate measures if they mean different things, such as the
+    losses of two algorithms.
     """
     # Match metrics across runs by key and meaning.
     names_by_key: dict[tuple[Any, ...], Names] = {}
@@ -550,7 +561,7 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether the same measure has several charts, each with different runs."""
+    """Return whether two charts with the same title have no run in common."""
     runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:
         runs_by_title.setdefault(chart.title, []).append({line.run for line in chart.lines})

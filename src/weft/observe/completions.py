@@ -60,7 +60,7 @@ def choose_heading(run: RunFiles) -> str:
 
 
 def is_dataset_row(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample is a row of the dataset, rather than written by the model."""
+    """Return whether a sample is a row of the dataset rather than a completion of the model."""
     return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
 
 
@@ -106,9 +106,9 @@ def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _read_headline(run: RunFiles) -> tuple[str, Mapping[float, float]]:
-    """Return the title of the headline metric, and its mean over the batch by step.
+    """Return the title of the headline metric, and a mapping from step to the metric's value.
 
-    The means are the values that the metric's chart shows.
+    The values are means over the batch, as in the metric's chart.
     """
     name = find_headline(run.metric_names)
     if name is None:
@@ -165,7 +165,11 @@ def choose_num_columns(count: int) -> int:
 
 
 def _render_group_line(group: SampleGroup) -> str:
-    """Render a line about a group: its id, and the margin or the mean and range of the rewards."""
+    """Render a line about a group: its id, and a summary of its rewards.
+
+    For ranked answers, the summary is the margin between the best and the worst answer. For sampled
+    answers, it is the mean and range.
+    """
     facts = [f"id {group.id}"] if group.id is not None else []
     worth = [value for row in group.rows if (value := _read_score(row)) is not None]
     if group.is_ranked and len(worth) > 1:
@@ -222,7 +226,7 @@ def _render_rank(group: SampleGroup, place: int) -> str:
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """Append the answer's tokens to `tokens`, and return an HTML attribute with the new index.
+    """Append the answer's tokens to `tokens`, and return an HTML attribute with their index.
 
     Returns "" if the tokens are not known.
     """
@@ -245,7 +249,7 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
 
 
 def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
-    """Render the values that are known of an answer, such as its reward, most important first.
+    """Render the known values of an answer, such as its reward, most important first.
 
     `span` is the lowest and the highest reward on the page, which are the ends of the reward's bar.
     """

@@ -45,7 +45,8 @@ def find_algorithm(run: RunFiles) -> str | None:
 def find_defaults(run: RunFiles) -> dict[str, Any] | None:
     """Return the default of each option of the run's quickstart.
 
-    Returns None if the defaults are unknown, as for a quickstart that is not registered here.
+    Returns None if the defaults are unknown, for example because the quickstart is not registered
+    in this process.
     """
     name = find_algorithm(run)
     try:
@@ -95,7 +96,7 @@ def find_chosen_options(run: RunFiles) -> frozenset[str]:
 
 
 def render_configuration(run: RunFiles) -> str:
-    """Render how the run was started, its changed options, and all options behind a click."""
+    """Render how the run was started, its changed options, and a folded list of all options."""
     parts = [render_starts(run)]
     different = find_changed_options(run)
     by_weft = find_chosen_options(run)
@@ -214,12 +215,12 @@ def _render_option(name: str, value: Any) -> str:
 
 
 def unset(value: Any) -> bool:
-    """Return whether an option has no value, that is None, an empty string or an empty container."""
+    """Return whether an option is unset: None, an empty string or an empty container."""
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 
 def is_left_open(value: Any) -> bool:
-    """Return whether an option leaves the choice to weft, being unset or `auto`."""
+    """Return whether an option is unset or `auto`, so that weft chooses its value."""
     return unset(value) or value == "auto"
 
 

@@ -41,7 +41,7 @@ NOT_FOUND = DashboardAnswer(404, "There is no such page.")
 
 
 class Dashboard:
-    """Builder of answers to requests about the runs below `root`.
+    """Answers the dashboard's HTTP requests about the runs below `root`.
 
     A run can only be requested by its name in the list, so a request cannot reach any other path of
     the file system.
@@ -98,9 +98,9 @@ class Dashboard:
 
 
 def _describe_files(path: Path) -> str:
-    """Return a text that changes whenever the run writes something or becomes inactive.
+    """Return a string that changes whenever the run writes something or becomes inactive.
 
-    The text contains the sizes and modification times of the run's files.
+    The string contains the sizes and modification times of the run's files.
     """
     files = sorted(each for each in path.iterdir() if each.is_file() and each.name != report.NAME)
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -116,7 +116,7 @@ def _compute_tag(*parts: str) -> str:
 
 
 def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
-    """Build the page with the list of runs, given with their names."""
+    """Build the page that lists `runs`, each given as its name and summary."""
     going = sum(run.status == "running" for _, run in runs)
     summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""

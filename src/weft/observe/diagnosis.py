@@ -52,11 +52,11 @@ Config = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DiagnosisFinding:
-    """Problem of a run, such as a metric that is out of range.
+    """Problem found in a run, such as a metric that is out of range.
 
-    `fact` states the problem with a number, `means` its usual cause, and `fixes` the options to
-    try. A `weak` finding also occurs in good runs, and counts only if there is another one that is
-    not weak.
+    `fact` describes the problem and includes the measured value. `means` is the usual cause, and
+    `fixes` are options to try. A `weak` finding also occurs in healthy runs, so it is only reported
+    together with a finding that is not weak.
     """
 
     key: str
@@ -68,7 +68,7 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """Findings on a run; there are none if nothing is out of range."""
+    """Result of a run's diagnosis. There are no findings if nothing is out of range."""
 
     findings: Sequence[DiagnosisFinding] = ()
 
@@ -79,7 +79,7 @@ class RunDiagnosis:
 
     @property
     def summary(self) -> str:
-        """The first findings, their usual cause and options to try, in one line for people."""
+        """The first findings with usual causes and options to try, as one line for the user."""
         if self.is_sound:
             return FINE
         facts = "; ".join(each.fact for each in self.findings[:FACTS])
@@ -121,9 +121,10 @@ class DiagnosedRun:
 
     @property
     def kind(self) -> str:
-        """Name of the run's algorithm, if weft ships it; else "".
+        """Name of the run's algorithm if it is one of weft's algorithms, else "".
 
-        The name is `algorithm`, or the group of options that the configuration has.
+        If `algorithm` is not one of them, the name is that of the algorithm whose options are in
+        the configuration.
         """
         if self.algorithm in ALGORITHMS:
             return str(self.algorithm)
@@ -167,7 +168,7 @@ class DiagnosedRun:
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
         """Return an option that multiplies the learning rate of a role by `factor`.
 
-        The role is the one that the node of the metric `name` trains.
+        The role is the one that is trained by the node of the metric `name`.
         """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
@@ -221,8 +222,8 @@ def diagnose_run(
 def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield a finding for each metric whose last values are outside the metric's bounds.
 
-    Of the metrics that share a description, only the first is reported, and of all KL metrics only
-    one.
+    Of several metrics with the same description, only the first is reported. Only one KL metric is
+    reported.
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
@@ -290,7 +291,7 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return the usual cause, the options to try, and whether good runs can have the problem too."""
+    """Return the usual cause, options to try, and whether healthy runs can have the problem too."""
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -516,9 +517,9 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _check_text(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Yield a finding if most of the last completions are repetitive and the first were not.
+    """Yield a finding if at least half of the last step's completions are repetitive.
 
-    The last and the first step are compared.
+    There is no finding if at least half of the first step's completions were repetitive too.
     """
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = []

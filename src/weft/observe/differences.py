@@ -30,9 +30,10 @@ FACTS = ("commit", "host", "hardware")
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return the values, one per run, of each option that differs; the algorithm comes first.
 
-    Options in the groups of two algorithms are matched if the rest of the name is equal:
-    `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that is matched across
-    algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
+    Options of different algorithms are matched if their names differ only in the algorithm's group,
+    and get a common name such as `grpo|ppo.gen.max_new_tokens`. An option that some runs do not
+    have, or that is matched across algorithms, is included only if the user set it in at least one
+    run. An option is left out if weft chose its value in all runs.
     """
     # The algorithm itself.
     algorithms = [configuration.find_algorithm(run) for run in runs]
@@ -74,7 +75,11 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 
 def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
-    """Return an option's name, with the group of any of the algorithms replaced by `algorithm`."""
+    """Return an option's name, with the group of an algorithm replaced by `algorithm`.
+
+    For example, `ppo.gamma` becomes `algorithm.gamma` if `algorithms` contains `ppo`. Options of
+    runs with different algorithms can then be matched.
+    """
     group, dot, rest = name.partition(".")
     return f"{ALGORITHM}.{rest}" if dot and group in algorithms else name
 
@@ -82,7 +87,7 @@ def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
 def _format_option_name(name: str, real: Sequence[str | None]) -> str:
     """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`.
 
-    `real` has the name of the option in each run.
+    `real` has the full name of the option in each run, or None if the run does not have the option.
     """
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
     if not name.startswith(f"{ALGORITHM}."):
@@ -94,8 +99,8 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     """Return the options that determine what the metric `name` measures, with their values.
 
     Values of two runs can be compared if these options are equal. A loss depends on the algorithm
-    and the algorithm's options, a reward on its source, and both on the rows. Metrics such as
-    times, memory and lengths depend on none of these.
+    and the algorithm's options, and a reward on the source of rewards. Both depend on the rows of
+    the dataset. Metrics such as times, memory and lengths depend on none of these options.
     """
     about = find(name)
     last = get_last_part(name)

@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def render_filmstrip(rows: Rows) -> str:
-    """Render one strip per prompt: the model's answers at several steps, side by side.
+    """Render one strip per prompt, which shows the model's answers at several steps side by side.
 
     Returns "" if there are no answers.
     """

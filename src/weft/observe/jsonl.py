@@ -65,7 +65,7 @@ def read_row(line: str) -> dict[str, Any] | None:
 
 
 def format_ranges(steps: Sequence[int], most: int = 8) -> str:
-    """Format increasing whole numbers as ranges, such as `1-3, 7, 9-20`.
+    """Format increasing whole numbers, such as steps, as ranges: `1-3, 7, 9-20`.
 
     Only the first `most` ranges are written out.
     """

@@ -66,7 +66,7 @@ class LoggedFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the failure reports only a lost peer, and so follows from another failure."""
+        """Return whether the failure only reports a lost peer, whose own failure is the cause."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
 
@@ -124,8 +124,8 @@ def find_failure(file: LogFile) -> LoggedFailure | None:
 def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
     """Return the first failure of each file that has one, earliest first.
 
-    Failures that report only a lost peer come last. If a file has no times, the time of the last
-    write to it is used: the process that fails first is also the first to stop writing.
+    Failures that report only a lost peer come last. If a file has no time stamps, its modification
+    time is used, because the process that fails first is also the first to stop writing.
     """
     failures = [each for file in files if (each := find_failure(file)) is not None]
     return sorted(failures, key=lambda each: (each.is_consequence, each.when))
@@ -148,7 +148,7 @@ def _find_time(lines: Iterable[str]) -> float | None:
 
 
 class LogFollower:
-    """Follower of log files, which yields the lines that are added.
+    """Follows log files, and yields the lines that are added to them.
 
     Files that did not exist at the start are read from their beginning.
     """

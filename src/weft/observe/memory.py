@@ -23,9 +23,9 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def build_segment_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make torch use expandable segments on GPUs.
 
-    Must be set before a process imports torch. With expandable segments, freed memory can be reused
-    for tensors of any size, which matters because packs and KV caches of many sizes are allocated
-    in turn. The result is empty if the user has configured torch's allocator.
+    The variables must be set before a process imports torch. With expandable segments, freed memory
+    can be reused for tensors of any size, which matters because packs and KV caches of many sizes
+    are allocated in turn. The result is empty if the user has configured torch's allocator.
     """
     if any(name in environment for name in ALLOCATOR):
         return {}
@@ -42,9 +42,9 @@ def measure_peak_memory_gb() -> float:
 
 
 def measure_file_pages_gb() -> float:
-    """Return the resident memory of this process that maps files, mostly library code, in GiB.
+    """Return the size in GiB of this process's resident file pages, which are mostly library code.
 
-    Returns 0 if the operating system does not report this.
+    Returns 0 if the operating system does not report this size.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, separator, rest = STATUS.read_text().partition("RssFile:")

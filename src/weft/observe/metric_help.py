@@ -16,8 +16,8 @@ class MetricHelp:
     """Description of one kind of metric.
 
     `pattern` matches the metric's name without the node. `healthy` describes the healthy range, or
-    is empty if there is none. A run is reported if the metric is below `least` or above `most`,
-    which are wider than the healthy range, to avoid false reports.
+    is empty if there is none. Values below `least` or above `most` are reported as a problem of the
+    run. To avoid false reports, these bounds are wider than the healthy range.
     """
 
     pattern: str
@@ -657,7 +657,7 @@ ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the s
 
 @cache
 def find(name: str) -> MetricHelp | None:
-    """Return the description of a metric of metrics.jsonl; None if it has none."""
+    """Return the description of a metric of metrics.jsonl; None if there is none."""
     if name.startswith("time/") or "/" not in name:
         rest = name
     else:

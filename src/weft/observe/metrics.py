@@ -132,8 +132,8 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
-    If there is none, returns the validation metric of the reward, accuracy or loss. Returns None if
-    the run is not evaluated.
+    If there is none, returns the validation reward, accuracy or loss. Returns None if the run is
+    not evaluated.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))
@@ -179,9 +179,10 @@ def find_title(name: str) -> str:
 
 
 def compute_tokens_per_second(line: Line) -> float | None:
-    """Return the number of tokens trained per second of the whole step; None if it is unknown.
+    """Return the number of tokens trained on in a step, divided by the step's duration in seconds.
 
-    If no node counts tokens, returns the highest rate that a node reports.
+    If no node counts tokens, returns the highest rate that a node reports. Returns None if the rate
+    is unknown.
     """
     seconds = line.get("step_seconds")
     counts = []
@@ -198,7 +199,7 @@ def compute_tokens_per_second(line: Line) -> float | None:
 
 
 def read_call_seconds(line: Line) -> dict[str, float]:
-    """Return the duration of each call in one step, in seconds, in the order of the line."""
+    """Return the duration in seconds of each call in one step, in the order of `line`."""
     call_seconds: dict[str, float] = {}
     for name, value in line.items():
         if name.startswith(TIME) and value is not None:

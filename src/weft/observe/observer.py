@@ -33,7 +33,7 @@ LOG = RUN_LOG
 
 
 class RunObserver:
-    """Observer of one run. It never affects the computation.
+    """Observer of one run, which never affects the computation.
 
     All methods can be called from the thread that drives the run. `memory` returns the peak memory
     of the run in GiB, which is recorded as `peak_memory_gb` for steps without this metric.
@@ -74,9 +74,9 @@ class RunObserver:
         """Return the observer of a run, with loggers and view started.
 
         The run's directory must exist. Lines of steps after `run.resumed_step` are removed from the
-        files in it. Without `view`, a live view is used if the output is a terminal and `progress`
-        is True; otherwise plain lines are printed. Raises `UserError` if a logger cannot start, or
-        if the path of a file exists but is not a regular file.
+        files in this directory. Without `view`, a live view is used if the output is a terminal and
+        `progress` is True; otherwise plain lines are printed. Raises `UserError` if a logger cannot
+        start, or if the path of a file exists but is not a regular file.
         """
         # Check the files before a logger starts.
         earlier = max(

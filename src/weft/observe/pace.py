@@ -37,7 +37,7 @@ BESIDE = (
 class RunPace:
     """Progress and headline metric of a run. Durations refer to this process only.
 
-    `clock` returns monotonic seconds.
+    `clock` is a monotonic clock in seconds, such as `time.monotonic`.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -166,7 +166,7 @@ class RunPace:
     def format_summary_parts(self, status: str) -> list[str]:
         """Return phrases on the run's outcome, and on the changes of its main metrics.
 
-        These are the validation metrics and the headline metric.
+        The main metrics are the validation metrics and the headline metric.
         """
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
@@ -193,7 +193,10 @@ def format_course(values: Sequence[float], name: str = "", rows: float | None = 
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as a line of at most `width` bars, each the mean of equally many values."""
+    """Draw `values` as a line of at most `width` bars.
+
+    Each bar is the mean of the same number of values.
+    """
     if not values or width < 1:
         return ""
     count = min(width, len(values))

@@ -26,7 +26,7 @@ SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 @dataclass(frozen=True)
 class PageSection:
-    """Section of a page, to which the bar at the top links."""
+    """Section of a page, linked from the navigation bar at the top."""
 
     name: str
     heading: str
@@ -37,8 +37,9 @@ class PageSection:
 class Page:
     """Page with a title, sections, and data for the page's script.
 
-    If `live` has a tag, the page polls its server, and updates itself when the server has another
-    tag. `home` is the link of the logo.
+    If `live` is not empty, it is the tag of the page's version: the page polls its server, and
+    updates itself when the server has a version with another tag. `home` is the target of the
+    logo's link.
     """
 
     title: str

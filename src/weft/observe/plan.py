@@ -67,7 +67,8 @@ class RunPlan:
 def _allot_lines(needed: Sequence[int]) -> list[int]:
     """Return the number of lines of each row: as many as `needed`, but at most `ROW_LINES`.
 
-    If the table would exceed `LINES`, rows get only one line, beginning with the last row.
+    While the table has more than `LINES` lines, rows are reduced to one line, from the last row
+    upwards.
     """
     rooms = [min(lines, ROW_LINES) for lines in needed]
     for at in reversed(range(len(rooms))):
@@ -87,7 +88,7 @@ def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
     """Wrap text for a terminal of `width` columns.
 
     The first `first` columns of the first line, and the first `others` columns of the other lines,
-    are already used.
+    are left free for the label and the indentation.
     """
     filler = textwrap.TextWrapper(
         max(width, others + 20),

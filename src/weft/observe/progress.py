@@ -450,7 +450,10 @@ class _ReflowHook(RenderHook):
 
 
 def elide_middle(text: str, width: int) -> str:
-    """Cut `text` in the middle to at most `width` characters, since both ends identify a name."""
+    """Shorten `text` to at most `width` characters by cutting the middle.
+
+    Both ends are kept, because they are needed to identify a name.
+    """
     if len(text) <= width:
         return text
     end = max(0, (width - 1) * 2 // 3)
@@ -458,7 +461,7 @@ def elide_middle(text: str, width: int) -> str:
 
 
 def pack_lines(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
-    """Join the parts to as few lines as possible, without breaking any part.
+    """Join the parts into as few lines as possible, without breaking any part.
 
     `between` separates the parts of a line. Lines after the first are indented by `indent`.
     """

@@ -30,16 +30,16 @@ class ReportProcess(Protocol):
 
 
 def start(directory: Path) -> ReportProcess:
-    """Build the report in another process, which does not receive Ctrl-C from the terminal."""
+    """Start a process that builds the report and does not receive Ctrl-C from the terminal."""
     command = [sys.executable, "-m", "weft.observe.renewal", str(directory)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
 
 
 class ReportRenewal:
-    """Builder that keeps the report of one run up to date.
+    """Keeps the report of one run up to date.
 
-    `tell` is called with a message when a build first fails. The run continues.
+    When a build fails for the first time, `tell` is called with a message. The run continues.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReportRenewal:
     def renew_if_due(self) -> None:
         """Build the report if enough time has passed. Called after each step.
 
-        A long build runs in another process, and this method does not wait for it.
+        The report of a large run is built in another process, and this method does not wait for it.
         """
         # Check a build in progress.
         if self._process is not None:

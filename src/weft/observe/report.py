@@ -35,7 +35,7 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 
 def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
-    """Build the page of a run. If `live` has a tag, the page updates itself."""
+    """Build the page of a run. If `live` is not empty, the page updates itself."""
     run_charts = charts.build_charts(run)
     main = sections.choose_headlines(run)[:1]
     hero = next(

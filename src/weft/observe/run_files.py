@@ -111,11 +111,11 @@ class RunFiles:
 
     @cached_property
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
-        """Finite values of each metric with their steps, and the number of other values.
+        """Steps and finite values of each metric, and the number of its values that are not finite.
 
-        A value counts as not finite if it is NaN, infinite or too large. The table is computed
-        once. Lines with the same metrics are converted together, because a long run has a million
-        values, scattered in memory.
+        Values that are too large count as not finite. The table is computed once. Lines with the
+        same metrics are converted together, because a long run has a million values, scattered in
+        memory.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()
@@ -144,13 +144,13 @@ class RunFiles:
 
     @property
     def title(self) -> tuple[str, str]:
-        """Names of the experiment and the trial, from the configuration or else the folder names."""
+        """Names of the experiment and the trial, from the configuration or the folder names."""
         folder = self.directory.resolve()
         trial = self.config.get("trial_name") or folder.name
         return str(self.config.get("experiment_name") or folder.parent.name), str(trial)
 
     def get_series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps and the values of a metric where it is finite.
+        """Return the steps at which a metric is finite, and its values at these steps.
 
         Both lists are empty if the run does not have the metric.
         """
@@ -203,7 +203,10 @@ def is_quiet(directory: Path) -> bool:
 
 
 def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metrics of a line, and whether all values are floats or integers below `LARGEST`."""
+    """Return the metric names of a line, and whether all values are plain.
+
+    A plain value is a float, or an integer below `LARGEST`.
+    """
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(
         abs(v) < LARGEST for v in values if type(v) is int

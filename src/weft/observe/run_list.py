@@ -81,7 +81,10 @@ def list_newest_first(root: Path) -> list[Path]:
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the directories of runs in `root`, up to two levels below it. Follows no links."""
+    """Yield the directories of runs in `root`, up to two levels below it.
+
+    Symbolic links are not followed.
+    """
     level = [root]
     for _ in range(3):
         below: list[Path] = []
@@ -113,7 +116,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from those of its files that are readable.
+    """Summarize one run from its readable files.
 
     `alive` has the same meaning as in `list_runs`.
     """
@@ -154,9 +157,10 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(
     run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
 ) -> RunDiagnosis | None:
-    """Diagnose a run from the beginnings and ends of its files; None if it has too few steps.
+    """Diagnose a run from the beginnings and ends of its files.
 
-    `lines` are the lines of metrics.jsonl, if the caller has already read them.
+    `lines` are the lines of metrics.jsonl, if the caller has already read them. Returns None if the
+    run has too few steps.
     """
     metrics = end_lines(run / METRICS) if lines is None else lines
     rewarded = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
@@ -165,10 +169,10 @@ def diagnose(
 
 
 def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the value of a metric at the end of the run; None if it has none.
+    """Return the value of a metric at the end of the run; None if there is no value.
 
-    This is the last value of an evaluation metric, and the mean over the last steps for a training
-    metric.
+    For an evaluation metric, this is the last value. For a training metric, it is the mean over the
+    last steps.
     """
     if (
         metric is None

@@ -17,7 +17,7 @@ from weft.observe.run_files import RECORD
 
 @dataclass(frozen=True)
 class RunStart:
-    """Start of one process that worked on the run.
+    """Information about one start of the run, that is, about one process that worked on it.
 
     `step` is the number of steps that were done before this start. `commit` is the commit of weft's
     checkout, if weft is run from one.
@@ -35,7 +35,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of `run.json`, with the starts of the run, oldest first.
+    """Content of `run.json`. `starts` lists the starts of the run, oldest first.
 
     `chosen` lists the options that the user left unset and for which weft chose a value.
     """

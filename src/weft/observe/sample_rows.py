@@ -1,4 +1,4 @@
-"""Reader of `samples.jsonl` for reports, which returns the rows of a few steps by prompt."""
+"""Reader of `samples.jsonl` for reports: the rows of a few steps, grouped by prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """Prompt of one step, with the sampled or ranked completions in order."""
+    """Prompt of one step with its completions, which are sampled or ranked.
+
+    `rows` has one row per completion. If all completions are ranked, the best one comes first.
+    """
 
     step: float
     id: str | None
@@ -40,7 +43,7 @@ class SampleGroup:
 
     @property
     def is_ranked(self) -> bool:
-        """Return whether all completions have a rank and there are at least two."""
+        """Return whether there are at least two completions and all of them have a rank."""
         return len(self.rows) > 1 and all(is_finite(row.get("rank")) for row in self.rows)
 
     def read_values(self, name: str) -> list[float]:
@@ -62,8 +65,8 @@ def pick(values: Sequence[T], count: int) -> list[T]:
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Return the rows of at most `steps` evenly spaced steps.
 
-    If some steps have values for single tokens, only these steps and the last step are considered.
-    Only the rows that are returned are parsed, because the file of a long run is large.
+    If some steps have per-token values, only these steps and the last step are considered. Only the
+    rows that are returned are parsed, because the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
     detailed_steps: set[int] = set()
@@ -87,7 +90,7 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
 def _read_step(line: bytes) -> int | None:
     """Return the step of a line; None if the line cannot be read.
 
-    A line in the layout that weft writes is not parsed for this.
+    If the line has the layout that weft writes, the step is found without parsing the whole line.
     """
     known = STEP.match(line)
     if known is not None:

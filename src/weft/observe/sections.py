@@ -1,4 +1,4 @@
-"""HTML of a report's first screen, with the headline metrics of the run, and of its log."""
+"""HTML of a report's first screen, which shows the headline metrics, and of the run's log."""
 
 from __future__ import annotations
 

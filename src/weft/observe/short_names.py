@@ -28,8 +28,8 @@ def shorten_path(path: str) -> str:
 def build_served_name(path: str) -> str:
     """Return the name by which clients of a server refer to a model.
 
-    The name is the trial if `path` is a run's checkpoint, else the last part of the path that is
-    not a step. It is safe in URLs, and stays the same when a run continues.
+    For a run's checkpoint, this is the name of the trial. Otherwise it is the last part of the path
+    that is not a step. The name is safe in URLs, and does not change when a run continues.
     """
     parts = Path(path).parts
     if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):

@@ -34,7 +34,7 @@ class LoggerSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Send all data that are still buffered, and end the logger."""
+        """Send all data that are still buffered, and close the logger."""
         ...
 
 
@@ -43,7 +43,7 @@ class RunInfo:
     """Information about the run for loggers.
 
     For a resumed run, `resumed_step` is the step from which it resumes, and `logged` is the last
-    step in metrics.jsonl, which `RunObserver.open` sets. Both are 0 for a new run.
+    step in metrics.jsonl. `RunObserver.open` sets `logged`. Both are 0 for a new run.
     """
 
     directory: Path
@@ -71,7 +71,7 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[LoggerSink]:
     """Check and start every logger in `loggers`, for a run whose directory exists.
 
-    Raises `UserError` as `check_sinks` does.
+    Raises `UserError` if `check_sinks` fails or a logger cannot start.
     """
     check_sinks(loggers)
     return [_import_sink(name).start(options, run) for name, options in loggers.items()]

@@ -80,8 +80,8 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 class Wandb:
     """Logger for Weights & Biases.
 
-    Steps before `first` are skipped: after a resume, the server already has them, and its history
-    cannot be rewritten.
+    Steps before `first` are skipped: after a resume, the server already has these steps and cannot
+    overwrite them.
     """
 
     def __init__(self, session: Any, prefix: str, first: int) -> None:

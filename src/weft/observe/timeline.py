@@ -213,9 +213,9 @@ def _read_ends(path: Path, head: int, tail: int) -> bytes:
 def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[TimelineSpan]:
     """Return the spans of a file, sorted by start.
 
-    If a resumed process repeated steps, the earlier process's spans of these steps are left out. So
-    are the spans of earlier processes that belong to no step. `head` and `tail` have the same
-    meaning as in `read_events`.
+    If a resumed process repeated steps, the earlier process's spans of these steps are left out.
+    Spans of earlier processes that belong to no step are also left out. `head` and `tail` have the
+    same meaning as in `read_events`.
     """
     events = read_events(path, head, tail)
     groups = {}

@@ -1,4 +1,4 @@
-"""Section of a report on time: the share of each call, and the spans of any step on tracks."""
+"""Section of a report on time: the share of each call, and a step's spans as bars on tracks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
 
 
 def render_shares(run: RunFiles) -> str:
-    """Render each call's share of the time as one stacked bar, and as a table."""
+    """Render each call's share of the step's time, as one stacked bar and as a table."""
     rows = compute_shares(run)
     hues = find_node_hues(run.spans)
     call_hues = {name: GREY if name == OTHER else choose_hue(name, hues) for name, _, _ in rows}
@@ -81,7 +81,8 @@ def render_shares(run: RunFiles) -> str:
 class SpansByStep:
     """Spans of a run, grouped by step.
 
-    `listed` has the steps that the page can show. These are all steps, unless the run is very long.
+    `listed` maps each step that the page can show to its spans. For a very long run, some steps are
+    not included; `left_out` is their number.
     """
 
     listed: Mapping[int | None, Sequence[TimelineSpan]]
@@ -90,7 +91,7 @@ class SpansByStep:
 
     @classmethod
     def from_spans(cls, spans: Sequence[TimelineSpan]) -> SpansByStep:
-        """Group spans by step. Spans without a step are added to the step before them."""
+        """Group spans by step. Spans without a step are assigned to the preceding step."""
         by_step: dict[int | None, list[TimelineSpan]] = {}
         now: int | None = None
         for span in spans:
@@ -178,7 +179,7 @@ def _choose_steps(
 
 
 def render_gantt(spans: SpansByStep) -> str:
-    """Render the spans of the last steps as bars on tracks, with a text for screen readers.
+    """Render the spans of the last steps as bars on tracks, with a description for screen readers.
 
     The page's script can show other steps.
     """

@@ -44,7 +44,7 @@ class MetricChange:
 
     @property
     def delta(self) -> float:
-        """Difference between the last and the first mean."""
+        """Mean of the last steps minus mean of the first steps."""
         return self.last - self.first
 
     @property
@@ -55,8 +55,8 @@ class MetricChange:
     def format_text(self) -> str:
         """Format the change, such as `+0.21 ± 0.04`.
 
-        A change that is not significant is formatted as `+0.0075, within noise`, and one of unknown
-        noise as `+0.21`.
+        A change that is not significant is formatted as `+0.0075, within noise`, and a change with
+        unknown noise as `+0.21`.
         """
         signed = f"{'+' if self.delta >= 0 else '-'}{format_number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
@@ -72,12 +72,12 @@ def format_noise(noise: float) -> str:
 
 
 def count_last(count: int) -> int:
-    """Return how many of a curve's last values, of `count` in total, are averaged for its end."""
+    """Return the number of values that are averaged at the end of a curve of `count` values."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
 def count_first(count: int) -> int:
-    """Return how many of a curve's first values, of `count` in total, are averaged for its start.
+    """Return the number of values that are averaged at the start of a curve of `count` values.
 
     The number is small, because curves are steep at the start.
     """
@@ -95,10 +95,11 @@ def compute_end_mean(values: Sequence[float]) -> float:
 
 
 def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """Return the best mean over a window of consecutive values, and the index of the last value.
+    """Return the best mean over a window of consecutive values, and the index of the window's end.
 
-    `count_last` determines the length of the window. The best mean is the lowest one if lower
-    values of the metric `name` are better, and otherwise the highest.
+    The index is that of the last value in the window. `count_last` determines the length of the
+    window. The best mean is the lowest one if lower values of the metric `name` are better, and
+    otherwise the highest.
     """
     width = count_last(len(values))
     total = sum(values[:width])
@@ -133,7 +134,7 @@ def compute_change(
 
 
 def compute_end_noise(values: Sequence[float]) -> float | None:
-    """Return the half-width of the 95% confidence interval of `compute_end_mean`.
+    """Return the noise of a curve's end: the 95% half-width for the result of `compute_end_mean`.
 
     Returns None for fewer than `LEAST` values. The steep beginning of the curve is not used.
     """
@@ -146,9 +147,9 @@ def compute_end_noise(values: Sequence[float]) -> float | None:
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
     """Return the half-width of the 95% confidence interval of an evaluated proportion.
 
-    It is 1.96 sqrt(p (1 - p) / n). Two successes and two failures are added, so that the interval
-    is not empty for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics that are not
-    proportions of the `rows` evaluated.
+    The half-width is 1.96 sqrt(p (1 - p) / n). Two successes and two failures are added, so that
+    the interval is not empty for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics
+    that are not proportions of the `rows` evaluated.
     """
     if (
         not name.startswith(EVAL)
@@ -162,9 +163,10 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
 
 
 def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
-    """Return the noise of the difference of the two noisiest curves; None if any noise is unknown.
+    """Return the noise of the difference between the two noisiest curves.
 
-    The noises are half-widths of 95% confidence intervals.
+    Returns None if the noise of any curve is unknown. The noises are half-widths of 95% confidence
+    intervals.
     """
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
@@ -172,11 +174,11 @@ def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CurveNoise:
-    """Noise of a curve, as half-widths of 95% confidence intervals.
+    """Noise of a curve. `single` and `of_end` are half-widths of 95% confidence intervals.
 
-    `single` is the noise of a single value, and `dependence` the correlation between the noise of a
-    value and that of the next one. `of_end` is the noise of the mean at the curve's end, including
-    noise that lasts for several steps; it is 0 if the curve is too short to estimate this.
+    `single` is the noise of a single value, and `dependence` is the correlation between the noise
+    of neighbouring values. `of_end` is the noise of the mean at the curve's end, including noise
+    that lasts for several steps; it is 0 if the curve is too short to estimate this noise.
     """
 
     single: float
@@ -184,16 +186,17 @@ class CurveNoise:
     of_end: float
 
     def compute_for_means(self, *counts: int) -> float:
-        """Return the half-width for the mean of `counts[0]` values.
+        """Return the half-width of the confidence interval for the mean of `counts[0]` values.
 
-        With two counts, returns the half-width for the difference between means of so many values.
+        With two counts, the half-width is for the difference between the mean of `counts[0]` values
+        and the mean of `counts[1]` values.
         """
         return self.single * math.sqrt(sum(map(self._compute_mean_variance, counts)))
 
     def _compute_mean_variance(self, count: int) -> float:
         """Return the variance of the mean of `count` values, relative to that of a single value.
 
-        The noise of the values is AR(1).
+        The noise is assumed to be an AR(1) process.
         """
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
@@ -207,9 +210,9 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     d)^2 / 20. In these differences the trend of a smooth curve cancels (Gasser, Sroka and
     Jennen-Steinmetz 1986). If the noise of neighbouring steps is correlated, third differences
     underestimate the variance. In a short curve, this is corrected with the lag-1 autocorrelation.
-    In a long curve, the means of blocks are compared with the line that fits them best. The blocks
-    are as long as the curve's end, and lie in its second half, where curves are less steep. The
-    half-widths use Student's t.
+    In a long curve, the noise of the end is estimated from means of blocks, by their variance
+    around a fitted line. The blocks are as long as the curve's end, and lie in its second half,
+    where curves are less steep. The half-widths use Student's t.
     """
     count = len(values)
     many = count_last(len(values))
@@ -236,9 +239,10 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 
 
 def _compute_autocorrelation(values: Sequence[float]) -> float:
-    """Return the lag-1 autocorrelation of the values around a line, in [0, `MOST_DEPENDENT`].
+    """Return the lag-1 autocorrelation of the residuals of a linear fit, in [0, `MOST_DEPENDENT`].
 
-    Fitting the line lowers the correlation r by (2 + 4 r) / n, which is added back.
+    The fit lowers the estimate of the correlation r by (2 + 4 r) / n. The result is corrected for
+    this.
     """
     rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)
