@@ -63,8 +63,8 @@ def check_policies(names: Iterable[str]) -> None:
 def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
     """Open a reward model with its own tokenizer and chat template.
 
-    For the name of a run, its newest checkpoint is opened. `option` is the flag that error messages
-    name. Raises `UserError` for a model that is not a reward model.
+    For the name of a run, its newest checkpoint is opened. `option` is the flag to name in error
+    messages. Raises `UserError` for a model that is not a reward model.
     """
     return _print_notes(open_scorer(_build_spec(name, given, ModelQuery(option, SCORERS), None)))
 
@@ -101,7 +101,8 @@ def print_note(text: str) -> None:
 def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar titled `what` on standard error, if that is a terminal.
 
-    Yields a function that sets the number done and the total.
+    Yields a function that updates the bar; its arguments are the number of finished items and the
+    total.
     """
     from rich.console import Console
     from rich.progress import (

@@ -99,7 +99,7 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Result of translating overrides to weft's option names, with a note per alternative spelling."""
+    """Overrides under weft's option names, with a note for each alternative spelling."""
 
     config: RunConfig
     known_options: frozenset[str]
@@ -112,8 +112,8 @@ class OverrideTranslation:
     def add_assignment(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        If two spellings set the same option, the later one is used. Raises `ConfigError` if both
-        have the same position.
+        If two spellings set the same option, the one with the later position in the stack of
+        sections is used. Raises `ConfigError` if both have the same position.
         """
         before = self.user_spellings.setdefault(target, override.name)
         if before != override.name:
@@ -144,7 +144,7 @@ class OverrideTranslation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """Return the overrides under weft's option names, and a note per translated spelling.
+    """Return the overrides under weft's option names, and a note for each alternative spelling.
 
     Unknown names are returned unchanged; `options.read` rejects them.
     """
@@ -186,9 +186,10 @@ def list_spellings(config: RunConfig) -> list[str]:
 
 
 def map_spellings(config: RunConfig) -> dict[str, list[str]]:
-    """Return, for each option, up to `MAX_SHOWN_SPELLINGS` spellings of other programs.
+    """Return, for each option, up to `MAX_SHOWN_SPELLINGS` names that other programs use for it.
 
-    Help pages show them. Spellings that equal the last part of the option's name are left out.
+    The names are for help pages. Names that equal the last part of the option's own name are left
+    out.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     spellings_by_option: dict[str, list[str]] = {}
@@ -219,7 +220,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if `name` sets an option of model calls on a node with a host function."""
+    """Raise `ConfigError` if `name` sets an option of model calls for a host function."""
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
@@ -232,7 +233,8 @@ def _check_node(name: str, config: RunConfig) -> None:
 def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
     """Split an override such as `group={a: 1, b: 2}` into `group.a=1` and `group.b=2`.
 
-    The override is returned unsplit if its name is an option or its value is not a mapping.
+    The override is returned unsplit if its name is an option, or if its value is not a mapping or
+    is empty.
     """
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
@@ -268,7 +270,7 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
 
 
 def _map_to_trained_role(config: RunConfig, name: str) -> str:
-    """Return the trained role's option for a top-level name `optimizer.*`.
+    """Return the trained role's option for a name without a role, such as `optimizer.lr`.
 
     Raises `ConfigError` unless exactly one role is trained.
     """
@@ -311,8 +313,9 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
     The number is read from `given`, the values that the user set: from the layout of the training
-    call or of the role, from `allocation_mode`, or else from the role's `data_parallel_size`. It is
-    1 if none is set, and the number of all devices if weft searches for the layout.
+    call or of the role, from `allocation_mode`, or else from the role's `data_parallel_size`. The
+    number is 1 if none of these is set, and the number of all devices if `allocation_mode` is
+    "heuristic".
     """
     role = done.trained_roles[0]
     call = next(
@@ -366,7 +369,7 @@ def _translate_use_peft(
 def _translate_strategy(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `save_freq_steps` or `eval_freq_steps` for steps, or `..._freq_epochs=1` for epoch.
+    """Set `save_freq_steps` or `eval_freq_steps` for "steps", or `..._freq_epochs=1` for "epoch".
 
     The interval is 500 steps if the user sets none.
     """
@@ -385,7 +388,7 @@ def _translate_report_to(
 ) -> None:
     """Set `logger.tensorboard=true`, `logger.wandb.mode=online` or `logger.trackio.project`.
 
-    The value none sets no logger.
+    The value "none" enables no logger.
     """
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:

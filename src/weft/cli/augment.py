@@ -1,4 +1,4 @@
-"""`weft data augment`: add bad replies as the last rank of reward-model rankings.
+"""`weft data augment`: add bad replies at the end of rankings for reward-model training.
 
 The bad replies are sampled from a weak model or made by corrupting good replies.
 """

@@ -276,7 +276,7 @@ def _complete_command(name: str, words: list[str], current: str) -> Iterator[Wor
 
 
 def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
-    """Iterate over experiments if `flag` is `-e`, or over the named experiment's trials if `-f`."""
+    """Iterate over experiments for `-e`, or over trials of the experiment in `words` for `-f`."""
     named = []
     for before, word in pairwise(words):
         if before in EXPERIMENT_FLAGS:

@@ -79,7 +79,7 @@ class StreamWrapper:
 class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
-    `label` names the speaker. Without a label, only the answer is written to a pipe.
+    `label` is the name of the speaker. Without a label, only the answer is written to a pipe.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
@@ -98,8 +98,8 @@ class StreamedAnswer:
     def write(self, text: str, style: str = "") -> str:
         """Show text, and return it unchanged.
 
-        `style` is a style of the package rich. Styled text, such as the "dim" beginning of a
-        continued answer, is not written to a pipe.
+        `style` is the name of a style of the package `rich`. Styled text, such as the "dim"
+        beginning of a continued answer, is not written to a pipe.
         """
         if self._interactive:
             self._print(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
@@ -170,7 +170,7 @@ class ChatView:
         self._console.print(what)
 
     def open_live_display(self, what: RenderableType) -> Live:
-        """Return a live display of `what`, which is erased when the display closes."""
+        """Return a live display of `what`, which is erased from the terminal when it is closed."""
         return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
     def show_title(self, text: str) -> None:

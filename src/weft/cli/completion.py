@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_candidates(words: list[str]) -> int:
     """Print a line for each completion of the last word: the candidate, a tab, its description.
 
-    The description and the tab are left out if there is none. Returns the exit code 0.
+    The tab and the description are left out if there is no description. Returns the exit code 0.
     """
     from weft.cli.candidates import find_candidates
 

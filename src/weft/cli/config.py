@@ -171,7 +171,7 @@ def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
 
 
 def _describe_recipe(section: ConfigSection) -> str | None:
-    """Return a recipe's purpose and the GPU it fits, read from the comment that begins its file.
+    """Return a recipe's purpose and the GPU it fits, read from the first comment in its file.
 
     Returns None for a section that is not a recipe.
     """
@@ -187,7 +187,10 @@ def _describe_recipe(section: ConfigSection) -> str | None:
 
 
 def show_stack(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines with the merged options of sections, and the origin of each."""
+    """Yield the merged options of the given sections as lines, each with its origin.
+
+    A line with the command comes first, and notes come last.
+    """
     names = []
     for word in given.words:
         if "=" not in word:
@@ -251,7 +254,7 @@ def _find_top_keys(rows: Sequence[str]) -> set[str]:
 def validate_words(given: argparse.Namespace) -> Iterator[str]:
     """Check every section of the given files, and the stack of the given sections.
 
-    Yields a line for each valid section and for a valid stack. Raises `ConfigError` that lists
+    Yields a line for each valid section and for a valid stack. Raises a `ConfigError` that lists
     every problem.
     """
     problems: list[str] = []
@@ -294,7 +297,7 @@ def validate_words(given: argparse.Namespace) -> Iterator[str]:
 def _check_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
     """Check each section of a file, and yield a line for each valid section.
 
-    The problems of the other sections are appended to `problems`.
+    The problems of invalid sections are appended to `problems`.
     """
     try:
         contents = read_file(file)
@@ -318,10 +321,10 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Return a quickstart that the stack fits, and "".
+    """Return the name of a quickstart that accepts the stack of sections, and an empty string.
 
-    If the stack fits none, return the likeliest quickstart and the problem. Only `quickstart` is
-    tried if it is given.
+    If no quickstart accepts the stack, return the likeliest quickstart and the problem. If
+    `quickstart` is given, only that one is tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
@@ -345,7 +348,7 @@ def _read_checked_stack(
 ) -> SectionStack:
     """Return the stack after checking its options as for a run of `quickstart`.
 
-    Raises `ConfigError` with the origin of an invalid option.
+    Raises a `ConfigError` that names the origin of an invalid option.
     """
     from weft.cli.quickstart import apply_overrides
 
@@ -369,7 +372,7 @@ def _read_checked_stack(
 def _check_named_objects(config: RunConfig) -> None:
     """Check that files, models, interfaces and functions named by the options exist.
 
-    Raises `UserError` for the first that is missing.
+    Raises `UserError` for the first one that is missing.
     """
     registry.import_user_code(config.imports)
     for spec in fields(config):
@@ -422,7 +425,10 @@ def _check_call(name: str, call: MFCOptions) -> None:
 
 
 def _check_sources(config: RunConfig, stack: SectionStack) -> None:
-    """Check the datasets in `dataset.sources`. Raises `ConfigError` with the location of the list."""
+    """Check the datasets in `dataset.sources`.
+
+    Raises a `ConfigError` that has the location of the list in its message.
+    """
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None
     )

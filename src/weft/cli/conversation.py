@@ -37,7 +37,7 @@ Ctrl-C           stop the answer"""
 class AnswerDisplay(Protocol):
     """Protocol of the display of a streamed answer.
 
-    `write` shows text in a style of the package rich, and returns the text.
+    `write` shows text in a style of the package `rich`, and returns the text.
     """
 
     def __enter__(self) -> AnswerDisplay: ...
@@ -209,7 +209,11 @@ class Conversation:
         self.view.show_note(self.describe_settings())
 
     def _save(self, name: str) -> None:
-        """Append the conversation to a JSONL file as one row; in plain mode, a row per exchange."""
+        """Append the conversation as one row to the JSONL file `name`.
+
+        In plain mode, each exchange of a message and its answer is a separate row. Raises
+        `ConfigError` if `name` is empty or if there are no messages.
+        """
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:
@@ -318,7 +322,10 @@ class Conversation:
         self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
-        """Print the token count, the tokens per second and why the answer ended, if in a terminal."""
+        """On a terminal, print the token count, the speed, and why the answer is incomplete.
+
+        The reason is left out if the answer is complete.
+        """
         if not self.view.interactive:
             return
         ends = {

@@ -148,8 +148,8 @@ def _convert_llama2c(arguments: argparse.Namespace) -> None:
 def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
     """Read a vocabulary file of llama2.c with `size` pieces.
 
-    The file has the length of the longest piece, then the score, length and bytes of each piece.
-    Raises `CheckpointError` if the file has another format or number of pieces.
+    The file contains the length of the longest piece, then the score, length and bytes of each
+    piece. Raises `CheckpointError` if the file has another format or number of pieces.
     """
     raw = path.read_bytes()
     pieces = list[tuple[str, float, int]]()
@@ -279,11 +279,11 @@ def _find_adapter(given: Path) -> Path:
 
 
 def _set_output(arguments: argparse.Namespace) -> None:
-    """Set the output directory of `weft convert triton` if it is not named separately.
+    """Set the output directory of `weft convert triton`, if the command line does not set it.
 
-    With --configs, a single positional word is the output. Without an output, it is the default
-    directory of Open-Assistant's model store. Raises `ConfigError` unless either a model or
-    --configs is given.
+    With --configs, a single positional word is the output directory. Without an output directory,
+    the default of Open-Assistant's model store is used. Raises `ConfigError` unless either a model
+    or --configs is given.
     """
     if arguments.configs is not None and arguments.output is None and arguments.model is not None:
         arguments.model, arguments.output = None, Path(arguments.model)
@@ -318,8 +318,8 @@ def _write_triton_store(arguments: argparse.Namespace) -> None:
 def _find_tokenizer(adapter: Path, base: Path) -> Path | None:
     """Return the directory with the tokenizer, chat template and stop tokens of the merged model.
 
-    It is the first of these that has a tokenizer: the adapter's directory, the checkpoint that
-    contains the adapter, and the base model. Returns None if no tokenizer is found.
+    The directory is the first of these that has a tokenizer: the adapter's directory, the
+    checkpoint that contains the adapter, and the base model. Returns None if no tokenizer is found.
     """
     for folder in (adapter, adapter.resolve().parent, base):
         if any((folder / name).is_file() for name in TOKENIZER_FILES):

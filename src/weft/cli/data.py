@@ -183,7 +183,7 @@ def _parse_count(text: str) -> int:
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """Return the dataset type that is set, or the one that the first row fits.
+    """Return the dataset type that is set, or the type whose format the first row has.
 
     `mode` decides the type of named datasets and of message trees. Raises `ConfigError` if the
     first row fits no type.
@@ -407,7 +407,7 @@ def _load_with_template(
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
-    """Set tokenizer `options` in `config`, and return the tokenizer loaded with them."""
+    """Set the tokenizer options given as `options` in `config`, and return the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _load_tokenizer(config)
 
@@ -416,7 +416,11 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 
 
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print what a scan finds in each file; with a tokenizer, also invalid and overlong rows."""
+    """Print the number of rows of each file, and the suspicious rows that a scan finds.
+
+    Suspicious rows contain one of the phrases to look for, repeat another row, or have an empty
+    answer or cannot be read. With a tokenizer, invalid and overlong rows are also printed.
+    """
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows

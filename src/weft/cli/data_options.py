@@ -161,7 +161,7 @@ def _set_named_datasets(
 ) -> None:
     """Set the data sources to the datasets named on the command line.
 
-    Datasets that are neither local nor allowed to be downloaded are left out; raises `ConfigError`
+    Datasets that are neither local nor allowed to be downloaded are left out. Raises `ConfigError`
     if none remains. `copy` is the path of a local copy.
     """
     if not (arguments.datasets or arguments.configs or copy):
@@ -189,9 +189,9 @@ def _set_named_datasets(
 
 
 def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data options in a run's configuration.
+    """Return the options in a run's configuration that define its data.
 
-    The tokenizer is that of the role whose tokenizer reads the data.
+    If the configuration does not set `tokenizer`, the tokenizer of its model or actor is used.
     """
     options = {}
     for name in ("dataset", "tokenizer", "seed"):

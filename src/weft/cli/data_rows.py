@@ -11,7 +11,7 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """Return one id's prompt and completions as text, token by token.
+    """Return the prompt and completions of a sample with one id as text, token by token.
 
     `lines` puts each token on its own line.
     """
@@ -86,7 +86,7 @@ def _decode_tokens(
 ) -> Iterator[str]:
     """Iterate over the text that each token adds to the tokens before it.
 
-    A token that ends within a character is shown as its id.
+    A token that ends in the middle of a character is shown as its id.
     """
     stream = StreamDecoder(tokenizer, skip_special=False)
     stream.feed(before)

@@ -87,9 +87,10 @@ class DeepSpeedOverrides:
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def describe_autos(self, config: RunConfig) -> list[str]:
-        """Return a note on the values that the file's `auto` keys have in the run's configuration.
+        """Return a note on the values that weft uses for the file's keys with the value "auto".
 
-        Raises `ConfigError` if the file's batch sizes do not fit the number of data-parallel ranks.
+        The list is empty if there are no such keys. Raises `ConfigError` if the file's batch sizes
+        do not fit the number of data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
@@ -114,8 +115,8 @@ class DeepSpeedOverrides:
 def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
     """Convert a DeepSpeed file to overrides of weft's options.
 
-    `file` is "" if the flag has no file. `given` has the other assignments of the run. Raises
-    `ConfigError` that lists every key that weft does not support.
+    `file` is "" if the flag is given without a file. `given` are the other assignments of the run.
+    Raises a `ConfigError` that lists every key that weft does not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN_FILES.get(Path(file).name)
@@ -195,7 +196,10 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
-    """Format the values of the options `names`; if none is set, say that weft chooses the value."""
+    """Format the values of the options `names`, or say that weft chooses them if none is set.
+
+    Without names, the result is "0".
+    """
     if not names:
         return "0"
     option_values = {}

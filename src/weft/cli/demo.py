@@ -59,7 +59,11 @@ class Demo:
         return {**own, **others}
 
     def run_stage(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage with a line of progress, and store its duration in `seconds` by trial name."""
+        """Run one stage, show its progress in one line, and store its duration in `seconds`.
+
+        The key in `seconds` is the trial name. `doing` is the text of the progress line at the
+        start.
+        """
         from weft.launch.run import run
 
         begun = time.monotonic()
@@ -242,7 +246,7 @@ def print_conclusion(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def find_free_name(root: Path) -> str:
-    """Return `demo` or the first unused `demo-N`, so that earlier demos are never changed."""
+    """Return "demo", or the first unused "demo-N", so that no earlier demo is changed."""
     names = [FOLDER_NAME, *(f"{FOLDER_NAME}-{i}" for i in range(2, 10_000))]
     return next(name for name in names if not (root / name).exists())
 

@@ -146,7 +146,7 @@ def compute_sum(prompt: str) -> str:
 def build_preference_rows(
     generations: Path, chosen: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
-    """Return preference pairs of a correct sum over a wrong one.
+    """Return preference pairs in which a correct sum is preferred to a wrong one.
 
     Wrong sums are the model's own mistakes in `generations`, and `times` random digit errors per
     problem. The model's mistakes alone are few and repeat the same answers. A reward model would

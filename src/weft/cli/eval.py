@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 class _EvaluationData:
     """File or dataset on which a reward model is evaluated.
 
-    `kind` is the form of its rows.
+    `kind` is the form of the rows: preference, paired_comparison or ranking.
     """
 
     name: str
@@ -182,7 +182,7 @@ def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess_form(path: str, split: str | None) -> str:
-    """Return the form of rows that the first row in `path` fits.
+    """Return the form of the rows in `path`, guessed from the first row.
 
     Raises `ConfigError` if the first row fits no form.
     """

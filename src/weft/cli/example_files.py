@@ -1,7 +1,7 @@
-"""Contents of `weft examples write`: sums of two digits in every row form, two tiny models.
+"""Files that `weft examples write` creates: sums of two digits in every row form, two models.
 
-One model is for sums, the other for any text; both have random weights. The bytes are the same on
-every machine.
+One model is for sums, the other for any text; both are tiny and have random weights. The bytes are
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TEXT_TEMPLATE = (
 
 
 def build_files() -> dict[str, bytes]:
-    """Return the contents of every file, by path relative to the folder that is written."""
+    """Return the contents of every file, keyed by its path relative to the output folder."""
     sums = []
     for left in range(10):
         for right in range(10):
@@ -176,8 +176,8 @@ def _build_model_files(
 ) -> dict[str, bytes]:
     """Return the files of a Llama with random weights.
 
-    `tokenizer` is the content of tokenizer.json. `named` has the special tokens and the chat
-    template by their names in tokenizer_config.json.
+    `tokenizer` is the content of tokenizer.json. `named` maps keys of tokenizer_config.json to the
+    special tokens and the chat template.
     """
     from safetensors.numpy import save
 
@@ -256,7 +256,7 @@ def _build_tokenizer(
 
 
 def _draw_weights(shape: LlamaShape, vocabulary: int) -> dict[str, Any]:
-    """Return the random weights of a Llama by name.
+    """Return random weights for a Llama, keyed by parameter name.
 
     `RandomState` draws the same numbers in every version of numpy.
     """

@@ -55,14 +55,17 @@ MAX_SUGGESTIONS = 8
 
 @dataclass(frozen=True)
 class OptionSheet:
-    """Formatter of a configuration's options for a given width."""
+    """Formats the options of a configuration for a help page that is `width` columns wide."""
 
     name: str
     config: Any
     width: int
 
     def list_options(self) -> list[OptionDescription]:
-        """Return the options that have an effect; untrained roles have no optimizer options."""
+        """Return the options that have an effect.
+
+        The optimizer options of untrained roles are left out.
+        """
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
             if not self._is_without_effect(leaf.name):
@@ -79,7 +82,7 @@ class OptionSheet:
         )
 
     def format_title(self) -> list[str]:
-        about = textwrap.wrap(describe_config(type(self.config)), self.width)
+        about = textwrap.wrap(" ".join(describe_config(type(self.config))), self.width)
         return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
 
     def format_section(
@@ -134,15 +137,15 @@ class OptionSheet:
         return (*REQUIRED_OPTIONS, f"{self.config.main_role}.path", "dataset.path")
 
 
-def describe_config(config: type) -> str:
-    """Return the first paragraph of a configuration's docstring.
+def describe_config(config: type) -> list[str]:
+    """Return the paragraphs of a configuration's docstring, each without line breaks.
 
-    Returns "" for the docstring that `dataclass` generates.
+    Returns [] for the docstring that `dataclass` generates.
     """
     text = inspect.cleandoc(config.__doc__ or "")
     if text.startswith(f"{config.__name__}("):
-        return ""
-    return " ".join(text.split("\n\n")[0].split())
+        return []
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def get_terminal_width() -> int:
@@ -276,7 +279,7 @@ def _build_group_error(
 
 
 def list_groups(names: Iterable[str]) -> list[str]:
-    """Return the distinct first parts of dotted names, in order."""
+    """Return the distinct first parts of dotted names, in the order in which they first occur."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 
@@ -288,10 +291,10 @@ def _list_nested_groups(names: Iterable[str]) -> list[str]:
 def _describe_option(
     leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
 ) -> str:
-    """Return an option's description, followed by its type, default and spellings in brackets.
+    """Return an option's description, followed by type, default and other spellings in brackets.
 
-    `spelled` are other spellings, and `needed` the required options. `brief` shortens the
-    description and leaves out the type.
+    `spelled` are the other spellings, and `needed` the names of the required options. `brief`
+    shortens the description and leaves out the type.
     """
     facts = [] if brief else [leaf.type]
     if leaf.name in needed and leaf.default in (None, ""):
@@ -305,7 +308,11 @@ def _describe_option(
 
 
 def shorten_to_clause(text: str) -> str:
-    """Shorten a help text to its first clause, or to the parts of that clause that fit."""
+    """Shorten a help text that is too long to its first clause, or to the part before a comma.
+
+    The limit is `MAX_BRIEF_LENGTH` characters. A clause that is too long and has no comma within
+    the limit is kept whole.
+    """
     if len(text) <= MAX_BRIEF_LENGTH:
         return text
     text = text.split("; ", 1)[0]
@@ -317,7 +324,7 @@ def shorten_to_clause(text: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a default as it is written on the command line."""
+    """Format a default value as it is written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

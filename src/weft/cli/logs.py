@@ -83,7 +83,8 @@ def _print_new_lines(
 ) -> None:
     """Print new lines of the logs until no process works on the run.
 
-    `files` returns the current log files, to which new processes can add more.
+    `files` returns the current log files. It is called repeatedly, because new processes can create
+    log files.
     """
     from weft.launch.status import is_alive
 

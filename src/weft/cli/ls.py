@@ -125,7 +125,8 @@ def main(argv: Sequence[str]) -> int:
 def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
     """Return the runs in `root` with one of the statuses and one of the algorithms.
 
-    An empty list selects all. Raises `ConfigError` for a missing folder or an unknown status.
+    An empty list of statuses or algorithms excludes no run. Raises `ConfigError` for a missing
+    folder or an unknown status.
     """
     from weft.launch.status import is_alive
 
@@ -167,7 +168,10 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 
 
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
-    """Return a summary of a demo: status of its least finished run, newest metric, total size."""
+    """Return a summary of all runs of a demo.
+
+    It has the status of the least finished run, the newest metric, and the total size.
+    """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])
     return RunSummary(

@@ -231,7 +231,7 @@ def _print_message(message: str, words: Sequence[str]) -> None:
 def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """Run the command named by the first of `words`, and return the exit code.
 
-    `supervise` lets commands that start a run supervise it in a child process.
+    With `supervise`, a command that starts a run can run it in a child process and supervise it.
     """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]

@@ -46,7 +46,7 @@ PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subs
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """Counts of one dataset: rows, rows per epoch, and messages per language.
+    """Counts for one dataset: rows, rows per epoch, and messages per language.
 
     The language of a message is the one stated in the row, or the detected one.
     """
@@ -59,7 +59,10 @@ class DatasetCounts:
     unreadable: int = 0
 
     def to_table_cells(self, drawn: bool) -> list[int]:
-        """Return the counts of a table row, including the rows per epoch if `drawn` is set."""
+        """Return the counts in the dataset's table row: training, validation, and total rows.
+
+        If `drawn` is set, the rows per epoch are added.
+        """
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
 
@@ -98,7 +101,7 @@ def _resolve_word(
 ) -> list[SourceSpec]:
     """Return the source for a dataset name, or the sources that a section lists.
 
-    Raises `ConfigError` with the nearest names for an unknown name.
+    Raises a `ConfigError` that suggests similar names if the name is unknown.
     """
     try:
         return [SourceSpec(named=find_entry(word, spec.named_file).name)]
@@ -150,8 +153,8 @@ def count_source(
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
-    `detect` returns the language of a text; if it is None, languages stated in the rows are
-    counted. Raises `DataError` if the source cannot be read.
+    `detect` returns the language of a text. If `detect` is None, the languages stated in the rows
+    are counted. Raises `DataError` if the source cannot be read.
     """
     spec = request.spec
     if source.valid_split is None:
@@ -259,9 +262,9 @@ def _list_columns(drawn: bool) -> list[str]:
 
 
 def _list_language_counts(counted: Sequence[DatasetCounts]) -> list[list[str]]:
-    """Return table rows of messages by language: a header, and a row per dataset with languages.
+    """Return the table of messages by language: a header row, and a row per dataset.
 
-    The most frequent language comes first.
+    Datasets without languages are left out. The column of the most frequent language comes first.
     """
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
@@ -321,7 +324,8 @@ def to_source_entry(source: SourceSpec) -> dict[str, Any]:
 def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
     """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens.
 
-    Raises `ConfigError` for a user-defined dataset class, whose row lengths are unknown.
+    Lengths are in tokens. Raises `ConfigError` for a user-defined dataset class, whose row lengths
+    are unknown.
     """
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):

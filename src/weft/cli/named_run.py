@@ -42,10 +42,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def find_given_run(given: argparse.Namespace, command: str) -> Path:
-    """Return the directory of the run that the arguments of `add_run` name.
+    """Return the directory of the run that the arguments of `add_run` select.
 
-    The run need not have finished a step. Raises `ConfigError` if the run does not exist, or if the
-    arguments do not name exactly one run. `command` is named in messages.
+    The run need not have finished a step. `command` is the name of the command, for error messages.
+    Raises `ConfigError` if the run does not exist, or if the arguments do not select exactly one
+    run.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -76,7 +77,7 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
     The note is None if the user named the trial. The default experiment is `asked_for`, the name of
     a recipe or algorithm. The default trial is the newest unfinished numbered trial with the same
-    configuration or, if there is none, the next number.
+    configuration. If there is none, the trial gets the next number.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -117,7 +118,11 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of a run that has been started, even if it has no metrics yet, or None."""
+    """Return the directory of the started run that `word` names, or None if there is none.
+
+    The run need not have metrics yet. `word` is a path, absolute or relative to the current folder
+    or to `root`.
+    """
     given = Path(word).expanduser()
     return next(
         (

@@ -36,8 +36,8 @@ class Override:
 def parse(words: Sequence[str]) -> list[Override]:
     """Return the assignments in `words`, in order.
 
-    A word that is invalid in Hydra's grammar, or that Hydra reads as a sweep, becomes a text or a
-    list of texts if its option accepts one. Raises `ConfigError` for other invalid words.
+    A word that is invalid in Hydra's grammar, or that Hydra reads as a sweep, becomes a string or a
+    list of strings if its option accepts one. Raises `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -120,7 +120,7 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
 
 
 def _split_items(text: str) -> tuple[str, ...] | None:
-    """Split a text at commas outside brackets.
+    """Split a string at commas outside brackets.
 
     Returns None if an item is empty or brackets do not match.
     """
@@ -230,9 +230,10 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `resolved` that `wanted` also has.
+    """Return the entries of `resolved` whose keys are in `wanted`, also within nested mappings.
 
-    Each `CommandLineValue` in `wanted` is kept, because it has the text that the user typed.
+    If the value in `wanted` is a `CommandLineValue`, it is returned instead of the resolved value,
+    because it has the text that the user typed.
     """
     selected: dict[str, Any] = {}
     for key, value in wanted.items():

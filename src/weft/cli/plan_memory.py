@@ -98,9 +98,9 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 def build_training_case(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[MemoryCase, int, int, str]:
-    """Return a training case, its numbers of parameters and of trained parameters, and its layout.
+    """Return a training case, with the number of all and of trained parameters, and the layout.
 
-    The case describes training on one GPU, or on one rank of a layout, with `tokens` per
+    The case describes training on one GPU, or on one rank of a layout, with `tokens` tokens per
     micro-batch and several micro-batches per minibatch. Raises `ConfigError` for options that a run
     would reject.
     """

@@ -103,7 +103,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
 ) -> tuple[SectionStack, DeepSpeedOverrides | None]:
-    """Return the stack of sections and command line, and the DeepSpeed overrides, if any.
+    """Return the result of reading sections and command line, and the DeepSpeed overrides, if any.
 
     The command line overrides the sections, and the sections override the DeepSpeed file.
     """
@@ -199,9 +199,9 @@ def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunCon
 
 
 def is_reporting() -> bool:
-    """Return whether this process prints notes and the plan before a run.
+    """Return whether this process prints the notes and the plan before a run.
 
-    A supervised process does not, because its supervisor has already printed them.
+    A supervised process does not print them, because its supervisor has already done so.
     """
     return not SupervisorPipe.from_environment(os.environ).is_supervised
 
@@ -248,9 +248,9 @@ def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides.Override]]:
-    """Return the quickstart's default configuration, and the assignments in files and words.
+    """Return the quickstart's default configuration, and the assignments of config files and words.
 
-    The assignments in config files come first, so that the command line overrides them.
+    The assignments of config files come first, so that the command line overrides them.
     """
     from weft.cli import sections
 
@@ -269,10 +269,10 @@ def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides
 def apply_overrides(
     base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
-    """Return `base` with the assignments applied, and notes on repeated and translated ones.
+    """Return `base` with the assignments applied, and notes for the user.
 
-    `imports` are modules added to the option `imports`. Raises `ConfigError` for invalid
-    assignments.
+    The notes are about options that are set repeatedly and about translated names. `imports` are
+    modules added to the option `imports`. Raises `ConfigError` for invalid assignments.
     """
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
@@ -447,7 +447,7 @@ def format_overview() -> str:
     ]
     for name in registry.quickstarts.load_all():
         lines += textwrap.wrap(
-            describe_config(registry.quickstarts.get(name)),
+            " ".join(describe_config(registry.quickstarts.get(name))[:1]),
             get_terminal_width(),
             initial_indent=f"  {name:12} ",
             subsequent_indent=" " * 15,

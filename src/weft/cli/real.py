@@ -1,6 +1,7 @@
 """Translation of ReaL's option names to weft's.
 
-It covers `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, and devices given by node name.
+The translation covers `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, and devices given
+by node name.
 
 `translate_real_options` runs before the spellings of other programs are translated
 (cli/aliases.py). It renames only options that the configuration does not have, and adds a note for
@@ -59,7 +60,7 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _ReaLTranslation:
-    """Assignments of one command line, and their translation so far.
+    """Translation of one command line from ReaL's names to weft's, while it is in progress.
 
     `layouts` collects the parallel degrees of each call.
     """
@@ -143,7 +144,7 @@ def _translate_option(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _strip_group(done: _ReaLTranslation, name: str) -> str:
-    """Remove the prefix `exp_ctrl.`, or replace the prefix `allocation.` with the main role."""
+    """Remove the prefix `exp_ctrl.` of a name, or replace `allocation.` by the main role's name."""
     if name.startswith("exp_ctrl."):
         return name.removeprefix("exp_ctrl.")
     if name.startswith("allocation."):
@@ -223,7 +224,10 @@ def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str)
 
 
 def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
-    """Translate `nodelist` to `slurm.nodelist`; without Slurm it only numbers the devices."""
+    """Translate `nodelist` to `slurm.nodelist`, if the run has `mode=slurm`.
+
+    In other modes, `nodelist` only determines how the devices of `device_mesh` are numbered.
+    """
     _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
     if done.given.get("mode") == "slurm":
         done.add_renamed(override, "slurm.nodelist", override.value)
@@ -234,7 +238,7 @@ def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
-    """Convert devices such as `NODE01:0,1` to numbers that count over all nodes in `nodelist`.
+    """Convert devices such as `NODE01:0,1` to indices that count over all nodes in `nodelist`.
 
     A node name without device numbers means all devices of the node. Raises `ConfigError` for a
     node that is not in `nodelist` and for a device that the node does not have.

@@ -123,7 +123,7 @@ def _list_calls(config: Any) -> list[str]:
 
 
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
-    """Return a sentence on the defaults of roles that differ from the table of model options."""
+    """Return a sentence about roles whose option defaults differ from those of `ModelSpec`."""
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     names_by_default: dict[str, list[str]] = {}
     for name, config in configs.items():

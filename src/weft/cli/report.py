@@ -79,7 +79,10 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 
 
 def _find(word: str, root: Path) -> Path:
-    """Return the folder of a run, which need not have all files of a run."""
+    """Return the folder of the run that `word` names.
+
+    A folder that has only some of the files of a run is also accepted.
+    """
     given = Path(word).expanduser()
     if any((given / name).is_file() for name in KNOWN):
         return given

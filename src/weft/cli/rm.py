@@ -33,7 +33,7 @@ EPILOG = """examples:
 class RunRemoval:
     """Folders or links of one run that are to be removed.
 
-    `whole` is True if the run itself is removed.
+    `whole` is True if the run itself is removed, and not only parts of it.
     """
 
     run: Path
@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
 def check_removable(run: Path) -> Path:
     """Return `run` if it can be removed.
 
-    Raises `ConfigError` for a link, a folder that is not a run, a run that a process works on, and
-    a folder that contains the current folder or another run.
+    Raises `ConfigError` for a link, a folder that is not a run, a run that a process works on, or a
+    folder that contains the current folder or another run.
     """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")

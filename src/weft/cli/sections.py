@@ -106,8 +106,8 @@ class SectionLibrary:
     def get(self, name: str) -> ConfigSection:
         """Return the first section named `name` in search order.
 
-        Raises `ConfigError` for an unknown name, if the section's file has keys outside of any
-        section, and if the folder has two sections of this name with different values.
+        Raises `ConfigError` if the name is unknown, if the section's file has keys outside of any
+        section, or if the section's folder has two sections of this name with different values.
         """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
@@ -147,7 +147,7 @@ class SectionLibrary:
 def list_yaml_files(folder: Path, what: str) -> list[Path]:
     """Return the YAML files in a folder and its subfolders.
 
-    Raises `ConfigError` if there are too many files. `what` names the folder in messages.
+    Raises `ConfigError` if there are too many files. `what` describes the folder in messages.
     """
     return sorted(
         path
@@ -169,7 +169,7 @@ def read_file(path: Path, display_path: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
     A file with options at its top level is one section, named after the file. `display_path` is the
-    path shown in messages. Raises `ConfigError` with file and line for invalid YAML.
+    path shown in messages. Raises a `ConfigError` with file and line if the YAML is invalid.
     """
     display_path = display_path or str(path)
     values, node = parse_yaml(

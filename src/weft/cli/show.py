@@ -118,7 +118,10 @@ def format_page(
 
 
 def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
-    """Yield lines on the last start of the run, with its full command, and on earlier starts."""
+    """Yield lines about the last start of the run and about earlier starts.
+
+    The full command is shown only for the last start.
+    """
     if not record.starts:
         return
     last = record.starts[-1]

@@ -52,9 +52,9 @@ class AnswerColumn:
 
 
 class ColumnView:
-    """View of one of the two conversations.
+    """View of one of two conversations that are shown side by side.
 
-    Notes are stored and shown after both models have handled a line.
+    Notes to the user are held back until both models have answered the current line.
     """
 
     def __init__(self, both: SideBySide, label: str) -> None:
@@ -86,7 +86,7 @@ class ColumnView:
         self.answered = False
 
     def format_cell(self) -> Text:
-        """Return the text of the table cell: the answer, followed by the notes."""
+        """Return the text of the conversation's table cell: the answer, followed by the notes."""
         lines = [Text(text.strip(), style=style) for text, style in self.notes]
         return Text("\n").join([*([self.answer_text] if self.answered else []), *lines])
 
@@ -166,7 +166,10 @@ class SideBySide:
         return stays
 
     def _show_remaining_notes(self) -> None:
-        """Show the notes that are not yet shown; notes that both models share are shown once."""
+        """Show the notes that are not yet shown.
+
+        A note that both conversations have is shown only once.
+        """
         one, other = self._sides
         if one.notes == other.notes:
             for text, style in one.notes:

@@ -42,7 +42,7 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class StackedValue:
-    """A value set in a section or on the command line, with the place where it was set.
+    """Value set in a section or on the command line, with the place where it was set.
 
     `rank` is the position in the stack of sections, with the command line last. If a key is set
     twice, the value with the higher rank is used.
@@ -119,8 +119,8 @@ def read_stack(
     """Read the sections `names` in order, then the assignments `given` on the command line.
 
     The assignments `below`, from a DeepSpeed file, have the lowest priority. Raises `ConfigError`
-    for unknown sections and keys, with the nearest name and the file and line, and for settings
-    that weft does not support.
+    for settings that weft does not support and for unknown sections and keys. The message has the
+    file and line, and suggests the nearest name.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -148,7 +148,7 @@ def _is_rl(section: ConfigSection) -> bool:
 class _StackReader:
     """Collects the keys of a stack of sections in order.
 
-    Open-Assistant's keys keep nested values; weft's keys are flattened to dotted names.
+    The values of Open-Assistant's keys stay nested; weft's keys are flattened to dotted names.
     """
 
     def __init__(self, base: RunConfig) -> None:
@@ -282,8 +282,8 @@ class _StackReader:
     def find_origin(self, key: str) -> StackedValue:
         """Return a `StackedValue` that tells where one of Open-Assistant's keys was set.
 
-        For a key in a group, the place is the key's line in the section that sets the group, unless
-        the command line set the key individually. For a key that is not set, the place is
+        For a key within a group, the place is the key's line in the section that sets the group,
+        unless the command line set the key individually. For a key that is not set, the place is
         `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
@@ -434,7 +434,7 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
 def _map_open_assistant_keys(reader: _StackReader) -> KeyMapping:
     """Map Open-Assistant's keys to options.
 
-    Raises `ConfigError` that lists every rejected value with its place.
+    Raises a `ConfigError` that lists every rejected value with the place where it was set.
     """
     set_ = {}
     for name, each in reader.open_assistant_values.items():

@@ -48,10 +48,10 @@ class NamedDataSettings:
         return self.library.get(name) if name in self.library.list_names() else None
 
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
-        """Return the data sources that a section lists, with the validation share of a run.
+        """Return the data sources that a section lists.
 
-        Sources that set no validation data get the share that a run would use. Raises `ConfigError`
-        if the section lists no datasets.
+        Sources that set no validation data get the validation share that a run would use. Raises
+        `ConfigError` if the section lists no datasets.
         """
         data_values = {}
         for key, value in section.values.items():
@@ -208,8 +208,9 @@ def _with_copies(
 ) -> list[SourceSpec]:
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
-    If there is only one named source, `data_path` is its copy. Otherwise it is a folder with one
-    copy per name, and sources in `placed` are unchanged. Raises `ConfigError` if there is no copy.
+    If there is only one named source, `data_path` can be the copy itself. Otherwise `data_path` is
+    a folder with one copy per dataset, and sources in `placed` are unchanged. Raises `ConfigError`
+    if the folder has no copies.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()

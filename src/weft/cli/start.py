@@ -1,4 +1,4 @@
-"""`weft start` runs a registered experiment, `weft stop` ends a run so that it can be resumed.
+"""`weft start` runs a registered experiment; `weft stop` ends a run so that it can be resumed.
 
 `find_config` lists the registered experiments that match a pattern, as ReaL's `python -m
 realhf.apps.main find_config` does.
@@ -167,7 +167,7 @@ def _parse_allocation_mode(text: str | None) -> str | None:
 
 
 def find_config(argv: Sequence[str]) -> int:
-    """Print the registered experiments whose names match a regular expression from the start.
+    """Print the registered experiments whose names match a regular expression at the start.
 
     Returns the exit code.
     """
@@ -226,7 +226,7 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def build_run_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that select a run and the mode it runs in."""
+    """Return a parser with the options that select a run and the mode in which it runs."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"

@@ -131,7 +131,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def read_tree_file(path: str) -> Iterator[Tree]:
-    """Iterate over the trees in a file. Raises `DataError` with the place of an invalid row."""
+    """Iterate over the trees in a file. Raises a `DataError` that locates an invalid row."""
     place = path
 
     def iterate_rows() -> Iterator[Mapping[str, Any]]:

@@ -48,12 +48,11 @@ def allocate_layouts(
 ) -> dict[str, ModelSpec]:
     """Return the roles with layouts assigned according to the allocation mode `mode`.
 
-    `num_devices` is the number of devices of all machines. Roles that name a layout, or whose
+    `num_devices` is the number of devices of all machines. Roles whose layout is set, or whose
     backend runs on one device only, are unchanged. For the other roles, "manual" assigns no layout,
-    so that they run on the first device; "heuristic" and "search" make them data-parallel over all
-    devices; any other mode is itself the layout that they all get.
-    `weft.experiments._placement.place_calls` refines the placement of "heuristic" and "search"
-    later.
+    so that they run on the first device. "heuristic" and "search" make them data-parallel over all
+    devices; `weft.experiments._placement.place_calls` later improves their placement. Any other
+    mode is a layout, which is assigned to all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"
@@ -71,7 +70,7 @@ def allocate_layouts(
 
 
 def is_placed(spec: ModelSpec) -> bool:
-    """Return whether a role names its layout, or has a backend that runs on one device only."""
+    """Return whether a role's layout is set, or its backend runs on one device only."""
     return (
         spec.layout is not None
         or spec.parallel != ParallelSpec()

@@ -43,8 +43,8 @@ ROW_KEYS = {
 class ExperimentParts:
     """Roles, nodes and data that an algorithm derives from its options.
 
-    Fields with the name of a field of `Experiment` have the same meaning. `nodes` and `evaluation`
-    are the nodes of the main graph and of the evaluation graph.
+    `nodes` and `evaluation` are the nodes of the main graph and of the evaluation graph. Fields
+    that `Experiment` has too have the same meaning as in `Experiment`.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -171,7 +171,7 @@ def _expand_paths(spec: ModelSpec) -> ModelSpec:
 def get_batch_size(dataset: DatasetSpec) -> int:
     """Return the number of dataset rows that a node processes per step.
 
-    Returns 0 if the loader forms batches by token count, or if it mixes samples.
+    Returns 0 if that number varies: if the loader forms batches by token count, or mixes samples.
     """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
@@ -292,8 +292,8 @@ def _build_evaluation(plan: ExperimentParts, keys: Sequence[str]) -> Evaluation 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
     """Return the node with an offload hook, if it is a call whose role has the option `offload`.
 
-    After the call, the hook moves the role's weights to host memory. It is part of the graph, so
-    that users can see and remove it.
+    After the call, the hook moves the role's weights to host memory. The hook is part of the graph,
+    so that users can see and remove it.
     """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
@@ -301,7 +301,7 @@ def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
 
 
 def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
-    """Return the experiment with options of single calls applied, such as `actor_train.layout`.
+    """Return the experiment with the options of single calls applied, such as `actor_train.layout`.
 
     Raises `ConfigError` if such options are set for a call that is not in the graph.
     """

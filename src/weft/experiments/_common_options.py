@@ -161,9 +161,10 @@ EXAMPLES: Mapping[str, str] = {
 
 
 def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the names of the most common options that `config` has, by the group in `--help`.
+    """Return the most common options that `config` has, grouped as in `--help`.
 
-    If a user defined the class of `config`, the first group lists the options that this class adds.
+    Each group's title is mapped to option names. If a user defined the class of `config`, the first
+    group lists the options that this class adds.
     """
     known = {leaf.name for leaf in iterate_options(config)}
     chosen = {}

@@ -36,8 +36,9 @@ class DecoderSizes:
 
     `query` and `key` are the widths of the queries and of the keys, over all heads. `inner` is the
     width of the MLP, summed over the experts that a token is routed to. `whole` is the number of
-    weights of a layer, and `active` the number of those that are used for a token. `outputs` and
-    `embedding` are the numbers of weights of the output matrix and of the input embedding.
+    weights in a layer, and `active` the number of these weights that are used for a token.
+    `outputs` is the number of weights in the output matrix, and `embedding` the number in the input
+    embedding.
     """
 
     layers: int
@@ -178,10 +179,10 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's parameters on `target` that it already stores for `source`.
+    """Return the fraction of its shard for `target` that device `rank` already stores for `source`.
 
-    `rank` is the device. The fraction is 1 if the device has the same position in the same layout,
-    and 0 if `source` does not include the device.
+    The fraction is 1 if the device has the same position in the same layout, and 0 if `source` does
+    not include the device.
     """
     if rank not in source.ranks:
         return 0.0
@@ -357,8 +358,8 @@ def estimate_role_memory(
 ) -> RoleMemory:
     """Return the estimated memory in bytes that a role's weights and calls use on one device.
 
-    `loads` are the workloads of the role's calls on this layout. With `own=False`, the device only
-    has a copy of a trained role's weights, without an optimizer.
+    `loads` are the workloads of the role's calls on this layout. With `own=False`, the device has
+    only a copy of a trained role's weights, and no optimizer state.
     """
     # Sizes of one device's shard of the network.
     parts = layout.tensor * layout.pipeline

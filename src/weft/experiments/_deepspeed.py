@@ -145,8 +145,8 @@ class MappedDeepSpeedConfig:
     def list_names(self, name: str) -> tuple[str, ...]:
         """Return the full names of the option `name`.
 
-        A name that begins with a dot, such as ".dtype", becomes one option per trained role, such
-        as "actor.dtype". Other names are returned unchanged.
+        A name that begins with a dot, such as ".dtype", is expanded to one name per trained role,
+        such as "actor.dtype". Other names are returned unchanged.
         """
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
@@ -210,7 +210,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value leaves its feature off.
+    """Return whether a key with this value leaves its DeepSpeed feature disabled.
 
     Such values are None, "auto", "none", False, 0, empty values, and groups that are not enabled.
     """

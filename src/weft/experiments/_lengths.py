@@ -59,7 +59,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset with answers, with `max_seqlen` filled in.
+    """Return the options of a dataset that contains answers, with `max_seqlen` filled in.
 
     The default of `max_seqlen` is the context length of the run's models.
     """
@@ -79,11 +79,11 @@ class SampleLengths:
     ) -> SampleLengths:
         """Return the dataset and sampling options with default lengths filled in.
 
-        Values that are set are kept. By default, `max_new_tokens` is `MAX_NEW_TOKENS`, but at most
-        the context length minus `max_prompt_len`, or half of the context length if `max_prompt_len`
-        is not set. `max_prompt_len` is by default the context length minus `max_new_tokens`. `name`
-        is the option group of `gen`, for messages. Raises `ConfigError` if no room is left for a
-        prompt or a completion.
+        Values that are set are kept. `max_new_tokens` is by default `MAX_NEW_TOKENS`, limited to
+        the context length minus `max_prompt_len`, or to half of the context length if
+        `max_prompt_len` is not set. `max_prompt_len` is by default the context length minus
+        `max_new_tokens`. `name` is the option group of `gen`, for messages. Raises `ConfigError` if
+        no room is left for a prompt or a completion.
         """
         context = find_context(config)
         given = dataset.max_prompt_len

@@ -71,7 +71,7 @@ class LaunchSpec:
 class SlurmSpec:
     """Resources and settings of a Slurm job (`mode=slurm`).
 
-    Those that are not set have the cluster's defaults.
+    The cluster's defaults apply to options that are not set.
     """
 
     partition: str | None = option(None, "partition, or several with commas")

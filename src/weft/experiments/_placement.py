@@ -47,7 +47,7 @@ class UnknownRates(ConfigError):
 
 @dataclass(frozen=True)
 class PlacementReport:
-    """Result of a placement search, with the data on which it is based.
+    """Result of a placement search, with the data that the estimates are based on.
 
     `rates` are the speeds of the devices, and `loads` maps each call to its workload.
     """
@@ -109,9 +109,9 @@ def place_calls(
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 
     This applies the values "search" and "heuristic" of `allocation_mode`. `given` has the roles as
-    the user wrote them. A call is placed unless it or its role names a layout. If nothing can be
-    estimated, calls stay on all devices and a note says why. With "search", raises `ConfigError` if
-    the speed of the devices is unknown, or if no placement fits into memory.
+    the user wrote them. A call is placed unless the layout of the call or of its role is set. If
+    nothing can be estimated, calls stay on all devices and a note says why. With "search", raises
+    `ConfigError` if the speed of the devices is unknown, or if no placement fits into memory.
     """
     # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
@@ -157,7 +157,7 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return lines that describe the placement `best` of the heuristic, for the printed plan.
+    """Return the lines of the printed plan that describe `best`, the placement of the heuristic.
 
     The list is empty if `best` equals `everywhere`, the placement with all calls sharded over all
     devices.
@@ -244,10 +244,10 @@ def _build_units(
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
     """Return the units of calls to place together, and the index of each unit's initial mesh.
 
-    A unit has all calls that train a role, or one other call. The indices refer to the unit's
-    `meshes`, and are keyed by the names of its calls. Calls of the roles in `free` are initially on
-    all devices and can be moved, unless they name a layout. `count` is the number of all devices,
-    and `per_node` the number per machine.
+    A unit consists of all calls that train a role, or of a single other call. The second result
+    maps the names of a unit's calls to an index in the unit's `meshes`. Calls of the roles in
+    `free` are initially on all devices and can be moved, unless their layout is set. `count` is the
+    number of all devices, and `per_node` the number per machine.
     """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
@@ -276,7 +276,7 @@ def _build_units(
 def _build_layout_filter(
     spec: ModelSpec, at_once: int, *, trains: bool
 ) -> Callable[[Layout], Layout | None]:
-    """Return a function that adapts a layout to a role, or returns None to reject it.
+    """Return a function that adapts a layout to a role, or returns None to reject the layout.
 
     The function sets the number of pipeline stages per rank that the role's pipeline schedule uses.
     It rejects layouts that the network or the role's options do not allow, and layouts with more
@@ -310,7 +310,7 @@ def _build_layout_filter(
 def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
     """Return the number of dataset rows per minibatch of a call.
 
-    A call cannot have more data-parallel ranks than that.
+    This is also the maximum number of data-parallel ranks of the call.
     """
     if call.trains:
         updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
@@ -323,7 +323,7 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 
 
 def _find_devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
-    """Return whether the run uses GPUs, and the default dtype of roles on its devices."""
+    """Return whether the run uses GPUs, and the default dtype of roles on such devices."""
     import torch
 
     device = experiment.control.device
@@ -523,7 +523,7 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return a mapping from each reference that can share an actor's weights to that actor.
+    """Return a mapping from each reference that can share an actor's weights to this actor.
 
     Such a reference is the actor with its adapters disabled.
     """

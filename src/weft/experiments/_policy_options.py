@@ -132,8 +132,8 @@ class PolicyOptions(SamplingOptions):
     def correction(self) -> str:
         """Name of the correction for differences between sampler and actor log-probs.
 
-        It is "token_truncate" if the sampling weights can be stale and `sampler_correction` is
-        "none".
+        This is the value of `sampler_correction`. If the value is "none" and the sampling weights
+        can be stale, the name is "token_truncate".
         """
         lags = self.max_staleness and self.sampler_correction == "none"
         return "token_truncate" if lags else self.sampler_correction
@@ -216,7 +216,10 @@ class SamplingConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
     def missing(self) -> list[str]:
-        """Return a phrase for each required option that is not set, including the reward."""
+        """Return a description of each required option that is not set.
+
+        If the run has no source of rewards, this is also described.
+        """
         model = (
             self.rew.path
             or self.rew.url

@@ -21,11 +21,11 @@ class DeviceRates:
     `flops` is the number of floating-point operations per second that a run reaches in the model's
     dtype. `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to
     another machine) are in bytes per second. `latency` is the duration of one exchange of messages,
-    `launch` the minimum time per layer, and `dispatch` the time of a call to another process, all
-    in seconds. `capacity` is the number of bytes of device memory that a run can use, and
-    `per_node` the number of devices per machine. `cores` is the number of CPU cores of a machine,
-    which are shared by its devices, or None if devices share no cores. Each process uses at most
-    `threads` cores.
+    `launch` the minimum time per layer, and `dispatch` the duration of a call to another process;
+    all are in seconds. `capacity` is the number of bytes of device memory that a run can use, and
+    `per_node` the number of devices per machine. `cores` is the number of CPU cores that the
+    devices of a machine share, or None if they share no cores. Each process uses at most `threads`
+    cores.
     """
 
     name: str
@@ -43,7 +43,7 @@ class DeviceRates:
     threads: int | None = None
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
-        """Return the rates of one process while `working` processes of its machine compute.
+        """Return the rates of one process while `working` processes of the same machine compute.
 
         `started` is the number of processes on the machine. Rates of devices that share no cores
         are unchanged.
@@ -143,7 +143,7 @@ def estimate_cpu_rates(
 
 
 def _estimate_core_rates(cores: float) -> tuple[float, float, float]:
-    """Return the `flops`, `memory_bandwidth` and `launch` of a process with this many cores.
+    """Return the `flops`, `memory_bandwidth` and `launch` of a process that uses `cores` cores.
 
     `cores` is below 1 if there are more processes than cores.
     """

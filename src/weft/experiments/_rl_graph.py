@@ -34,7 +34,7 @@ SUPPORT_KEYS = ("support", "support_counts")
 
 @dataclass(frozen=True)
 class RLGraphBuilder:
-    """Builder of the roles and nodes of an experiment that trains on sampled completions."""
+    """Builds the roles and nodes of an experiment that trains on sampled completions."""
 
     config: SamplingConfig
     options: SamplingOptions
@@ -49,8 +49,8 @@ class RLGraphBuilder:
     ) -> RLGraphBuilder:
         """Create a builder from the options of the run and of the method.
 
-        Raises `UserError` for invalid options that all these methods share, for lengths that do not
-        fit the model's context, and if there is no source of rewards.
+        Raises `UserError` if an option that all sampling methods share is invalid, if the lengths
+        do not fit the model's context, or if there is no source of rewards.
         """
         config = check_shared_options(config, options, name)
         # Check the options.
@@ -143,7 +143,7 @@ class RLGraphBuilder:
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys of the token ids among which truncated sampling chose; empty without truncation."""
+        """Keys of the ids that truncated sampling could choose from; empty without truncation."""
         return SUPPORT_KEYS if self.gen.record_support else ()
 
     def build_roles(
@@ -153,9 +153,9 @@ class RLGraphBuilder:
 
         The roles are the actor and, if the run has them, the reference and the reward model. The
         second mapping has only roles whose initial weights are a copy. `reference_by` is the option
-        that removes the reference, or None if the run has one. The actor's default learning rate is
-        1e-6. A reference without a path is the initial actor. The reward model's head returns one
-        number per completion, or one per token if it scores steps.
+        that removes the reference, or None if the run has a reference. The actor's default learning
+        rate is 1e-6. A reference without a path is the initial actor. The reward model's head
+        returns one number per completion, or one per token if the reward model scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -174,11 +174,11 @@ class RLGraphBuilder:
         return roles, init_from
 
     def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """Return the critic, and {"critic": "actor"} if its weights are copied from the actor.
+        """Return the critic's spec, and {"critic": "actor"} if its initial weights are copied.
 
-        The critic is `spec` if that has a path. Otherwise it is initialized from the role that
-        `init` names. If `init` is None, that is the reward model if it reads the actor's tokens,
-        else the actor. The critic's default learning rate is 5e-6.
+        The mapping is empty if the weights are read from files. The critic is loaded from the path
+        in `spec`, or else from the role `init`. The default of `init` is the reward model if it
+        uses the actor's tokens, else the actor. The critic's default learning rate is 5e-6.
         """
         valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
@@ -246,7 +246,7 @@ class RLGraphBuilder:
     def build_rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
         """Return the nodes that compute rewards, with the reward model, reward functions or both.
 
-        If there are both, the node of the reward functions adds the reward model's scores. With
+        If the run has both, the node of the reward functions adds the reward model's scores. With
         `parts`, the reward of each function is also an output. `prefix` is prepended to the names
         of the nodes, and to the keys of completions and rewards.
         """
@@ -527,7 +527,7 @@ def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
 
 
 def _with_staleness(node: Node, options: SamplingOptions) -> Node:
-    """Return the node with `max_staleness` and `interruptible` set, if it is a call that samples.
+    """Return the node with `max_staleness` and `interruptible` set, if it samples completions.
 
     Other nodes are returned unchanged.
     """

@@ -20,7 +20,7 @@ PREFIX_RATE = 1e-2
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """Return the frozen reference, and {"ref": "actor"} if its weights are copied from the actor.
+    """Return the frozen reference's spec, and {"ref": "actor"} if its initial weights are copied.
 
     The mapping is empty if the weights are read from files. A reference without a path is the
     initial actor: its weights are copied if the actor has random weights, else read from the same
@@ -47,7 +47,7 @@ def _copy_model(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 
 
 def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
-    """Return the role with a default learning rate if none is set.
+    """Return the role's spec, with a default learning rate if none is set.
 
     The default is `full` for full training, 1e-5 for LoRA, and 1e-2 for a prefix, whose elements
     start near 0.
@@ -61,13 +61,14 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def build_critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """Return the critic, and {"critic": "actor"} if its weights are copied from the actor.
+    """Return the critic's spec, and {"critic": "actor"} if its initial weights are copied.
 
     The mapping is empty if the weights are read from files. If `spec` has a path, the critic is
-    that model. Otherwise it is the reward model, whose score head is already trained, or the actor
-    with a new head. `init` is "rew" or "actor", or None for the default. The critic reads the
-    actor's tokens, so the default is the reward model only if it has the actor's tokenizer and adds
-    no text to the prompt. Raises `ConfigError` if `init` is "rew" and there is no reward model.
+    loaded from this path. Otherwise the critic is the reward model, whose score head is already
+    trained, or the actor with a new head. `init` is "rew" or "actor", or None for the default. The
+    default is the reward model if it has the actor's tokenizer and adds no text to the prompt,
+    because the critic reads the actor's tokens. Otherwise, the default is the actor. Raises
+    `ConfigError` if `init` is "rew" and there is no reward model.
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
@@ -103,7 +104,7 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 def _find_tokenizer_file(place: str | None) -> Path | None:
     """Return the vocabulary file of the tokenizer at `place`, or None if there is none.
 
-    `place` is a file or a directory; it can also be a hub name, for which the result is None.
+    `place` is a file, a directory or a hub name. The result for a hub name is None.
     """
     path = Path(place).expanduser() if place else None
     if path is None or path.is_file():

@@ -176,7 +176,7 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return how many processes of a machine work on a call, and how many the machine has.
+        """Return two counts for one machine: processes that work on a call, and all processes.
 
         `mesh` is the call's mesh, and `started` the number of processes of the run.
         """
@@ -185,9 +185,9 @@ class PlacementProblem:
     def _estimate_transfer(self, unit: int, numbers: Sequence[int]) -> float:
         """Return the time to copy newly trained weights to the devices of a unit, in seconds.
 
-        It is 0 if the role is frozen, or if the unit has the mesh on which the role is trained.
-        `unit` is the unit's index, and `numbers` has the index of each unit's mesh in the list of
-        all meshes.
+        The time is 0 if the role is frozen, or if the unit has the mesh on which the role is
+        trained. `unit` is the unit's index, and `numbers` has the index of each unit's mesh in the
+        list of all meshes.
         """
         role = self.units[unit].role
         home = self._home[role]
@@ -257,8 +257,8 @@ class PlacementProblem:
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
         """Return the number of bytes used on the fullest device.
 
-        They are added up as in `weft.engine.memory.compute_peak`. `numbers` has the index of each
-        unit's mesh in the list of all meshes.
+        The memory of the roles and calls is added up as in `weft.engine.memory.compute_peak`.
+        `numbers` has the index of each unit's mesh in the list of all meshes.
         """
         # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -306,7 +306,7 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
     """Yield the ranges of neighbouring devices that can form a mesh.
 
     The size of a range divides `per_node`, the number of devices per machine, or is a multiple of
-    it.
+    `per_node`.
     """
     for size in _list_divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:
@@ -354,12 +354,12 @@ def _list_divisors(number: int) -> list[int]:
 
 
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
-    """Return the placements in which all movable calls are data-parallel on the same first devices.
+    """Return the placements in which all movable calls are data-parallel on the first n devices.
 
-    A placement has, for each unit, the index of its mesh. There are up to three placements for each
-    number of devices. In the first, the weights of trained roles are sharded in all calls. In the
-    second, no weights are sharded. In the third, the weights of trained roles are sharded only in
-    the calls that train.
+    All calls have the same n. A placement has, for each unit, the index of its mesh. There are up
+    to three placements for each n. In the first, the weights of trained roles are sharded in all
+    calls. In the second, no weights are sharded. In the third, the weights of trained roles are
+    sharded only in the calls that train.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -389,8 +389,9 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 class SearchResult:
     """Result of a search for a placement.
 
-    `best` is the best placement, and `first` the one from which the search started. `num_tried` is
-    the number of placements that were tried; `is_exhaustive` is true if all placements were tried.
+    `best` is the best placement, and `first` the placement from which the search started.
+    `num_tried` is the number of placements that were tried. `is_exhaustive` is true if all
+    placements were tried.
     """
 
     best: PlacementEstimate
@@ -402,8 +403,8 @@ class SearchResult:
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search for the best placement, and return the result.
 
-    `start` is the first placement, as the index of each unit's mesh; the best placement never has a
-    worse score. The search is deterministic.
+    `start` is the first placement, as the index of each unit's mesh. The result is never worse than
+    `start`. The search is deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
 
@@ -449,7 +450,8 @@ def _anneal(
 ) -> list[int]:
     """Return the best placement that simulated annealing finds from `start`.
 
-    Each turn moves one or two units to random meshes. `look` returns the score of a placement.
+    In each step, one or two units are moved to random meshes. `look` returns the score of a
+    placement.
     """
     # Only units with several candidates can move.
     draw = random.Random(SEED)

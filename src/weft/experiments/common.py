@@ -381,14 +381,14 @@ class RunConfig(ABC):
         """
 
     def initial_setup(self) -> Experiment:
-        """Return the experiment, as `build` does; the method has this name in ReaL.
+        """Return the experiment, as `build` does.
 
-        A subclass can override this method or `build`, but not both.
+        This is ReaL's name for `build`. A subclass can override either method, but not both.
         """
         return self.build()
 
     def missing(self) -> list[str]:
-        """Return a phrase for each required option that is not set."""
+        """Return a description of each required option that is not set."""
         # A run needs names, a model and data.
         names = []
         for name in ("experiment_name", "trial_name"):
@@ -480,8 +480,9 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 def _build(config: RunConfig) -> Experiment:
     """Return the experiment, built by the method that the class of `config` overrides.
 
-    This is `initial_setup` or else `build`. Raises `ConfigError` if a user's class overrides both,
-    or defines a method of ReaL's configurations that weft never calls.
+    This method is `initial_setup` if a user's class overrides it, else `build`. Raises
+    `ConfigError` if a user's class overrides both, or defines a method of ReaL's configurations
+    that weft never calls.
     """
     # Find the methods of user classes.
     own = []

@@ -194,7 +194,7 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class _DistillationGraphBuilder:
-    """Builder of the nodes of a distillation.
+    """Builds the nodes of a distillation experiment.
 
     `share` is the fraction of rows whose completion the student samples.
     """

@@ -144,10 +144,8 @@ class DPOConfig(RunConfig):
         """Return the experiment, whose graph is `ref_inf -> actor_train`.
 
         Losses without a reference have no `ref_inf`. KTO, BCO and AOT have further nodes before
-        `actor_train`, which compute statistics of the whole batch.
-
-        Raises `UserError` if an option is invalid. The message names the option, its value and the
-        rule that it breaks.
+        `actor_train`, which compute statistics of the whole batch. Raises `UserError` if an option
+        is invalid. The message names the option, its value and the rule that it breaks.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))
@@ -209,10 +207,11 @@ class DPOConfig(RunConfig):
         return nodes
 
     def _build_comparison(self, size: int) -> list[Node]:
-        """Return the nodes that compute the actor's log-probs and BCO's shift or AOT's partners.
+        """Return the nodes that compute the actor's log-probs and batch statistics for BCO or AOT.
 
-        The log-probs are computed before the actor is updated. From them, a host function that
-        compares the completions of the whole batch computes the shift or the partners.
+        The log-probs are computed before the actor is updated. From them, a host function computes
+        BCO's reward shift, or the value that AOT compares each completion with. Both depend on the
+        completions of the whole batch.
         """
         kind = self.dpo.loss_type
         scored = replace(

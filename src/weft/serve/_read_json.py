@@ -42,9 +42,9 @@ def main() -> None:
 
 
 class CompactConverter:
-    """Converts long lists of numbers to arrays, and counts the other values.
+    """Converts long lists of numbers to arrays, and counts the values outside of these lists.
 
-    Raises `ValueError` if a body has more than `MOST_VALUES` other values.
+    Raises `ValueError` if a body has more than `MOST_VALUES` of these values.
     """
 
     def __init__(self) -> None:

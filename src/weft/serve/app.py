@@ -151,7 +151,7 @@ class ServerApp:
     async def _answer_model_request(
         self, exchange: HttpExchange, name: str, version: str | None, rest: str | None
     ) -> None:
-        """Answer a request to `/v2/models/NAME`, or to the path `rest` below that."""
+        """Answer a request to `/v2/models/NAME`, or to the subpath `rest`, such as `/infer`."""
         served = self.inference_endpoint.get_model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
@@ -246,8 +246,8 @@ def is_authorized(header: str | None, token: str) -> bool:
 def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
     """Convert an exception to an error response.
 
-    `seconds` is the server's time limit, for the message of a timeout. Details of internal errors
-    are only written to the server's log.
+    `seconds` is the server's time limit, which the message of a timeout contains. Details of
+    internal errors are only written to the server's log.
     """
     if isinstance(error, RequestRefused):
         return error

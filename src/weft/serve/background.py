@@ -36,7 +36,10 @@ GZIP_OR_ZLIB = 47  # zlib's wbits: detect a gzip or zlib header
 
 
 class BackgroundWork:
-    """Worker threads with one copy of each tokenizer per thread, and the JSON parser process."""
+    """Worker threads for slow CPU work, and the child process that parses large JSON bodies.
+
+    Each thread has its own copy of each tokenizer.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-requests")
@@ -52,7 +55,7 @@ class BackgroundWork:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     async def read(self, text: bytes) -> dict[str, Any]:
-        """Parse a body that must be a JSON object.
+        """Parse a request body, which must be a JSON object.
 
         In large bodies, long lists of numbers are converted to arrays. Raises `DataError` for
         invalid JSON and for any value but an object.

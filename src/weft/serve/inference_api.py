@@ -25,7 +25,7 @@ EXTENSIONS = ["binary_tensor_data"]
 class InferenceEndpoint:
     """Endpoint for the metadata of all served models, and for inference with them.
 
-    `most_load` is the limit of each model's load; see `ServingWorker`.
+    `most_load` is the maximum load of each model, as counted by `ServingWorker.load`.
     """
 
     models: Mapping[str, ServedModel]

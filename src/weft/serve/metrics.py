@@ -47,7 +47,10 @@ class ServerMetrics:
             self.counts["weft_scored_tokens_total"] += scored
 
     def format_text(self, loads: dict[str, int]) -> str:
-        """Return all metrics in Prometheus's text format; `loads` maps a model's name to its load."""
+        """Return all metrics in Prometheus's text format.
+
+        `loads` maps the name of each model to its current load.
+        """
         with self._lock:
             lines = _format_head("weft_requests_total", "counter")
             for (endpoint, status), count in sorted(self.requests.items()):

@@ -105,8 +105,8 @@ class CompletionEndpoints:
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
         """Return the token ids of each prompt.
 
-        `prompt` is a text, a list or array of token ids, or a list of texts or of lists of token
-        ids. Raises `RequestRefused` for anything else.
+        `prompt` is a string, a list or array of token ids, or a list of strings or of lists of
+        token ids. Raises `RequestRefused` for anything else.
         """
         self._check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
@@ -122,7 +122,7 @@ class CompletionEndpoints:
         )
 
     def _encode_prompt(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt, which is a text or already a sequence of token ids."""
+        """Return the token ids of a prompt, which is a string or a sequence of token ids."""
         if isinstance(prompt, str):
             return self.background.encode(self.policy.tokenizer, prompt)
         self._check_length(len(prompt))
@@ -167,7 +167,7 @@ def is_ids(value: Any) -> bool:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the total size of all texts in a JSON value, in bytes of UTF-8."""
+    """Return the total size of all strings in a JSON value, in bytes of UTF-8."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
     if isinstance(value, Mapping):
@@ -181,7 +181,7 @@ def count_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class OpenAIResponseForm:
-    """Builder of the response objects for one request, in the format of the request's endpoint."""
+    """Builds the response objects for one request, in the format of the request's endpoint."""
 
     id: str
     created: int
@@ -270,7 +270,7 @@ def _decode_piece(piece: bytes) -> str:
 
 
 def _map_texts(token: EmittedToken) -> dict[str, float]:
-    """Return the log-probs of the likeliest tokens and of the sampled one, by text.
+    """Return the log-probs of the likeliest tokens and of the sampled token, keyed by their text.
 
     If several tokens have the same text, the log-prob of the likeliest is returned.
     """

@@ -70,8 +70,8 @@ def read_settings(
 ) -> CompletionSettings:
     """Validate the fields of a request and return the settings.
 
-    `most_new_tokens` is the server's limit per completion. Raises `RequestRefused` with the field,
-    its value and the rule that it violates.
+    `most_new_tokens` is the server's limit per completion. Raises a `RequestRefused` that states
+    the field, its value and the rule that it violates.
     """
     _check_names(body, CHAT if chat else COMPLETION)
     temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)

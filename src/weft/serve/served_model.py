@@ -1,4 +1,4 @@
-"""Models that the server offers: a policy samples and returns log-probs, a reward model scores."""
+"""Served models: a policy samples and returns log-probs, and a reward model returns scores."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return the sequences in the inputs, and the column at which each begins in its row.
+        """Return the sequences in the inputs, and the column at which each begins, int64 [B].
 
-        Raises `DataError` that names the invalid tensor.
+        Raises a `DataError` that names the invalid tensor.
         """
         takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
         for name, tensor in inputs.items():
@@ -144,9 +144,10 @@ class ServedModel:
     def _read_starts(
         self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
     ) -> list[int]:
-        """Return the index of each row's first scored token, from the input `prompt_length`.
+        """Return the index of the first scored token in each row.
 
-        A reward model scores the last token. Raises `DataError` for invalid lengths.
+        For a policy, the index is the row's value of the input `prompt_length`, by default 1. A
+        reward model scores only the last token. Raises `DataError` for invalid lengths.
         """
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]

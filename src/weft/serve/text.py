@@ -1,4 +1,4 @@
-"""Text of a completion while tokens are added to it, cut before the first stop text."""
+"""Text of a completion that is decoded token by token, cut before the first stop string."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may
 class EmittedToken:
     """A token whose text has been emitted, which means that the text can no longer change.
 
-    `piece` is the token's bytes. `offset` is its position in the completion, in characters. `top`
-    has the bytes and the log-prob of each of the likeliest tokens at the same position.
+    `piece` has the token's bytes. `offset` is the position of the token's text in the completion,
+    in characters. `top` has the bytes and the log-prob of each of the likeliest tokens at the same
+    position.
     """
 
     piece: bytes
@@ -30,8 +31,8 @@ class GrowingText:
     """Decodes one completion token by token.
 
     `feed` returns new text that can no longer change, and `take` returns the tokens of that text.
-    Text that may be the start of a stop text is held back. End tokens and the tokens of the stop
-    text are left out.
+    Text that may be the start of a stop string is held back. End tokens and the tokens of the stop
+    string are left out.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class GrowingText:
     def _count_final(self) -> int:
         """Return the number of leading characters that later tokens cannot change.
 
-        A stop text, the text that follows it, and text that may be the start of a stop text are not
-        counted.
+        A stop string, the text that follows it, and text that may be the start of a stop string are
+        not counted.
         """
         stop_positions = [
             at

@@ -80,7 +80,7 @@ class ScoredRows:
 class ScoringJob:
     """Request to score rows.
 
-    `want` names the output, and `future` receives one vector per row.
+    `want` is the name of the output. `future` receives one vector per row.
     """
 
     rows: ScoredRows
@@ -182,7 +182,7 @@ class ServingWorker:
         self._fail(RunError("the server is stopping"))
 
     def _generate(self, generator: Generator) -> None:
-        """Decode until the worker stops, or until the waiting jobs need a new generator.
+        """Decode until the worker stops, or until a new generator is needed for the waiting jobs.
 
         A generator accepts at most `MOST_SETTINGS` different sampling settings.
         """
@@ -227,7 +227,8 @@ class ServingWorker:
     def _admit_jobs(self, generator: Generator) -> None:
         """Add waiting jobs to the running batch, in order.
 
-        Stops at a job with new sampling settings if the generator has reached `MOST_SETTINGS`.
+        Stops at the first job with new sampling settings if the generator already has
+        `MOST_SETTINGS` different settings.
         """
         while self._waiting_jobs and not self._stopping:
             job = self._waiting_jobs[0]
@@ -343,9 +344,9 @@ class ServingWorker:
 def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """Return rows as a sample with one id per row, split into prompt and completion.
+    """Return token sequences as a sample with one id each, split into prompt and completion.
 
-    `starts[i]` is the number of prompt tokens in row i.
+    `starts[i]` is the number of prompt tokens in sequence i.
     """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {

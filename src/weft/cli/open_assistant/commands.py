@@ -121,9 +121,9 @@ def _take(
 ) -> tuple[ScriptArguments, list[str]]:
     """Parse `words` and return the named arguments, and assignments to config keys.
 
-    `lists`, `values` and `flags` are the names of arguments with any number of values, one value or
-    none. With `keys`, other arguments `--key value` and `--no-key` become assignments. Raises
-    `ConfigError` for unknown arguments.
+    `lists`, `values` and `flags` are the names of the arguments that have any number of values, one
+    value, or no value. With `keys`, other arguments `--key value` and `--no-key` become
+    assignments. Raises `ConfigError` for unknown arguments.
     """
     done = ScriptArguments()
     assigned = []
@@ -209,7 +209,10 @@ def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[
 
 
 def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Translate `--configs X --triton_mode rm|sft` to `weft convert triton` for the stack's model."""
+    """Translate `--configs X --triton_mode rm|sft` to `weft convert triton`.
+
+    The model to convert is the one that the sections name.
+    """
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.get_single("--triton_mode")
     names = []
@@ -224,9 +227,10 @@ def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[
 def find_triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
-    """Return the path of the reward model ("rm") or of the reference model ("sft") of a stack.
+    """Return the path of the reward model or of the reference model that a stack of sections uses.
 
-    `mode` selects the model. Raises `ConfigError` if the sections do not name the model.
+    `mode` selects the reward model ("rm") or the reference model ("sft"). Raises `ConfigError` if
+    the sections do not name the model.
     """
     from weft import registry
     from weft.cli import overrides

@@ -109,7 +109,7 @@ def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[
 
 
 def _join_folder(data_path: str, file: str) -> str:
-    """Return the path of `file` in the folder `data_path`, or `data_path` if it is itself a file."""
+    """Return the path of `file` in the folder `data_path`, or `data_path` if that is a file."""
     place = Path(data_path).expanduser()
     is_file = place.is_file() or (place.suffix in FILES and not place.is_dir())
     return data_path if is_file else str(Path(data_path) / file)

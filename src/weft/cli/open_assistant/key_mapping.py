@@ -65,7 +65,10 @@ class KeyMapping:
         return self.values.get(key, default)
 
     def with_key(self, key: str) -> KeyMapping:
-        """Return a mapping that shares this one's contents and attributes new options to `key`."""
+        """Return a mapping with the same contents, which attributes new options to `key`.
+
+        The contents are shared, so options that are set in one mapping are also set in the other.
+        """
         return replace(self, key=key)
 
     def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
@@ -73,8 +76,9 @@ class KeyMapping:
 
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
-        sampling options. `off` is the value that has no effect; it is ignored in experiments
-        without the option. A key set later in the stack overrides an earlier one.
+        sampling options. `off` is the value that has no effect: a key with this value is ignored if
+        the experiment does not have the option. A key set later in the stack overrides an earlier
+        one.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -131,7 +135,8 @@ def format_yaml_value(value: Any) -> str:
 class KeyRule:
     """Rule that maps one of Open-Assistant's keys.
 
-    `says` describes the mapping in the documentation; `modes` are the trainers that read the key.
+    `says` is the description of the mapping in the documentation, and `modes` are the trainers that
+    read the key.
     """
 
     says: str
@@ -140,7 +145,7 @@ class KeyRule:
 
 
 def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
-    """Return the rule for a key that sets weft's option `target`, whose name differs.
+    """Return the rule for a key that sets weft's option `target`, which has another name.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
     the value that has no effect.

@@ -154,7 +154,7 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
     """Return the key in `keys` that is set last in the stack, or `IMPLIED` if none is set.
 
-    If several keys are set in that section, the first of them is returned.
+    If the same section sets several of the keys, the first of these in `keys` is returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
@@ -162,7 +162,10 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
 
 
 def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
-    """Return the value of the key in `keys` that is set last, or `default` without a valid value."""
+    """Return the value of the key in `keys` that is set last in the stack.
+
+    Returns `default` if no key is set, or if the value is not a number of at least 1.
+    """
     key = _find_latest_key(done, keys)
     if key != IMPLIED and done.with_key(key).is_valid_number(done.get(key), 1):
         return int(done.get(key))
@@ -178,7 +181,10 @@ def _compute_batch_size(done: KeyMapping) -> int:
 
 
 def _count_updates(done: KeyMapping) -> int:
-    """Return the optimizer updates per step: passes over the rollouts x batches per pass."""
+    """Return the number of optimizer updates per step.
+
+    This is the number of passes over the rollouts times the number of batches per pass.
+    """
     return _read_number(done, ("trlx.method.ppo_epochs",), 4) * math.ceil(
         _count_rollouts(done) / _compute_batch_size(done)
     )
