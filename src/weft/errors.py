@@ -170,7 +170,7 @@ def qualify_error(name: str, error: ConfigError) -> ConfigError:
 def build_unknown_name_error(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a name that is not registered.
 
-    It suggests similar names or, if there are none, lists all `known` names.
+    The message suggests similar names or, if there are none, lists all `known` names.
     """
     names = sorted(known)
     close = find_nearest(name, names)

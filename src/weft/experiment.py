@@ -25,9 +25,9 @@ from weft.topology import Layout, Mesh, parse_mesh
 class Evaluation:
     """Small graph that runs over the validation set (`valid_path`) at the `eval_freq_*` intervals.
 
-    Nodes call `evaluate`, or generate or infer and pass the outputs to a host function. Metrics are
-    means over ids. They are logged as `eval/{source}/{metric}` for each validation source, and as
-    `eval/{metric}` over all sources.
+    Its nodes either call `evaluate`, or generate or infer and pass the outputs to a host function.
+    Metrics are means over ids. They are logged as `eval/{source}/{metric}` for each validation
+    source, and as `eval/{metric}` over all sources.
     """
 
     graph: DataflowGraph
@@ -79,7 +79,7 @@ STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def parse_step_range(text: str) -> range:
-    """Return the steps that `5:8` (inclusive) or `5` names, counted from 1.
+    """Return the steps that a text such as `5:8` (inclusive) or `5` denotes, counted from 1.
 
     Raises `ConfigError` for a text of any other form.
     """
@@ -196,9 +196,9 @@ class Experiment:
     def build_meshes(self) -> dict[str, Mesh]:
         """Return the mesh of each role's primary weights.
 
-        The weights of a trained role are on the mesh of the call that trains it. Those of other
-        roles are on the mesh of the first call if all calls name their own mesh, and otherwise on
-        the mesh that the role names. Raises `ConfigError` for a mesh that does not fit.
+        The weights of a trained role are on the mesh of the call that trains the role. The weights
+        of other roles are on the mesh of the first call if all calls specify a mesh, and otherwise
+        on the mesh that the role specifies. Raises `ConfigError` for a mesh that does not fit.
         """
         meshes = {}
         for role, spec in self.roles.items():
@@ -228,14 +228,14 @@ class Experiment:
     def get_mesh(self, call: MFCDef) -> Mesh:
         """Return the mesh of a call.
 
-        This is the mesh that the call names or, if it names none, the mesh of its role. Raises
-        `ConfigError` for a mesh that does not fit.
+        This is the mesh that the call specifies or, if it specifies none, the mesh of its role.
+        Raises `ConfigError` for a mesh that does not fit.
         """
         primary = self.build_meshes()[call.role]
         return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
     def list_copies(self) -> list[tuple[str, Mesh]]:
-        """Return (role, mesh) of all secondary copies of roles' weights, in the order of the calls."""
+        """Return (role, mesh) of each secondary copy of a role's weights, in call order."""
         own = self.build_meshes()
         used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
@@ -244,8 +244,9 @@ class Experiment:
         """Return the mesh that a call asks for; None without `layout` and `device_mesh`.
 
         If `device_mesh` is not set, the call uses the first devices of the first mesh in `role`
-        that has enough of them. If no mesh has, it uses the first devices of the run, provided that
-        the role's own mesh begins there. Raises `ConfigError` for a mesh that does not fit.
+        that has enough of them. If no mesh has enough, the call uses the first devices of the run.
+        Raises `ConfigError` for a mesh that does not fit, and if the last rule is needed but the
+        role's own mesh, the first in `role`, does not consist of the first devices.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -482,7 +483,7 @@ class Scheduling:
         return max(self.memory_gb or 0.0, requested_gb) or None
 
     def get_common_value(self, name: str) -> Any:
-        """Return the value that all groups have for the field `name`, ignoring groups without one.
+        """Return the common value of the field `name` in all groups that set it.
 
         Returns None if no group sets the field. Raises `ConfigError` if the values differ, since
         all groups share one job.

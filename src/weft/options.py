@@ -129,7 +129,8 @@ def describe_type(hint: Any) -> str:
 class CommandLineValue:
     """Command-line value, together with the text that the user typed.
 
-    If the option is a text, `trial_name=1.10` is read as "1.10" and not as the number 1.1.
+    The text is used for options of type string: `trial_name=1.10` is read as "1.10" and not as the
+    number 1.1.
     """
 
     value: Any
@@ -142,7 +143,7 @@ class UnparsedValue:
     """Command-line value that the value grammar cannot parse, or parses as a sweep.
 
     `text` is the unparsed text, and `items` are the elements if it is a list. An option that
-    accepts neither of these raises `error`.
+    accepts neither the text nor the list raises `error`.
     """
 
     text: str | None
@@ -169,8 +170,8 @@ def read(
 ) -> Config:
     """Return a copy of `base` with the nested `values`, each converted to its field's type.
 
-    Raises `ConfigError` for an unknown name, with similar names, and for a value of a wrong type,
-    with the option, the value and the rule.
+    Raises `ConfigError` for an unknown name and for a value of a wrong type. The message suggests
+    similar names, or contains the option, the value and the rule.
     """
     names = known or [leaf.name for leaf in iterate_options(base)]
     hints = _get_hints(type(base))
@@ -213,7 +214,8 @@ def _qualify_name(name: str, value: Any) -> str:
 def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error for an unknown option.
 
-    It suggests options that have the same last part, then options with a similar name.
+    The message suggests options whose dotted name has the same last part, then options with a
+    similar name.
     """
     root = name.split(".")[0]
     last = name.rsplit(".", 1)[-1]
@@ -231,8 +233,8 @@ def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """Return `value` converted to the type `hint`; raise `ConfigError` if it cannot be converted.
 
-    A text such as 1e-5 is always read as a number, and 1.5 is not accepted as an int. `name` is the
-    option's name for messages.
+    A string such as "1e-5" is accepted for a number, and 1.5 is not accepted as an int. `name` is
+    the option's name for messages.
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)

@@ -10,7 +10,8 @@ class Placement:
     """Assignment of pipeline stages to pipeline ranks: rank r has the stages r, r + `ranks`, ...
 
     `stages_a_rank` is the number of stages per rank. With `turns`, the stages of every second round
-    are assigned from the last rank back to the first. With two rounds, this is the V of ZBV.
+    are assigned from the last rank back to the first. With two rounds, this is the V-shaped
+    assignment of the schedule ZBV.
     """
 
     ranks: int

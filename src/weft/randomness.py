@@ -78,7 +78,7 @@ def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
 def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
     """Return the random number in [0, 1) that belongs to these arguments.
 
-    The module's docstring describes how they determine it.
+    The module's docstring describes how the number is computed.
     """
     return float(draw_uniforms(derive_key(seed, purpose, step, id, k), [position])[0])
 

@@ -52,7 +52,7 @@ PLACES = (
 
 
 def find_url_problem(path: str | Path) -> str | None:
-    """Return the problem with a URL that is given as a path, and its fix.
+    """Return the problem with a URL that is given as a path, and how to fix it.
 
     Returns None if `path` is not a URL but a path or the name of a model on the hub.
     """
@@ -126,7 +126,7 @@ def shorten(text: str, most: int = 120) -> str:
 
 
 def find_path_problem(error: Exception) -> str | None:
-    """Return a message if a system error is due to a path that the user named, else None.
+    """Return a message if a system error is due to a path that the user specified, else None.
 
     Examples are a path that is too long, is not a folder, cannot be opened, or starts with `~` and
     an unknown user.
@@ -205,7 +205,7 @@ def is_root(folder: Path) -> bool:
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Create a folder that a user named, and its parents, unless they exist.
+    """Create a folder that a user specified, and its parents, unless they exist.
 
     Raises `kind` if the folder cannot be created.
     """
@@ -285,7 +285,7 @@ def _build_yaml_error(
 
 
 def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:
-    """Return a clear message for a missing colon: `- webgpt` above an indented `fraction:`.
+    """Return a clear message if a colon is missing, as in `- webgpt` above an indented `fraction:`.
 
     YAML's own message for this mistake is misleading. Returns None if the error has another cause.
     """

@@ -275,8 +275,8 @@ USER_FOLDER = "experiments"  # in the working directory
 def import_user_code(names: Iterable[str]) -> None:
     """Import modules (`package.module`) and files (`path/to/file.py`) that register objects.
 
-    The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`,
-    which names the module or file, if it is missing or its import fails.
+    The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`
+    if a module or file is missing or its import fails; the message names it.
     """
     _make_importable(Path.cwd())
     for name in names:
@@ -294,9 +294,9 @@ def import_user_code(names: Iterable[str]) -> None:
 
 
 def import_user_folder() -> None:
-    """Import all files of `experiments/` in the working directory that mention weft.
+    """Import all files of the folder `experiments/` in the working directory that mention weft.
 
-    They are imported as modules of the package `experiments`.
+    The files are imported as modules of the package `experiments`.
     """
     folder = Path.cwd() / USER_FOLDER
     if not folder.is_dir() or folder.samefile(ROOT / USER_FOLDER):

@@ -25,12 +25,12 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of one role, written as in `d2f2t2p1c1e1`; an omitted letter is 1.
+    """Degrees of parallelism of one role, with a text form such as `d2f2t2p1c1e1`.
 
-    `fsdp` is the number of ranks that share one sharded copy of the parameters, and `expert` the
-    number of ranks that share the experts; both divide `data`. The layout uses data x tensor x
-    pipeline x context devices. `stages_a_rank` and `turns` have no letter, as the pipeline schedule
-    sets them.
+    The letters are the initials of the first six fields. `fsdp` is the number of ranks that share
+    one sharded copy of the parameters, and `expert` the number of ranks that share the experts;
+    both divide `data`. The layout uses data x tensor x pipeline x context devices. `stages_a_rank`
+    and `turns` have no letter, as the pipeline schedule sets them.
     """
 
     data: int = 1
@@ -64,8 +64,8 @@ class Layout:
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
         """Return the layout that a text such as `d2t2p1` describes.
 
-        An omitted `f` defaults to `d` for trained roles without `e`, and to 1 otherwise. Raises
-        `ConfigError` for an invalid text.
+        An omitted letter defaults to 1, except for `f`, which defaults to `d` for trained roles
+        without `e`. Raises `ConfigError` for an invalid text.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -123,10 +123,11 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Layout on devices; `ranks` are the ranks of the run's processes, one per device.
+    """Layout, with the devices that it uses.
 
-    Tensor ranks are adjacent, followed by context ranks and data ranks. Pipeline stages communicate
-    least and are therefore farthest apart.
+    `ranks` are the ranks of the run's processes, one per device. Tensor ranks are adjacent,
+    followed by context ranks and data ranks. Pipeline stages communicate least and are therefore
+    farthest apart.
     """
 
     layout: Layout
@@ -281,10 +282,10 @@ def compute_tensor_slice(
 ) -> Slice:
     """Return the slice of a parameter that tensor rank `rank` of `t` stores.
 
-    `name` is the parameter's canonical name, and `shape` its whole shape. If there are fewer
-    key-value heads than ranks, several ranks store the same head, which their queries read. Parts
-    of the vocabulary can differ in size. Raises `ConfigError` if the heads or the MLP width do not
-    split evenly.
+    `name` is the parameter's canonical name, and `shape` is the shape of the whole parameter. If
+    there are fewer key-value heads than ranks, several ranks store the same head, which is read by
+    the queries of these ranks. Parts of the vocabulary can differ in size. Raises `ConfigError` if
+    the heads or the MLP width do not split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     split = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
@@ -305,7 +306,7 @@ def compute_tensor_slice(
 
 
 def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the range of query heads of a tensor rank.
+    """Return the range of query heads that a tensor rank has.
 
     Raises `ConfigError` if the heads do not split evenly.
     """
@@ -425,8 +426,9 @@ def compute_holdings(
 ) -> dict[str, Slice]:
     """Return the slice of each parameter that a rank stores, by canonical name.
 
-    Parameters of which the rank stores nothing are left out. `shapes` are the whole shapes, `at`
-    are the coordinates of the rank, and `tied` means that the embedding is also the output matrix.
+    Parameters of which the rank stores nothing are left out. `shapes` are the shapes of the whole
+    parameters, `at` are the coordinates of the rank, and `tied` means that the embedding is also
+    the output matrix.
 
     With an `fsdp` degree above 1, the rows of each stored parameter are split into chunks of equal
     size except the last (as by `torch.chunk`), after the tensor and expert splits. Expert weights
@@ -469,7 +471,11 @@ def compute_holdings(
 
 
 def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of names that one fused parameter stores, each in the order of its rows."""
+    """Yield groups of names; the parameters of a group are stored in one fused parameter.
+
+    The names of a group are in the order of the rows. A parameter that is not fused is a group of
+    its own.
+    """
     left = dict.fromkeys(names)
     while left:
         name = next(iter(left))

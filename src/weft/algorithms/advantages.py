@@ -33,10 +33,10 @@ def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> 
 def compute_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
-    """Return y_t = x_t + factor * y_{t+1} within each completion, [T]; y = 0 after its last row.
+    """Return y_t = x_t + factor * y_{t+1} within each completion, [T]; y = 0 after the last row.
 
-    There is one vector operation per time step, over the completions that are long enough. Sorted
-    by decreasing length, these completions are a prefix.
+    There is one vector operation per time step, over the completions that are long enough. After
+    sorting by decreasing length, these completions are the first ones.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -91,7 +91,7 @@ def whiten(
 
     With `shift_mean=False`, the mean is added back. Statistics are over the whole batch. The
     variance divides by n - 1 and eps is added as in verl (`masked_whiten`) and TRL; ReaLHF divides
-    by n. The variance of a single value is taken to be 0, so that the value becomes 0.
+    by n. The variance of a single value is taken to be 0, so that its result is 0.
     """
     count = mask.sum()
     if count == 0:
@@ -106,7 +106,7 @@ def compute_group_means(
 ) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
     """Return the mean reward and the size of each completion's group, [S] each.
 
-    `group` is the index of the completion's group, counted from 0.
+    `group` is the index of each completion's group, from 0.
     """
     size = np.bincount(group)
     sums = np.bincount(group, weights=rewards)
@@ -116,7 +116,7 @@ def compute_group_means(
 def compute_weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
-    """Return the weighted mean over each completion's group, [S]; 0 if the weights sum to 0."""
+    """Return the weighted mean over each completion's group, [S]; 0 where the weights sum to 0."""
     sums = np.bincount(group, weights=values * weights)
     total = np.bincount(group, weights=weights)
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
@@ -151,8 +151,8 @@ def subtract_baseline(
                        al. 2023, eq. 5)
         none           0 (REINFORCE; also REINFORCE++, Hu 2025, which whitens over the batch)
 
-    Raises `ConfigError` for a baseline of the group if a group has one completion, since its
-    advantage would be 0, and for `baseline="given"` without `given`.
+    Raises `ConfigError` if the baseline is computed from the group and a group has only one
+    completion, whose advantage would be 0, and for `baseline="given"` without `given`.
     """
     if baseline in ("group", "leave_one_out", "opo"):
         mean, size = compute_group_means(rewards, group)
@@ -191,7 +191,7 @@ def scale_advantages(
 ) -> Float[Vector, "S"]:
     """Return the advantages divided by a standard deviation of the rewards + eps, [S].
 
-        group  deviation within the completion's group (GRPO); 0 if all its rewards are equal
+        group  deviation within the completion's group (GRPO); 0 if all rewards are equal
         batch  deviation over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
         none   no division (Dr. GRPO, Liu et al. 2025: the division puts more weight on easy and on
                hard prompts)
@@ -219,7 +219,7 @@ def find_zero_variance(
 ) -> npt.NDArray[np.bool_]:
     """Return the mask of groups whose rewards are all equal, bool [G].
 
-    Their advantages are 0 if the baseline is computed from the group.
+    The advantages in such a group are 0 if the baseline is computed from the group.
     """
     groups = int(group.max(initial=-1)) + 1
     low = np.full(groups, np.inf)
@@ -234,8 +234,8 @@ def compute_overlong_penalty(
 ) -> Float[Vector, "S"]:
     """Return the length penalty of each completion, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
 
-    It is added to the reward. It is 0 up to a length of `max_length` - `buffer` tokens, and
-    decreases linearly to -1 at `max_length` and beyond.
+    The penalty is added to the reward. It is 0 up to a length of `max_length` - `buffer` tokens,
+    and decreases linearly to -1 at `max_length` and beyond.
     """
     over = (lengths - (max_length - buffer)) / buffer
     return -np.clip(over, 0.0, 1.0)
@@ -313,9 +313,10 @@ def compute_decoupled_advantages(
     """Return advantages computed from several rewards that are normalised separately, [S].
 
     This is GDPO (Liu et al. 2026, arXiv:2601.05242), or TRL's `normalize_then_sum`. Each column of
-    `parts` is one reward. It becomes (r - group mean) / (group deviation + eps); the weighted sum
-    of all columns is normalised to mean 0 and deviation 1 over the batch. NaN marks a reward that
-    does not apply to a completion; it counts as the mean of its group.
+    `parts` is one reward, and is normalised to (r - group mean) / (group deviation + eps). The
+    weighted sum of the columns is then normalised to mean 0 and deviation 1 over the batch. A
+    reward that does not apply to a completion is NaN in `parts`, and counts as the mean of its
+    group.
     """
     total = np.zeros(len(parts))
     for column, weight in zip(parts.T, weights, strict=True):
@@ -337,12 +338,12 @@ def compute_step_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "T"]:
-    """Return the advantage of each token, computed from the rewards of steps, [T].
+    """Return the advantage of each token, computed from one reward per step, [T].
 
     This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` is NaN except at the
     last token of each step. The mean over the group is subtracted from the rewards, which are then
-    divided by the standard deviation that `scale` names (`group`, `batch` or `none`). The advantage
-    of a token is the sum over the steps that end at the token or later.
+    divided by the standard deviation that `scale` selects (`group`, `batch` or `none`). The
+    advantage of a token is the sum over the steps that end at this token or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

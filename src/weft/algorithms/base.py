@@ -35,9 +35,10 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Sum:
-    """Statistic that is a weighted mean: the sum of `value` over all parts / the sum of `weight`.
+    """Statistic that is a weighted mean: the sum of `value` divided by the sum of `weight`.
 
-    A part is a micro-batch of a rank. The statistic is omitted if the total weight is 0.
+    Both sums are over the micro-batches of all ranks. The statistic is omitted if the total weight
+    is 0.
     """
 
     value: Any
@@ -101,9 +102,9 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """Properties of `SequenceSample` that `denominators` reads.
+    """Part of `SequenceSample` that `Loss.denominators` reads.
 
-    The class itself is defined in a higher layer.
+    The class `SequenceSample` is defined in a higher layer, which this module cannot import.
     """
 
     @property
@@ -138,7 +139,7 @@ class Loss(Protocol):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the totals by which `__call__` divides, by name.
 
-        They are computed from a minibatch's data alone, and are additive over ids.
+        They depend only on the data of the minibatch, and each is a sum over the ids.
         """
         ...
 
@@ -148,7 +149,7 @@ class Loss(Protocol):
         """Return (loss, statistics) of one micro-batch.
 
         `out` has the network's outputs: logprobs, entropy and values [N], given_logprobs [N, K + 1]
-        and scores [S]. `total` has the `denominators` of the whole minibatch.
+        and scores [S]. `total` has the totals that `denominators` returns for the whole minibatch.
         """
         ...
 
@@ -162,8 +163,8 @@ class Loss(Protocol):
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, computed from the reduced statistics.
 
-        This is the place for metrics that are not sums over samples (perplexity, explained
-        variance), since the statistics of all micro-batches and ranks have been combined.
+        The statistics of all micro-batches and ranks are already combined, so metrics that are not
+        sums over samples (perplexity, explained variance) can be computed.
         """
         return dict(stats)
 
@@ -193,7 +194,7 @@ def _reduce(stats: list[Stat]) -> float:
 
 
 def fixed(array: Array) -> Array:
-    """Return the values of an array as a constant, through which no gradient flows.
+    """Return an array with the same values as `array`, through which no gradient flows.
 
     The array API standard has no function for this.
     """
@@ -232,7 +233,7 @@ def compute_masked_sum(values: Array, mask: Array) -> Array:
 
 
 def masked_mean(values: Array, mask: Array) -> Sum:
-    """Return the mean of `values` [N] over rows with `mask`, as a statistic without a gradient."""
+    """Return the mean of `values` [N] over rows with mask 1, as a statistic without a gradient."""
     xp = array_api_compat.array_namespace(values, mask)
     return Sum(compute_masked_sum(fixed(values), mask), xp.sum(mask))
 
@@ -245,8 +246,8 @@ def to_host_array(array: Array) -> npt.NDArray[Any]:
 def count_trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
     """Return the number of trained rows of each completion, float64 [S].
 
-    The counts equal `RowBatch.lengths`, but are computed from data alone: they are the sums of each
-    completion's `loss_mask`, or its length if there is no `loss_mask`. The first token is not
+    The counts equal `RowBatch.lengths`, but are computed from the data alone: each is the sum of
+    the completion's `loss_mask`, or its length if there is no `loss_mask`. The first token is not
     counted if no prompt precedes it, because nothing predicts it.
     """
     lengths = minibatch.lengths["completion"].astype(np.int64)

@@ -23,7 +23,7 @@ METHODS = ("none", "clip", "kl")
 def compute_covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
-    """Return (log pi - mean) * (advantage - mean) of tokens with mask 1, -inf of the others, [T]."""
+    """Return (log pi - mean) * (advantage - mean) for tokens with mask 1, -inf for all others, [T]."""
     count = max(float(mask.sum()), 1.0)
     means = [(values * mask).sum() / count for values in (logprobs, advantages)]
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)

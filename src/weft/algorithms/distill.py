@@ -50,10 +50,10 @@ def compute_generalised_jsd(
         beta KL(teacher || M) + (1 - beta) KL(student || M),   M = beta teacher + (1 - beta) student
 
     This is eq. 1 of GKD (Agarwal et al. 2023, arXiv 2306.13649), at most log 2, computed from
-    finite log-probs of E events. For beta 0 and 1, the expression is 0. There, the result is its
-    limit after division by beta or by 1 - beta: KL(teacher || student) and KL(student || teacher),
-    as in TRL (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times
-    the forward KL, not the forward KL itself.
+    finite log-probs of E events. For beta 0 and 1, the expression is 0, and the result is its limit
+    after division by beta or by 1 - beta: KL(teacher || student) and KL(student || teacher), as in
+    TRL (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times the
+    forward KL, not the forward KL itself.
     """
     xp = array_api_compat.array_namespace(student, teacher)
     if beta == 0.0:
@@ -75,7 +75,7 @@ class GKDLoss(Loss):
 
     The loss reads these keys: `given_ids` [N, K] are the teacher's most likely ids, most likely
     first; `teacher_logprobs` [N, K + 1] are their log-probs and the log-prob of any other id;
-    `sampled` [S] is 1 if the student wrote the completion (all 0 if absent).
+    `sampled` [S] is 1 if the student wrote the completion (if absent, 0 for all completions).
 
     Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
     the sampler's temperature, which weft uses for both models. TRL's trainer for a teacher on a

@@ -39,7 +39,7 @@ class PairwiseLoss(Loss):
     Metrics are means over pairs. `rewards/{chosen,rejected,margins,accuracies}` are computed from
     the implicit reward, as in TRL: beta times the sum of log pi - log ref for loss types with a
     reference, and beta times the mean log-prob for the others. `logps/{chosen,rejected}` are the
-    summed log-probs, and `nll` is the cross-entropy before its multiplication by `rpo_alpha`.
+    summed log-probs, and `nll` is the cross-entropy, not multiplied by `rpo_alpha`.
     """
 
     loss_type: str = "sigmoid"
@@ -110,7 +110,7 @@ BETA = 0.1
 def find_default_beta(loss_type: str) -> float:
     """Return the default beta of a loss type.
 
-    The beta of simpo has a different scale than that of the other losses.
+    For simpo, beta has a different scale than for the other losses.
     """
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)

@@ -196,7 +196,11 @@ class GRPOLoss(Loss):
         return self.importance_level == "token"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the numbers of trained `tokens`, `sequences` with these, and all `completions`."""
+        """Return the totals `tokens`, `sequences` and `completions`.
+
+        They are the number of trained tokens, the number of completions with trained tokens, and
+        the number of all completions.
+        """
         rows = count_trained_rows(minibatch)
         counts = {
             "tokens": rows.sum(),
@@ -233,7 +237,7 @@ class GRPOLoss(Loss):
         log_ratio: Float[Array, "N"],
         advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        """Return (policy loss, 1 if a bound of the ratio is active) of each token, [N] each."""
+        """Return (policy loss, 1 if a bound limits the ratio) of each token, [N] each."""
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
             return compute_clipped_surrogate(log_ratio, advantages, self.clip)

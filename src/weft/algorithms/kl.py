@@ -60,7 +60,7 @@ class KLController(Protocol):
     def update(self, kl: float, num_sequences: int) -> None:
         """Update the weight of the KL penalty after a batch of `num_sequences` sequences.
 
-        `kl` is the mean over sequences of the KL summed over their tokens, in nats.
+        `kl` is in nats: the mean over sequences of the KL, summed over the tokens of a sequence.
         """
         ...
 
@@ -124,8 +124,9 @@ class ValueNormalizer:
     With the type `exp`, the mean is updated as m <- beta m + (1 - beta) batch mean, and so is the
     mean of squares. Both are divided by 1 - beta^t, to remove the bias of early batches towards 0
     (the moments of PopArt, van Hasselt et al. 2016, section 2.1; the critic's last layer is not
-    rescaled). With `ma`, they are means over all returns seen so far. The standard deviation is at
-    least `min_std`. Before the first `update`, values are not changed.
+    rescaled). With the type `ma`, the mean and the mean of squares are taken over all returns seen
+    so far. The standard deviation is at least `min_std`. Before the first `update`, values are not
+    changed.
     """
 
     type: str = "exp"
@@ -142,7 +143,7 @@ class ValueNormalizer:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 
     def update(self, returns: Float[Vector, "T"], mask: Float[Vector, "T"]) -> None:
-        """Update the moments with the returns that have mask 1; without any, nothing changes."""
+        """Update the moments with the returns that have mask 1; if there are none, nothing changes."""
         count = float(mask.sum())
         if count == 0.0:
             return

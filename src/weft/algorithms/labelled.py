@@ -51,7 +51,7 @@ def compute_bco_loss(
 
     The source is Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10.
     `shift` is the paper's delta, a constant: the midpoint between the mean desirable and the mean
-    undesirable reward. The host function `bco_shift` computes it over all completions so far.
+    undesirable reward. The host function `bco_shift` computes it over all completions seen so far.
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -73,7 +73,7 @@ class LabelledLoss(Loss):
     `rewards/{chosen,rejected,margins}` are means of beta * score, and `logps/{chosen,rejected}` of
     the summed log-probs. `rewards/accuracies` is the share of rewards on the correct side of the
     threshold (beta * z0 or delta); a reward that equals the threshold up to rounding (`is_above`)
-    is on neither side. The threshold itself is logged under its key.
+    is on neither side. z0 or delta is logged as `kl_baseline` or `reward_shift`.
     """
 
     loss_type: str = "kto"

@@ -107,10 +107,11 @@ def compute_clipped_surrogate(
 
 
 def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
-    """Return the log-probs of the policy in the denominator of the importance ratio, [N].
+    """Return the log-probs in the denominator of the importance ratio, [N].
 
     These are the batch's `old_logprobs`, which the trained network computed before its first update
-    on the batch. If the batch has none, they are `logprobs`, recorded while sampling.
+    on the batch. If the batch has no such key, they are `logprobs`, which were recorded while
+    sampling.
     """
     if "old_logprobs" in batch:
         old_logprobs: Array = batch["old_logprobs"]
@@ -147,15 +148,15 @@ def weight_policy_loss(
 def compute_policy_stats(
     out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
 ) -> dict[str, Stat]:
-    """Return the metrics of every policy node; unless stated otherwise, means over trained tokens.
+    """Return the metrics that every policy node logs.
 
-    `entropy` is in nats. `clip_ratio` is the share of tokens whose gradient is blocked by a bound.
-    `approx_kl` is k3 between the policy before the first update on the batch and the trained
-    policy. `importance_ratio` is the ratio of these two policies, and `importance_ratio_max` its
-    maximum. `sampler_logprob_diff` is |log-prob while sampling - log-prob now|, and
-    `sampler_logprob_diff_max` its maximum; before the first update on a batch, this is the gap
-    between sampler and trainer. `kl` is k3 to the reference, or `approx_kl` if the batch has no
-    `ref_logprobs`.
+    Unless stated otherwise, they are means over trained tokens. `entropy` is in nats. `clip_ratio`
+    is the share of tokens whose gradient is blocked by a bound. `approx_kl` is k3 between the
+    policy before the first update on the batch and the trained policy. `importance_ratio` is the
+    ratio of these two policies, and `importance_ratio_max` its maximum. `sampler_logprob_diff` is
+    |log-prob while sampling - log-prob now|, and `sampler_logprob_diff_max` its maximum; before the
+    first update on a batch, this is the gap between sampler and trainer. `kl` is k3 to the
+    reference, or `approx_kl` if the batch has no `ref_logprobs`.
     """
     now = fixed(out["logprobs"])
     sampled = batch["logprobs"]
@@ -184,7 +185,7 @@ def compute_policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds on policy drift, above which a minibatch takes no optimizer step.
+    """Bounds on policy drift; a minibatch that exceeds one takes no optimizer step.
 
     `imp_ratio` bounds the mean importance ratio, and `kl` the metric `approx_kl`; None means no
     bound.
@@ -216,12 +217,13 @@ class PPOActorLoss(Loss):
 
     The loss reads the keys `advantages` (whitened by the host function), `logprobs`, `old_logprobs`
     and `sampler_weights` if present, and `high_covariance` unless `covariance` is none. The
-    denominator of the importance ratio is `old_logprobs`, or the sampler's `logprobs` without them.
+    denominator of the importance ratio is `old_logprobs` or, if the batch has none, the sampler's
+    `logprobs`.
 
     The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);
     GRPO averages over sequences. A minibatch whose mean importance ratio exceeds
-    `early_stop_imp_ratio` takes no step. (ReaLHF multiplies its loss by 0, so that momentum and
-    weight decay still change the parameters.)
+    `early_stop_imp_ratio` takes no optimizer step. (ReaLHF multiplies its loss by 0, so that
+    momentum and weight decay still change the parameters.)
     """
 
     eps_clip: float = 0.2
@@ -275,9 +277,9 @@ def compute_clipped_value_loss(
 
         max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    This is the value clipping of OpenAI baselines. If eps is None, it is half the squared error.
-    Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R have the
-    same unit: if values are normalised, all three are, by the running moments.
+    This is the value clipping of OpenAI baselines. If eps is None, the loss is half the squared
+    error. Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R have
+    the same scale: if values are normalised, all three are normalised by the running moments.
     """
     xp = array_api_compat.array_namespace(values, old, returns)
     plain = xp.square(values - returns) / 2
@@ -334,7 +336,10 @@ class PPOCriticLoss(Loss):
         return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Replace the moments by `explained_variance`, which is omitted if all returns are equal."""
+        """Replace the means of squares by `explained_variance`.
+
+        It is omitted if all returns are equal.
+        """
         metrics = dict(stats)
         square = metrics.pop("return_square", None)
         error = metrics.pop("error_square", None)

@@ -1,11 +1,11 @@
 """Losses of pairs of completions, as functions of their scores.
 
-`delta` is score(better) - score(worse). A score of one of the kinds in `SCORES` is computed from
-the policy's and the reference's log-probs of the L trained tokens of a completion:
+`delta` is score(better) - score(worse). There are three kinds of scores (`SCORES`), computed from
+the log-probs of a completion's L trained tokens under the policy and the reference:
 
-    sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
+    sum     g(sum of log pi(y_t) - log ref(y_t)), where g is `compute_divergence_score`
     mean    the score `sum`, divided by L                         IPO, sigmoid_norm
-    free    sum of log pi(y_t) / L, no reference                  SimPO, ORPO
+    free    sum of log pi(y_t) / L, without a reference           SimPO, ORPO
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all
 def compute_divergence_score(
     log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
 ) -> Float[Array, "S"]:
-    """Return f'(t) for t = pi / ref and the f of a divergence, computed from log t, [S].
+    """Return f'(t) for t = pi / ref, where f is the function that defines an f-divergence, [S].
 
-    The result is correct up to a constant, which cancels in a difference of scores (Wang et al.
-    2023, "Beyond Reverse KL", arXiv 2309.16240, table 1):
+    It is computed from `log_ratio` = log t, and is correct up to a constant, which cancels in a
+    difference of scores (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1):
 
         reverse_kl   log t                     DPO
         forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
@@ -40,8 +40,8 @@ def compute_divergence_score(
         alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1
                      TRL's form; the paper's (1 - t^-a) / a is the same at 1 - a
 
-    Exponents are clipped to `EXPONENT_BOUND` (in TRL: not at all, or to 80). Raises `ConfigError`
-    for an unknown divergence.
+    Exponents are clipped to `EXPONENT_BOUND`; TRL clips them to 80 or not at all. Raises
+    `ConfigError` for an unknown divergence.
     """
     xp = array_api_compat.array_namespace(log_ratio)
     if divergence == "reverse_kl" or (divergence == "alpha" and abs(alpha - 1.0) < 1e-6):
@@ -226,10 +226,10 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 
 @dataclass(frozen=True)
 class PreferenceLossKind:
-    """Loss of a pair as a function of (better, worse, options), with its requirements.
+    """Loss of a pair as a function of (better, worse, options), with the properties of the loss.
 
-    `score` is the kind of score that the loss compares (one of `SCORES`), and `options` are the
-    names of the options that it reads. `defaults` are default values that differ from those of
+    `score` is the kind of score that the loss compares (one of `SCORES`). `options` are the names
+    of the options that the loss reads, and `defaults` are default values that differ from those of
     other losses. `divergences` is True if a divergence can be chosen.
     """
 
@@ -243,7 +243,7 @@ class PreferenceLossKind:
 def _build_delta_kind(
     loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
 ) -> PreferenceLossKind:
-    """Return the kind of a loss that depends only on delta and supports all divergences."""
+    """Return the kind of a loss that depends only on `delta` and supports all divergences."""
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
     )

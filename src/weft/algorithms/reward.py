@@ -44,7 +44,7 @@ def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]
 
     With these weights, all groups count equally, however many pairs their ranking has. This is
     InstructGPT's 1 / C(K, 2), and Open-Assistant's mean over the means of groups. TRL supports only
-    single pairs, for which it is 1.
+    single pairs, which have the weight 1.
     """
     xp = array_api_compat.array_namespace(group)
     # `unique_counts` has a data-dependent output size, which cannot be compiled
@@ -84,9 +84,9 @@ class RewardLoss(Loss):
         -log sigmoid(s_better - s_worse - margin)
             + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
-    `score_l2` keeps scores small; it is Open-Assistant's `score_l2_reg`, 0.001 there. `center`
-    keeps the mean of each pair near 0; it is TRL's `center_rewards_coefficient` (Eisenstein et al.
-    2023; 0.01 recommended). `margin` is read if the batch has this key.
+    `score_l2` keeps scores small; it is Open-Assistant's `score_l2_reg`, which is 0.001 there.
+    `center` keeps the mean of each pair near 0; it is TRL's `center_rewards_coefficient`
+    (Eisenstein et al. 2023; 0.01 recommended). `margin` is read if the batch has this key.
 
     Metrics are means over pairs: `accuracy`, the share of pairs in the right order (a tie is
     wrong), and `margin`, the difference of the scores. `kendalltau` is (right - wrong) / pairs

@@ -40,11 +40,11 @@ def compute_sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return (weight, ratio before the bounds) of each token from its log-probs in nats, [T] each.
+    """Return (weight, unbounded ratio) of each token, computed from log-probs in nats, [T] each.
 
     Tokens with mask 0 are ignored and have weight 1. If `low` is None, there is no lower bound.
-    Truncation never has one, since small weights are correct. Log-ratios are clipped to +-20 before
-    `exp`. Raises `ConfigError` for an unknown correction.
+    Truncation never has a lower bound, since small weights are correct. Log-ratios are clipped to
+    +-20 before `exp`. Raises `ConfigError` for an unknown correction.
     """
     if correction not in CORRECTIONS:
         raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)

@@ -49,8 +49,8 @@ def compute_pair_stats(
 ) -> dict[str, Stat]:
     """Return the metrics of pairs, given their (better, worse) rewards and log-probs, [P] each.
 
-    `terms` are the magnitudes of the numbers from which the rewards were computed. A pair whose
-    rewards are equal up to rounding (see `is_above`) counts as wrongly ordered.
+    `terms` are the magnitudes of the numbers from which the rewards were computed. If the rewards
+    of a pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

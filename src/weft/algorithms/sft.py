@@ -73,7 +73,10 @@ class SFTLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the numbers of trained `tokens` and of `sequences` that have such tokens."""
+        """Return the totals `tokens` and `sequences`.
+
+        They are the number of trained tokens and the number of sequences with trained tokens.
+        """
         rows = count_trained_rows(minibatch)
         return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}
 
@@ -102,7 +105,7 @@ class SFTLoss(Loss):
 def compute_row_weights(
     batch: RowBatch, total: Mapping[str, float], average: str
 ) -> Float[Array, "N"]:
-    """Return the weights of rows for which sums over all micro-batches are averages, [N].
+    """Return the row weights with which a sum over all micro-batches is an average, [N].
 
     With `average` "token", a weight is mask / trained tokens. With "sequence", it is mask /
     (trained rows of the sequence * sequences with trained rows).

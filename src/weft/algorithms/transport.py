@@ -94,9 +94,9 @@ class TransportLoss(Loss):
     def _average_both_sides(
         self, one: Float[Array, "P"], other: Float[Array, "P"]
     ) -> Float[Array, "P"]:
-        """Return half the sum of both losses, with the gradient of the whole sum.
+        """Return half the sum of the two losses, with the gradient of the whole sum.
 
-        Each comparison occurs twice, once at each of its completions.
+        Each comparison occurs twice, once for each of its completions.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

@@ -5,7 +5,7 @@
     network = init_random(config, "lm", seed=1)         # depends only on seed and parameter names
     save(directory, find_canonical_values(network), config, "lm")   # weights and configuration
     reader = ParameterReader(path)
-    reader.read("blocks.3.attention.q.weight", where)   # reads only these bytes
+    reader.read("blocks.3.attention.q.weight", where)   # reads only the bytes of `where`
 
 A value or score head is saved as `transformers` saves it for `AutoModelForSequenceClassification`
 with `num_labels=1`.
@@ -141,9 +141,10 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def _format_config_path(path: str | Path) -> str:
-    """Return the path of a model's config.json as messages show it.
+    """Return the path of a model's config.json in the form used by messages.
 
-    It starts with the path that the user typed; for a trained prefix, with that of the base model.
+    It starts with the path that the user typed or, for a trained prefix, with the path of the base
+    model.
     """
     prefix = read_prefix(path)
     return str(Path(path if prefix is None else prefix.base) / CONFIG)
@@ -269,7 +270,7 @@ def _check_names(reader: ParameterReader) -> None:
     """Check that the files have exactly the model's tensors, with the expected shapes.
 
     Heads are exempt: a missing score head will be initialized, and a head that is not needed is
-    ignored. Raises `CheckpointError`.
+    ignored. Raises `CheckpointError` if the check fails.
     """
     family = reader.family
     config = reader.config
@@ -355,7 +356,8 @@ def init_random(
 ) -> Transformer:
     """Return a network with random weights.
 
-    Values depend only on `seed` and the parameter's name, so an actor and its reference are equal.
+    The values of a parameter depend only on `seed` and the parameter's name, so an actor and its
+    reference are equal.
     """
     network = Transformer.build_empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():

@@ -78,8 +78,8 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 def find_shipped_config(path: str) -> dict[str, Any] | None:
     """Return the config.json values that weft ships for a recipe's model, or None.
 
-    They are used to plan a run before the model is downloaded. Returns None if the model's own
-    config.json is on this machine, as it is during a run.
+    They are used to plan a run before the model is downloaded. The result is None for other models,
+    and if the model's own config.json is on this machine, as it is during a run.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None

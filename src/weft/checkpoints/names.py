@@ -64,10 +64,12 @@ class LocatedModel:
 class ModelQuery:
     """Kind of model to look for.
 
-    `roles` are the acceptable roles, best first; `option` is the command-line option that the name
-    was given for; `fileroot` is the folder of all runs. For an unfinished run that is resumed,
-    `initial_checkpoint` is the checkpoint that it began with, to which a name without a step keeps
-    referring, and `own_run` is its directory.
+    `roles` are the acceptable roles, best first. `option` is the command-line option that the name
+    was given for. `fileroot` is the folder of all runs.
+
+    The other fields are set if an unfinished run is resumed: `initial_checkpoint` is the checkpoint
+    that the run began with, which a name without a step still refers to, and `own_run` is the
+    directory of the run.
     """
 
     option: str = ""
@@ -83,7 +85,8 @@ class ModelQuery:
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that the name `given` refers to, without looking up hub names.
 
-    Raises `CheckpointError` if there is none; the message names the option, the rule and the fix.
+    Raises `CheckpointError` if there is no such model. The message names the option, lists the
+    accepted names and suggests a similar one.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -120,10 +123,9 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
 
 
 def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the model that `given` refers to, after checking that a hub name exists.
+    """Return the model that `given` refers to; a hub name must exist in the cache or on the hub.
 
-    A hub name must be in the cache or on the hub. Raises `CheckpointError` if there is no such
-    model.
+    Raises `CheckpointError` if there is no such model.
     """
     model = locate_model(given, wanted)
     if not Path(model.path).expanduser().exists():
@@ -187,8 +189,8 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return the newest checkpoint of a suitable role in the newest run that has one.
 
-    A resumed run keeps the checkpoint that it began with. Raises `CheckpointError` if no run has a
-    suitable checkpoint.
+    A run that is resumed uses the checkpoint that it began with. Raises `CheckpointError` if no run
+    has a suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -237,7 +239,7 @@ def _find_in_run(
 def _choose_newest(
     given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint; for a resumed run, the checkpoint that it began with."""
+    """Return the newest checkpoint or, for a resumed run, the checkpoint that it began with."""
     newest = steps[max(steps)]
     began = (
         None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
@@ -258,7 +260,7 @@ def _choose_newest(
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
     """Return the checkpoint that a resumed run began with; `more` is appended to the note.
 
-    Raises `CheckpointError` if it no longer exists.
+    Raises `CheckpointError` if the checkpoint no longer exists.
     """
     if not began.is_dir():
         raise CheckpointError(
@@ -325,7 +327,7 @@ def _find_steps(folder: Path) -> CheckpointSteps:
 
 
 def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> CheckpointError:
-    """Return the error for a directory that has neither a model nor checkpoints."""
+    """Return the error for a directory that contains neither a model nor checkpoints."""
     run = next((each for each in (place, *place.parents) if (each / RUN_CONFIG).is_file()), None)
     if run is not None:
         return CheckpointError(

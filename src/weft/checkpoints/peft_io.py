@@ -59,8 +59,8 @@ def save_adapter(
     """Write the adapters among `parameters` in PEFT's format.
 
     `parameters` have canonical names, including `lora_a` and `lora_b`. `scales` maps each adapted
-    layer to its scale, and `base` names the base model. A value or score head is saved as well, in
-    PEFT's `modules_to_save`. With `whole`, so are the embedding and the output matrix.
+    layer to its scale, and `base` is the name of the base model. A value or score head is saved as
+    well, in PEFT's `modules_to_save`. With `whole`, so are the embedding and the output matrix.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 
 
 def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Return `r` and `lora_alpha` of most modules, and patterns for the exceptions."""
+    """Return the settings `r` and `lora_alpha` of most modules, and patterns for the exceptions."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {}
     for module, pair in ranks.items():
@@ -316,7 +316,8 @@ def _adjust_config(
 ) -> TransformerConfig:
     """Return the base model's configuration, adjusted to the tensors in an adapter's files.
 
-    These can have another vocabulary size, and an output matrix that is not tied to the embedding.
+    The files can have another vocabulary size, and an output matrix that is not tied to the
+    embedding.
     """
     family: Family = families.get(config.family)
     saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
@@ -337,7 +338,7 @@ def _adjust_config(
 def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
     """Return a copy of the network for `config`, with resized vocabulary or untied output matrix.
 
-    New rows are left for the adapter's tensors to fill.
+    Additional vocabulary rows are not initialized, since the adapter's tensors replace them.
     """
     held = find_canonical_values(network)
     embed = held["embed.weight"]
@@ -355,7 +356,7 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 def find_replaced_parameters(directory: str | Path, network: Transformer) -> dict[str, str]:
     """Map the full tensors in an adapter directory to the parameters that they replace.
 
-    Full tensors are, for example, a score head or an embedding.
+    A full tensor is one that is saved without an adapter, such as a score head or an embedding.
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names

@@ -77,8 +77,8 @@ def save_prefix(
 ) -> None:
     """Write the prefix among `parameters` (canonical names), and a value or score head if present.
 
-    `base` names the base model, and `score` is the name of the head in the checkpoint. Raises
-    `RunError` if writing fails.
+    `base` is the name of the base model, and `score` is the name of the head in the checkpoint.
+    Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,9 @@ def partition(
     """Write a model to `target` with one file per pipeline stage; return the size of each in bytes.
 
     `source` is a model directory or hub name; `transformers` and weft load the result like the
-    original. A tensor that several stages need (a tied embedding) is in the file of the first one.
-    Raises `ConfigError` if there are fewer layers than stages, and `CheckpointError` if the
-    directory cannot be read.
+    original. A tensor that several stages need (a tied embedding) is in the file of the first of
+    these stages. Raises `ConfigError` if there are fewer layers than stages, and `CheckpointError`
+    if the directory cannot be read.
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")

@@ -47,9 +47,9 @@ def write(
 ) -> Path:
     """Write a Triton model store to `output`, and return the model's folder in it.
 
-    If `padding` is given, a score is read at the last token with another id. Raises `UserError` if
-    the model is not of the kind `mode` ("rm" or "sft"), has layers with windowed attention, or
-    cannot be traced to TorchScript with equal outputs.
+    If `padding` is given, a reward model reads the score at the last token whose id is not
+    `padding`. Raises `UserError` if the model is not of the kind `mode` ("rm" or "sft"), has layers
+    with windowed attention, or cannot be traced to TorchScript with equal outputs.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -96,7 +96,10 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Module that returns the score at the last token before padding, or of the mean over tokens."""
+    """Module that returns the score of the last token before padding, or of the mean over tokens.
+
+    With `padding`, trailing tokens with this id are treated as padding, too.
+    """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()

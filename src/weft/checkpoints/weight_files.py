@@ -136,7 +136,7 @@ class WeightFiles:
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Return the slice `where` of a tensor in its stored dtype, reading only these bytes."""
+        """Read the slice `where` of a tensor, in the stored dtype; other bytes are not read."""
         if name in self._pickle_tensors:
             return (
                 self._pickle_tensors[name] if where is None else self._pickle_tensors[name][where]

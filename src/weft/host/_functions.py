@@ -23,8 +23,8 @@ PER = ("completion", "token")
 class HostFunctionBuilder:
     """Registered plain function, from which `build` makes a host function with the given options.
 
-    `build` returns `host_class(function, input_names, args, **extra_arguments)`. The function's
-    parameters without a default are its inputs, `input_names`; those with a default are its
+    `build` returns `host_class(function, input_names, args, **extra_arguments)`. The parameters of
+    the function that have no default are the inputs (`input_names`); those with a default are the
     options.
     """
 
@@ -40,8 +40,8 @@ class HostFunctionBuilder:
     ) -> HostFunctionBuilder:
         """Return a builder for `function`, which is registered as `name`.
 
-        `kind` is the class of the host functions, `more` are its extra arguments. Raises
-        `ConfigError` if `function` has *args, **kwargs or positional-only parameters.
+        `kind` is the class of the host function to build, and `more` are extra arguments of this
+        class. Raises `ConfigError` if `function` has *args, **kwargs or positional-only parameters.
         """
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -94,8 +94,8 @@ def build_filter_function(function: Callable[..., Any], name: str) -> HostFuncti
     The filter returns the key `kept` [1] for the ids of these prompts only; the loader supplies new
     prompts in place of the others.
 
-    `function` is called once per prompt. Each of its parameters without a default is an input: a
-    key (float64, only the values of this prompt), a column of the data, or `context`.
+    `function` is called once per prompt. Each parameter of `function` without a default is an
+    input: a key (float64, only the values of this prompt), a column of the data, or `context`.
     """
     return HostFunctionBuilder.from_function(FilterFunction, function, name)
 

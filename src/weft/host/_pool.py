@@ -35,7 +35,7 @@ Task = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RewardReply:
-    """Outcome of a task.
+    """Outcome of a task that was sent to a worker.
 
     `value` depends on the status: the rewards and metrics ("ok"), the error message ("error"), or
     the exit code of the process ("died"). `index` is the index of the completion that an error
@@ -181,7 +181,7 @@ class RewardWorkerThread:
                 self.worker = None
 
     def stop(self, job: Future[RewardReply] | None = None) -> None:
-        """Kill the worker; if `job` is given, do so only if the worker is computing this job."""
+        """Kill the worker; if `job` is given, only if the worker is computing this job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return
@@ -265,13 +265,13 @@ class RewardPool:
                 list(starts.map(lambda lane: lane.start(self.targets), absent))
 
     def submit(self, task: Task) -> Future[RewardReply]:
-        """Queue a task for the next free worker and return the future of its reply."""
+        """Queue a task for the next free worker, and return a future of the reply."""
         reply: Future[RewardReply] = Future()
         self._jobs.put((task, reply))
         return reply
 
     def drop(self, replies: Iterable[Future[RewardReply]]) -> None:
-        """Cancel the tasks with these replies, and kill the workers that are computing them."""
+        """Cancel the tasks of these replies, and kill the workers that are computing them."""
         for reply in replies:
             if not reply.cancel():
                 for lane in self._worker_threads:

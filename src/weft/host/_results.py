@@ -46,10 +46,9 @@ class RewardResultCheck:
     def validate(self, result: Any) -> tuple[list[Value], dict[str, float]]:
         """Return the rewards, one per completion, and the metrics of a function's result.
 
-        `result` is a list of rewards, or a pair of such a list and a mapping of metrics.
-
-        Raises `InvalidRewardResult` if a reward is neither None nor a finite number of valid size
-        nor, with `by_token`, a list or mapping that is a valid `Value`.
+        `result` is a list of rewards, or a pair of such a list and a mapping of metrics. A valid
+        reward is None, a finite number that is not too large or, with `by_token`, a list or mapping
+        that is a valid `Value`. Raises `InvalidRewardResult` for any other reward.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):

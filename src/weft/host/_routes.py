@@ -46,8 +46,8 @@ class RewardRoutes:
     verifiers, because rows can name verifiers in that column. `labels` are the names of the targets
     in metrics.
 
-    A row can only name verifiers, because data must not be able to call arbitrary functions. Raises
-    `ConfigError` if a function cannot be found.
+    A row can only name verifiers, because data must not be able to call arbitrary functions. The
+    constructor raises `ConfigError` if a function cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
@@ -74,10 +74,11 @@ class RewardRoutes:
     def find_routes(
         self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]
     ) -> list[RewardRoute]:
-        """Return one route per id.
+        """Return the reward route that each id's row selects by its value in the column `column`.
 
-        Raises `DataError` if the column is missing, if a row names anything but a verifier, or if a
-        row's value is empty and `reward` is not set.
+        A row with an empty value uses the functions of the option `reward`, and so do all rows if
+        `column` is None. Raises `DataError` if the column is missing, if a value specifies anything
+        but verifiers, or if a value is empty and `reward` is not set.
         """
         if self.column is None:
             return [self.default_route] * len(ids)
@@ -105,7 +106,7 @@ class RewardRoutes:
         return self._parsed_routes[key]
 
     def _parse(self, value: Any, id: str) -> RewardRoute:
-        """Return the route that `value`, the column's value in a row, specifies.
+        """Return the route that a row's `value` in the column `column` specifies.
 
         Raises `DataError`, naming the row's `id`, if the value is not valid.
         """
@@ -144,7 +145,7 @@ class RewardRoutes:
 
 
 def _make_distinct(labels: Sequence[str]) -> list[str]:
-    """Return distinct labels for metrics: the second `f` becomes `f_2`."""
+    """Return the labels, made distinct: the second function `f` gets the label `f_2`."""
     seen: dict[str, int] = {}
     distinct_labels = []
     for label in labels:

@@ -70,7 +70,7 @@ class CompletionRows:
         return values
 
     def read_tokens_or_sequences(self, key: str) -> Vector:
-        """Return the values of a key: [S] if it has one value per completion or id, else [T].
+        """Return the values of a key: [S] if there is one per completion or id, and [T] otherwise.
 
         Raises `DataError` if the batch does not have the key.
         """
@@ -85,7 +85,7 @@ class CompletionRows:
 
     @property
     def group(self) -> npt.NDArray[np.int64]:
-        """Index of each completion's id in the batch, int64 [S]."""
+        """Index of the id that each completion belongs to, int64 [S]."""
         return self.batch.group_of("completion")
 
     @property
@@ -153,8 +153,8 @@ def compute_kl_rows(
     """Return the estimated KL from the reference at each token [T], in nats, times `mask`.
 
     Records two metrics: `kl_{estimator}`, the mean over tokens, and
-    `kl_{estimator}_per_completion`, the mean of the completions' sums. (Policy nodes record the
-    plain `kl`.)
+    `kl_{estimator}_per_completion`, the mean of the completions' sums. (The metric `kl` is recorded
+    by policy nodes.)
     """
     kl = (
         estimate_kl(rows.read_tokens("logprobs"), rows.read_tokens("ref_logprobs"), estimator)

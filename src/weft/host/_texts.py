@@ -54,7 +54,7 @@ class CompletionTexts:
         )
 
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Return prompt token ids, completion token ids and columns of some completions.
+        """Return the prompt token ids, completion token ids and columns of some completions.
 
         `chunk` has the indices of the completions. Each returned list has one entry per completion.
         """
@@ -69,7 +69,7 @@ class CompletionTexts:
         )
 
     def build_task(self, chunk: Sequence[int]) -> Task:
-        """Return prompts, completions, completion token ids and columns of some completions.
+        """Return the prompts, completions, completion token ids and columns of some completions.
 
         `chunk` has the indices of the completions. The texts do not contain special tokens.
         """
@@ -86,11 +86,11 @@ class CompletionTexts:
     def spread_over_tokens(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """Return the rewards of one completion's tokens, float64 [L], NaN for tokens without one.
+        """Return the rewards of a completion's tokens, float64 [L]; NaN for tokens without one.
 
         `place` is the index of the completion. `value` is either a list with one reward or None per
-        token, or a mapping from the end positions of steps, in characters of the text, to the
-        rewards of the steps. The last token of a step gets the step's reward.
+        token, or a mapping from the end of each step, as a character offset in the text, to the
+        step's reward. The last token of a step gets the step's reward.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

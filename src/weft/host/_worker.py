@@ -81,9 +81,10 @@ def _kill_group_at_end_of_parent(descriptor: int) -> None:
 
 
 def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
-    """Return the result of `work`, or the message of its error, which the parent process raises.
+    """Call `work`, and return the result or, if it fails, the error message.
 
-    All exceptions are caught, since an error in a user's code must not end this process.
+    The parent process raises an error with this message. All exceptions are caught, since an error
+    in a user's code must not end this process.
     """
     try:
         return "ok", work(*arguments), None
@@ -103,7 +104,7 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
 
 
 def load(target: RewardTarget) -> Callable[..., Any]:
-    """Import and return the function that a target names.
+    """Import and return the function that a target specifies.
 
     Raises `InvalidRewardResult` if the function does not exist, cannot be called, or does not
     accept the target's arguments.
@@ -140,8 +141,8 @@ def merge_arguments(
 ) -> dict[str, Any]:
     """Return a reward function's arguments: the data's columns, and the target's own arguments.
 
-    A target's argument replaces the column of the same name. For a verifier, columns that are named
-    like one of its options are omitted.
+    A target's argument replaces the column of the same name. For a verifier, a column with the name
+    of one of the verifier's options is omitted.
     """
     options: set[str] = set()
     if target.verifier:
@@ -163,8 +164,8 @@ def call_reward_function(
 ) -> tuple[list[Value], dict[str, float]]:
     """Call a reward function on some completions, and return its validated rewards and metrics.
 
-    `expected` has the completions, `given` the keyword arguments. If the function is async, its
-    coroutine is run to completion in `loop`.
+    `expected` has the completions, and `given` has the keyword arguments. If the function is async,
+    its coroutine is run to completion in `loop`.
     """
     result = function(prompts, expected.texts, **select_accepted_columns(function, given))
     if inspect.isawaitable(result):

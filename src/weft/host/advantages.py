@@ -55,8 +55,8 @@ class GAEAdvantages:
 
     Input keys: the lengths of `completion`, `rewards` [1], `values` [L + 1], `finished` [1];
     `logprobs` and `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present. The key
-    `token_rewards` [L], if present, has the part of the reward that single tokens keep, and NaN for
-    tokens without a reward of their own.
+    `token_rewards` [L], if present, has the part of the reward that belongs to single tokens, and
+    NaN for tokens without such a reward.
 
     `truncated` determines the reward of a truncated completion. With "bootstrap", the critic's
     value of the next state replaces the reward, because the text is incomplete (ReaLHF). With
@@ -186,9 +186,9 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        It is the token's own reward minus the KL `penalty`. The last trained token of a completion
-        also gets the rest of the completion's reward, after shaping. If `ended` is false for the
-        completion, this token gets only the missing-eos penalty instead.
+        The reward is the token's own reward minus the KL `penalty`. The last trained token of a
+        completion also gets the rest of the completion's reward, after shaping. If `ended` is false
+        for the completion, this token gets only the missing-eos penalty instead of the rest.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -390,9 +390,10 @@ class GroupAdvantages(StatelessHostFunction):
         return each
 
     def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
-        """Return the shaped reward of the baseline completion of each completion's prompt [S].
+        """Return the shaped reward of the baseline completion that belongs to each completion, [S].
 
-        The overlong penalty is computed from the length of the baseline completion.
+        All completions of a prompt share one baseline completion. The overlong penalty is computed
+        from the length of the baseline completion.
         """
         raw = rows.read_sequences("baseline_rewards")
         finished = rows.read_sequences("baseline_finished")

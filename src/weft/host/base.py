@@ -20,7 +20,7 @@ from weft.registry import functions
 class HostContext:
     """Inputs of a host function other than its batch.
 
-    Metrics that are set with `record` are logged as `{node}/{name}`.
+    Metrics recorded by `record` are logged as `{node}/{name}`.
     """
 
     step: int = 0  # index of the node's firing, from 0
@@ -35,7 +35,10 @@ class HostContext:
         self.metrics[name] = float(value)
 
     def require_tokenizer(self, function: str) -> Tokenizer:
-        """Return the tokenizer. Raises `UserError` naming the function if the node has none."""
+        """Return the tokenizer.
+
+        Raises `UserError` if the node has none; the message contains the name `function`.
+        """
         if self.tokenizer is None:
             raise UserError(
                 f"host function {function!r} needs a tokenizer; set tokenizer_role of its node"
@@ -64,10 +67,10 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
-    As soon as a running model function call has completed some ids, `begin` is called with the keys
-    `begins_with` of these ids, under the names that the function uses. `begin` runs in threads,
-    possibly in parallel with itself and with `__call__` on another batch. It is never called if
-    these keys are made by two nodes or by a host function.
+    As soon as a running model function call has completed some ids, `begin` is called with a batch
+    of these ids. The batch has the keys `begins_with`, under the names that the function uses.
+    `begin` runs in threads, possibly in parallel with itself and with `__call__` on another batch.
+    It is never called if the keys `begins_with` are made by two nodes or by a host function.
 
     `__call__` with these ids starts after `begin` has returned, and raises any error of `begin`.
     The result of `__call__` must not depend on `begin`, because `__call__` may never get these ids,
@@ -89,7 +92,7 @@ class KeepsAll(HostCallable, Protocol):
 
 @runtime_checkable
 class HasNotes(HostCallable, Protocol):
-    """Host function with notes that are printed at the start of a run."""
+    """Host function with notes to print at the start of a run."""
 
     notes: Sequence[str]
 
@@ -106,9 +109,9 @@ class StatelessHostFunction:
 
 @runtime_checkable
 class ShortHostFunction(Protocol):
-    """Interface of builders that make a host function from one plain function.
+    """Interface of builders, each of which makes a host function from one plain function.
 
-    `weft.host._functions` has the implementation.
+    The implementation is in `weft.host._functions`.
     """
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
@@ -150,7 +153,7 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
 def check_arguments(
     what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int
 ) -> None:
-    """Raise `ConfigError` for keyword arguments that `thing` does not accept or that are missing.
+    """Raise `ConfigError` if `args` has an argument unknown to `thing`, or lacks a required one.
 
     The first `given` parameters of `thing` are positional and are not checked. `what` names `thing`
     in the error message.

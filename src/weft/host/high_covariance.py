@@ -60,7 +60,7 @@ class HighCovariance(StatelessHostFunction):
     def _draw_random_order(
         self, batch: SequenceSample, rows: CompletionRows, context: HostContext
     ) -> Vector:
-        """Return a random number per token [T], the same for any order and layout of the batch.
+        """Return a random number per token [T], independent of the order and layout of the batch.
 
         The number depends on the seed, the step, the id, the completion's index and the token's
         position.

@@ -62,7 +62,7 @@ def split_base_url(
 def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
     """Return the API key in the environment variable `variable`, or None if `variable` is empty.
 
-    Returns None, too, if `variable` is the default variable `usual` and is not set. Raises
+    Also returns None if `variable` is the default variable `usual` and is not set. Raises
     `ConfigError` for any other variable that is not set, and for an invalid name or key. No message
     shows the value of the option, because it could be a key written there by mistake.
     """
@@ -113,8 +113,8 @@ def is_retryable_status(status: int) -> bool:
 def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
     """Return the delay in seconds before a request is sent again.
 
-    `attempt` is the index of the failed attempt, from 0. The delay is at least `after`, which is
-    the delay that the server asks for.
+    `attempt` is the index of the failed attempt, from 0. The delay is at least `after`, the delay
+    that the server asks for.
     """
     return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 

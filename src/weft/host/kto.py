@@ -1,6 +1,6 @@
 """KTO's z0, the divergence of the policy from the reference on mismatched completions.
 
-z0 is a statistic of the whole batch, so the loss reads it as a key. The graph:
+z0 is a statistic of the whole batch, so the loss reads it as a key, which these nodes compute:
 
     kto_mismatch   prompt, completion               -> kl_completion, kl_mask
     kl_actor_inf   actor, completion:=kl_completion -> kl_logprobs
@@ -30,9 +30,8 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
 
     These completions are returned as `kl_completion`, and their `loss_mask` as `kl_mask` (ones if
     there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such pairs, and TRL
-    forms them in the same way; here, however, they are formed over the whole batch. A batch of one
-    id, such as the last one of an epoch, has no mismatched completions, so its mask and its z0 are
-    0.
+    forms them in the same way. In weft, they are formed over the whole batch. A batch of one id,
+    such as the last one of an epoch, has no mismatched completions, so its mask and its z0 are 0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}

@@ -28,7 +28,8 @@ def optimal_transport(
     With "aot", the better completion of a pair gets the reference's margin that has the same rank
     as the pair's margin under the policy; the worse one gets 0. With "aot_unpaired", a better
     completion gets the log-ratio of the same rank among the worse completions, and a worse
-    completion gets that among the better ones. See `weft.algorithms.transport`.
+    completion gets the log-ratio of the same rank among the better ones. See
+    `weft.algorithms.transport`.
 
     Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
     `ref_logprobs` [L], `rank`, and `comparison`, `loss_mask` and `prompt` if present. Raises

@@ -43,7 +43,7 @@ class PreferencesByReward(StatelessHostFunction):
     mean before shaping. `reward_margin` is the mean difference of the shaped rewards in a pair.
     `tied_fraction` is the fraction of comparisons that form no pair because the rewards are equal
     (of prompts for best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` if a prompt has
-    only one completion, `DataError` for a reward that is not finite.
+    only one completion, and `DataError` for a reward that is not finite.
     """
 
     pairs: str = "best_worst"

@@ -48,8 +48,8 @@ class RewardFunction(StatelessHostFunction):
     contributes one part of the reward. A function `fn(prompts, completions, *, completion_ids,
     **columns)` gets lists with one entry per completion (all completions of a prompt in one call).
     It returns a list with one number per completion, or None for completions to which it does not
-    apply. It may instead return `(rewards, metrics)`, and metrics are summed by name over the
-    batch. It may be async.
+    apply. It may instead return `(rewards, metrics)`; metrics are summed by name over the batch.
+    The function may be async.
 
     A function is called on `chunk_size` prompts at a time, in `num_workers` processes that live as
     long as the run. Without a `chunk_size`, it is called on a prompt as soon as all completions of
@@ -63,10 +63,10 @@ class RewardFunction(StatelessHostFunction):
     tokens. `keep_parts` also makes `reward_parts` [1, parts], the unweighted parts: NaN for parts
     that do not apply, and the reward model's score last.
 
-    `timeout_s` limits the time for the whole batch, from when all completions are available. If a
-    call has not returned by then, the run stops or, if `on_timeout` is set, the call's completions
-    get the value `on_timeout` for this part and are counted in the metric `timeouts`. The process
-    of the call is killed with all its children.
+    `timeout_s` limits the time for the whole batch, measured from the time when all completions are
+    available. If a call has not returned by then, the run stops or, if `on_timeout` is set, the
+    call's completions get the value `on_timeout` for this part and are counted in the metric
+    `timeouts`. The process of the call is killed with all its children.
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
     prompt's completions (of the whole batch, if prompts have one each); `frac_reward_zero_std`, the
@@ -115,7 +115,7 @@ class RewardFunction(StatelessHostFunction):
         self._num_batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
-        """Submit the reward calls for these ids; do nothing if `chunk_size` is set."""
+        """Submit the reward calls for the ids in `batch`, unless `chunk_size` is set."""
         if self.chunk_size is not None:
             return
         texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
@@ -172,10 +172,10 @@ class RewardFunction(StatelessHostFunction):
         return sample
 
     def _check_size(self, rewards: Vector, texts: CompletionTexts) -> None:
-        """Raise `UserError` if a weighted sum is too large, even if no single reward is.
+        """Raise `UserError` if the weighted sum of a completion's rewards is too large.
 
-        Scores of a reward model that are not finite are not checked here, because training reports
-        them.
+        This is possible even if no single reward is too large. Scores of a reward model that are
+        not finite are not checked here, because training reports them.
         """
         large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
         if len(large):
@@ -246,8 +246,8 @@ class RewardFunction(StatelessHostFunction):
     ) -> tuple[Sequence[Value], Mapping[str, float]]:
         """Return the rewards and metrics of one call.
 
-        `label` names the function, `names` the completions. Raises `UserError` or `RunError` if the
-        call failed.
+        `label` and `names` identify the function and the completions in error messages. Raises
+        `UserError` or `RunError` if the call failed.
         """
         if reply.status == "ok":
             values, metrics = reply.value
@@ -282,7 +282,7 @@ class RewardFunction(StatelessHostFunction):
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
         """Return each completion's weighted sum of parts, plus the reward model's score if present.
 
-        Raises `UserError` for completions to which no part applies, unless there are scores.
+        Raises `UserError` if no part applies to a completion, unless there are scores.
         """
         sums.record_metrics(context)
         if "scores" in batch.data:
@@ -317,11 +317,11 @@ class PendingRewardCall:
 
 
 class RewardSums:
-    """Rewards of a batch, summed over the calls.
+    """Rewards of a batch, accumulated over the calls to the reward functions.
 
-    `parts` [parts, S] has the unweighted rewards of each function, NaN for completions to which it
-    does not apply; `total` [S] has their weighted sums. `by_token` [T] has the weighted rewards of
-    tokens, NaN for tokens without a reward.
+    `parts` [parts, S] has the unweighted rewards of each function, NaN for completions to which the
+    function does not apply. `total` [S] has the weighted sum of each completion's rewards.
+    `by_token` [T] has the weighted rewards of tokens, NaN for tokens without a reward.
     """
 
     def __init__(self, texts: CompletionTexts, labels: Sequence[str]) -> None:
@@ -335,9 +335,9 @@ class RewardSums:
         self.timeouts = 0
 
     def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
-        """Add the rewards `values` of one call, which are those of the completions at `places`.
+        """Add the rewards that one call returned for the completions with the indices `places`.
 
-        `places` has indices of completions, and `part` is the index of the reward function.
+        `values` has one reward per completion. `part` is the index of the reward function.
         """
         for place, value in zip(places, values, strict=True):
             if value is None:
@@ -376,7 +376,7 @@ class RewardSums:
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
     """Record the metrics `reward`, `reward_std` and `frac_reward_zero_std`.
 
-    `RewardFunction` defines them. `group` [S] is the index of each completion's prompt.
+    They are described in `RewardFunction`. `group` [S] is the index of each completion's prompt.
     """
     if (np.bincount(group) < 2).all():
         group = np.zeros_like(group)

@@ -41,8 +41,9 @@ class RewardPart:
 class RewardTarget:
     """Location of a reward function, from which another process can import it.
 
-    The function is named `attribute` in either `module` or `file`. `label` is the name of the part
-    in metrics and messages. With `by_token`, the function may return rewards of tokens.
+    The function is called `attribute`, and is defined in either `module` or `file`. `label` is the
+    name of the part in metrics and messages. With `by_token`, the function may return rewards of
+    tokens.
 
     A verifier's parameters with a default are options that only `args` can set: a column of the
     data with the name of an option is ignored. In a user's function, a parameter with a default can
@@ -88,7 +89,10 @@ def parse_reward(reward: Any) -> list[RewardPart]:
 
 
 def _parse_parts(entry: Any) -> list[RewardPart]:
-    """Return the parts of one list entry: one part, or one per name in a mapping to weights."""
+    """Return the parts that one entry of the option specifies.
+
+    An entry that maps names to weights has one part per name; any other entry has one part.
+    """
     if isinstance(entry, RewardPart):
         return [entry]
     if isinstance(entry, str) and entry:
@@ -129,8 +133,8 @@ def _is_number(value: Any) -> bool:
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
     """Return the location of a part's reward function.
 
-    Raises `ConfigError` for an unregistered name or a missing file or module and, if `checked`, for
-    options that a verifier does not have.
+    Raises `ConfigError` if the name is not registered or the file or module is missing. If
+    `checked`, also raises it for options that a verifier does not have.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -159,7 +163,7 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     """Raise `ConfigError` if a file cannot define the function.
 
     The file is parsed, not run, because it may import anything, and because a dry run and `weft
-    config validate` do not run code of rewards. A file that defines names only when it is run, for
+    config validate` do not run reward code. A file that defines names only when it is run, for
     example by `import *`, is accepted here; the process that computes rewards checks it.
     """
     try:
@@ -189,11 +193,11 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
-    """Return the location of a registered verifier, that is, the module or file that defines it.
+    """Return the location of a registered verifier: the module or file that defines it.
 
     The location is needed because a verifier can be in user code that other processes have not
-    imported. Raises `ConfigError` as `locate` does, and also for a verifier that another process
-    cannot import.
+    imported. Raises `ConfigError` as `locate` does, and also if another process cannot import the
+    verifier.
     """
     if part.name.endswith(".py"):
         raise ConfigError(

@@ -22,13 +22,13 @@ class TeacherAdvantages(StatelessHostFunction):
     The advantage of token t is the sum over trained tokens s >= t of discount^(s - t) (log
     pi_teacher - log pi_student)(token s).
 
-    The reward of a token is minus its sampled term of KL(student || teacher). With `discount` 0, as
-    in "On-Policy Distillation" (Thinking Machines Lab 2025), only a token's own reward counts, and
-    the expected gradient is that of each position's own KL. With 1, all later rewards count too,
-    and the gradient is that of the KL between whole completions, with a much larger variance.
-    MiniLLM (Gu et al. 2023, arXiv 2306.08543, section 2.2) does this, and reduces the variance by
-    methods that are not implemented here (length normalisation, a separate first step, samples
-    mixed with the teacher's).
+    The reward of a token is log pi_teacher - log pi_student, the negative of the token's sampled
+    term in KL(student || teacher). With `discount` 0, as in "On-Policy Distillation" (Thinking
+    Machines Lab 2025), only a token's own reward counts, and the expected gradient is that of each
+    position's own KL. With `discount` 1, all later rewards count too, and the gradient is that of
+    the KL between whole completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv
+    2306.08543, section 2.2) does this, and reduces the variance by methods that are not implemented
+    here (length normalisation, a separate first step, samples mixed with the teacher's).
 
     Input keys: the lengths of `completion`, `logprobs` [L] as sampled, `teacher_logprobs` [L], and,
     if present, `teacher_top1` [L] (1 if the token is the teacher's most likely), `loss_mask` and

@@ -35,7 +35,7 @@ def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
-    """Return whether a role needs the batch converted before it can read it.
+    """Return whether the batch must be converted before the role can read it.
 
     True if the role's vocabulary differs from the data's, or if the prompts are messages and the
     role has a chat template that differs from the data's.
@@ -53,13 +53,13 @@ def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
 def convert_to_own_tokens(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:
-    """Return the batch in the role's own tokens, with the same ids and numbers of completions.
+    """Return the batch in the role's own tokens, with the same ids and as many completions.
 
     Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
-    and their completions as the assistant's turn. Other prompts are treated as plain text between
-    `prefix` and `suffix`; if either of these is set, so are prompts that are messages. Only
-    completions that ended get an end token. The key `finished` marks these; without it, they are
-    the completions whose last token is a stop token.
+    and their completions as the assistant's turn, unless `prefix` or `suffix` is set. All other
+    prompts are treated as plain text between `prefix` and `suffix`. Only completions that ended get
+    an end token. The key `finished` marks these; without it, they are the completions whose last
+    token is a stop token.
 
     The metadata `left_out` lists, for each id, the parts of its messages that the role's template
     does not render. Raises `ConfigError`, which names the role and the id, if the role has no
@@ -188,7 +188,8 @@ def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
 def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
     """Return the ids of a conversation up to the end token of its last turn.
 
-    The end token is kept if the turn `ended`. `start` is the index from which it is searched.
+    The search for the end token begins at the index `start`. The end token is kept if the turn
+    `ended`.
     """
     if tokenizer.turn_end is None:
         stop = None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class PendingUpdates(Protocol):
-    """Requests to a role's devices, mostly for new weights, that arrive during a call on the role.
+    """Requests to a role's devices, mostly to load new weights, that arrive during a call.
 
     An interruptible call polls for requests between its steps. Requests that it does not handle are
     handled after the call. Ranks that step together poll together and get the same answer.
@@ -69,8 +69,9 @@ class Model:
     def gather(self, own: T) -> list[T]:
         """Return the values of all ranks that have a part of the batch, in the order of the parts.
 
-        `own` is the value of this rank. Used for metrics over the whole batch. This is a collective
-        operation: every rank calls it, with plain values. On one device it returns [own].
+        `own` is the value of this rank, made of plain Python values. Metrics over the whole batch
+        are computed with this method. It is a collective operation, which every rank must call. On
+        one device, it returns [own].
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -91,14 +92,17 @@ class Minibatches:
     unit: Unit = "group"
 
     def count_requested(self, completions: int) -> int:
-        """Return the number of minibatches per epoch for `completions` completions and enough ids."""
+        """Return the number of minibatches per epoch for a batch of `completions` completions.
+
+        The batch is assumed to have enough ids for this number.
+        """
         return self.count if self.size is None else -(-completions // self.size)
 
     def count_for_batch(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch into which this batch is split.
 
-        It is smaller than the requested number if the batch has too few ids or, depending on
-        `unit`, completions.
+        The number is smaller than requested if the batch has too few ids or, depending on `unit`,
+        too few completions.
         """
         if self.count == 1 and self.size is None:
             return 1
@@ -113,9 +117,9 @@ class Minibatches:
 class MFCResult:
     """Result of a model function call.
 
-    `outputs` has the new keys of each id, or is None if the call has no outputs. `metrics` are
-    logged as `{node}/{metric}`. `seen` has the network's outputs for a few ids (`StepStats.seen`),
-    which are shown with the samples of a step.
+    `outputs` has the new keys of each id, or is None if the call has no outputs. Each of the
+    `metrics` is logged as `{node}/{metric}`. `seen` has the network's outputs for a few ids
+    (`StepStats.seen`), which are shown with the samples of a step.
     """
 
     outputs: SequenceSample | None = None
@@ -128,10 +132,10 @@ class ModelInterface(Protocol):
 
     A graph is rejected if it calls a method that the node's interface does not implement.
 
-    `check_tokens` is called before the run starts, with the tokenizers of the role and of the data;
-    it raises `UserError` if the call does not support them. `train_step` gets the minibatches in
-    the order of the optimizer steps, split as `minibatches` specifies. If the interface does not
-    define `minibatches`, it gets the whole batch.
+    `check_tokens` is called before the run starts, with the tokenizers of the role and of the data.
+    It raises `UserError` if the interface does not support this combination. `train_step` gets the
+    minibatches in the order of the optimizer steps, split as `minibatches` specifies. If the
+    interface does not define `minibatches`, `train_step` gets the whole batch as one minibatch.
     """
 
     def minibatches(self) -> Minibatches: ...

@@ -80,14 +80,14 @@ class GenerateInterface:
         The result has these keys with one value per token, including the end token: `completion`
         int64, `logprobs` float32, `versions` int64 and `loss_mask` float32 (1). `finished` float32
         has one value per completion: 1 if it ended by itself, 0 if it was truncated at the length
-        limit. With `record_support` there are also `support` int64, the ids within the sampling
-        limits, concatenated over the tokens of a completion, and `support_counts` int64, their
-        number at each token (0 if no id was excluded). Ids are announced as soon as all their
-        completions have ended.
+        limit. With `record_support`, there are two more keys: `support` int64 has the ids within
+        the sampling limits, concatenated over the tokens of a completion, and `support_counts`
+        int64 has the number of such ids at each token (0 if no id was excluded). The outputs of an
+        id are passed to `model.announce` as soon as all its completions have ended.
 
         With a `share` below 1, the call also reads `completion`, and `loss_mask` if present. It
         then returns only these two keys and `sampled` float32 with one value per completion: 1 if
-        it was sampled, 0 if it was taken from the dataset row. Nothing is announced.
+        it was sampled, 0 if it was taken from the dataset row. `model.announce` is not called.
 
         Raises `ConfigError` if the token ids of the role differ from those of the batch.
         """
@@ -98,7 +98,10 @@ class GenerateInterface:
         return MFCResult(sample, _compute_metrics(model.gather(own)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Sample completions for a random share of the ids; the others keep those of their rows."""
+        """Sample completions for a share of the ids; use the dataset's completions for the rest.
+
+        The ids to sample are chosen at random.
+        """
         purpose = f"share/{model.role}"
         draws = []
         for id in batch.ids:
@@ -253,7 +256,10 @@ def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:
-    """Return the keys `completion` and `loss_mask`, and `sampled` with the same value throughout."""
+    """Return the completions with the key `sampled`, which has the same value for all of them.
+
+    The result also has the keys `completion` and `loss_mask`.
+    """
     marks = np.full(completions.num_sequences(), sampled, dtype=np.float32)
     return completions.select(keys=["completion", "loss_mask"]).update(
         completions.one_per("completion", sampled=marks)
@@ -262,10 +268,10 @@ def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample
 
 @dataclass(frozen=True)
 class _GenerationProgress:
-    """Progress of a generation.
+    """Progress of a generation call.
 
-    `rows` has the tokens so far of each completion, by id and index, and `ended` the number of
-    completions of each id that have ended.
+    `rows` has the tokens so far of each completion, by id and index of the completion. `ended` has
+    the number of completions of each id that have ended.
     """
 
     rows: dict[tuple[str, int], list[TokenEvent]]
@@ -276,9 +282,9 @@ class _GenerationProgress:
 class GenerationCounts:
     """Counts of one rank's generation, for the metrics.
 
-    `lengths` are the tokens of each completion, `num_truncated` is the number of truncated
-    completions, `seconds` is the duration, and `interruptions` the number of interruptions (None if
-    the call is not interruptible).
+    `lengths` has the number of tokens of each completion, `num_truncated` is the number of
+    truncated completions, `seconds` is the duration, and `interruptions` is the number of
+    interruptions (None if the call is not interruptible).
     """
 
     lengths: list[int]
@@ -288,11 +294,11 @@ class GenerationCounts:
 
 
 def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
-    """Return the metrics of a generation over all ranks; none if nothing was sampled.
+    """Return the metrics of a generation over all ranks, or no metrics if nothing was sampled.
 
     `response_length` and `response_length_max` are in tokens. `truncated_fraction` is the share of
-    completions that were truncated at the length limit. The others are `tokens_per_second` and, for
-    interruptible calls, `interruptions_max`, the maximum over the ranks.
+    completions that were truncated at the length limit. `tokens_per_second` is the speed. For
+    interruptible calls, `interruptions_max` is the maximum over the ranks.
     """
     lengths = []
     for rank in ranks:

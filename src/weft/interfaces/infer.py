@@ -76,11 +76,11 @@ class InferInterface:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Return the requested outputs, each as a key with values for every completion.
+        """Return the requested outputs, one key each.
 
-        The shapes are [L] for log-probs, entropy and top1, [L + 1] for values, one score per
-        completion, [L, K] for top_ids and [L, K + 1] for top_logprobs, over the ids of the data's
-        tokenizer. Raises `ConfigError` as `check_tokens` does.
+        Per completion, log-probs, entropy and top1 have the shape [L], values [L + 1], top_ids [L,
+        K] and top_logprobs [L, K + 1]; there is one score. Top ids are chosen among the ids of the
+        data's tokenizer. Raises `ConfigError` if `check_tokens` does.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
@@ -100,11 +100,12 @@ class InferInterface:
         )
 
     def _choose_top_ids(self, model: Model) -> TopIds | None:
-        """Return the number K of top ids, and the bound below which they are chosen, or None.
+        """Return the number K of top ids and their upper bound, or None if `top_k` is not set.
 
-        Networks that share a tokenizer can have more outputs than the tokenizer has tokens, and not
-        all equally many. K is at most the number of tokens minus 1, so that at least one id always
-        remains for "any other id".
+        Ids at or above the bound, the size of the data's tokenizer, are not chosen: networks that
+        share a tokenizer can have different numbers of outputs, and more than the tokenizer has
+        tokens. K is at most the number of tokens minus 1, so that at least one id always remains
+        for "any other id".
         """
         known = model.data_tokenizer.vocab_size
         if self.top_k is None:
@@ -120,9 +121,10 @@ class InferInterface:
 class OutputSums:
     """Sums over one rank's part of the batch, for the metrics.
 
-    `sums` has (sum, count) of the values of each tokenwise output, `owners` has the id of each of
-    the `scores`, and `ids` is the number of ids. `cut` is the number of ids for which the role's
-    template omits a part of the prompt, or None if there are none.
+    `sums` maps each output with values per token to (sum of the values, number of values). `owners`
+    has the id that each of the `scores` belongs to, and `ids` is the number of ids. `cut` is the
+    number of ids for which the role's template omits a part of the prompt, or None if there are
+    none.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -164,7 +166,7 @@ def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
 
     For scores, measures of their spread are included, under the metric names of reward nodes.
     `prompts_in_part` is the share of prompts of which the role's template omits a part; it is
-    absent if there are none.
+    absent if there are no such prompts.
     """
     context = HostContext()
     for key in parts[0].sums:

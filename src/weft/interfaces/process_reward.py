@@ -49,8 +49,8 @@ class ProcessRewardInterface:
         """Return the keys `token_rewards` and `scores`.
 
         `token_rewards` [L] is NaN except at the last token of each step. `scores` has the sum of
-        each completion's rewards, which is 0 without steps. Raises `ConfigError` as `check_tokens`
-        does.
+        each completion's step rewards, which is 0 without steps. Raises `ConfigError` if
+        `check_tokens` does.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.
@@ -76,7 +76,7 @@ class ProcessRewardInterface:
         return MFCResult(_build_sample(batch, rewards, scores), context.metrics)
 
     def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
-        """Return the indices of the last tokens of steps, in the concatenation of all completions."""
+        """Return the index of each step's last token, in the concatenation of all completions."""
         indices = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]

@@ -29,10 +29,10 @@ class TrainInterface:
     completions, and trained on for `epochs` epochs. `temperature` divides the logits, as in the
     sampler.
 
-    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L], the
-    versions of the weights that sampled its tokens, the metrics `staleness` and `staleness_max` are
-    logged: the mean and the maximum, over trained tokens, of the number of train steps by which the
-    trained weights are newer.
+    If the role's schedule has frozen steps, the calls within these steps do not train. If a batch
+    has `versions` [L], the versions of the weights that sampled its tokens, two metrics are logged:
+    `staleness` and `staleness_max` are the mean and the maximum, over trained tokens, of the number
+    of train steps by which the trained weights are newer.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class TrainInterface:
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
-        """Take one optimizer step per minibatch; return the metrics over all of them, no outputs."""
+        """Take one optimizer step per minibatch.
+
+        The result has metrics over all minibatches, and no outputs.
+        """
         frozen = model.schedule.frozen_steps if model.schedule else 0
         # The schedule counts whole batches, so a short batch counts as many steps as a whole one;
         # frozen steps that have ended do not resume.
@@ -86,7 +89,7 @@ class TrainInterface:
         return MFCResult(metrics=metrics)
 
     def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Return the number of optimizer steps that a whole batch gets, over all epochs."""
+        """Return the number of optimizer steps, over all epochs, that the options request."""
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:
@@ -95,7 +98,7 @@ class TrainInterface:
 
 
 def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
-    """Return the mean and the maximum staleness of the trained tokens; {} if `versions` is missing.
+    """Return the mean and maximum staleness of the trained tokens; {} without the key `versions`.
 
     Staleness is the number of train steps by which the role's weights are newer than the weights
     that sampled a token.
@@ -126,10 +129,10 @@ def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
 
 
 def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Combine the metrics of several optimizer steps into one value each.
+    """Combine the metrics of several optimizer steps into one value per metric.
 
     Metrics in `ADDED` are summed. The first value is used for metrics in `FIRST`, the last value
-    for those in `LAST`, the maximum for names that end in `_max`, and the mean for all others.
+    for metrics in `LAST`, the maximum for names that end in `_max`, and the mean for all others.
     Tokens per second and the number of skipped updates are added.
     """
     metrics: dict[str, float] = {}

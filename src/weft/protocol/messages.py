@@ -138,7 +138,7 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add(owner: Any, name: str, field: Field) -> None:
-    """Add a field to the message descriptor `owner`, whose full message name is `name`."""
+    """Add a field to the message descriptor `owner`; `name` is the full name of the message."""
     called, number, kind = field
     if kind == "{}":
         entry = owner.nested_type.add(name="ParametersEntry")
@@ -163,7 +163,7 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     """Return the tensors of a message, by name.
 
     They are read from the raw bytes if the message has any, and otherwise from the typed contents.
-    Raises `DataError` for tensors that do not match their declared datatype or shape.
+    Raises `DataError` for a tensor that does not match its declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
@@ -194,7 +194,10 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:
-    """Append tensors to the `entries` of a message, and their values to `raws` as bytes."""
+    """Append the name, datatype and shape of each tensor to `entries`, and its bytes to `raws`.
+
+    `entries` and `raws` are repeated fields of a message.
+    """
     for name, tensor in tensors.items():
         datatype = get_datatype(tensor)
         entries.add(name=name, datatype=datatype, shape=list(tensor.shape))

@@ -48,8 +48,8 @@ def pack(
 ) -> tuple[bytes, int | None]:
     """Return a message body with the tensors listed under `key` of `header`, and its JSON length.
 
-    Tensors named in `binary` follow the JSON as raw bytes. The JSON length, in bytes, is None if no
-    tensor does.
+    Tensors named in `binary` follow the JSON as raw bytes. The JSON length is in bytes, and is None
+    if the body has no raw bytes.
     """
     entries = list[str]()
     raws = list[bytes]()
@@ -70,14 +70,14 @@ def pack(
 
 
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
-    """Return `values` as a JSON object with one more entry, whose value `text` is already JSON."""
+    """Return `values` as a JSON object, with `key` added; its value `text` is already JSON."""
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
 
 def _format_numbers(tensor: Tensor) -> str:
     """Return the numbers of a flat array as JSON, without brackets.
 
-    They are encoded in chunks, so that other threads can run between chunks.
+    The numbers are encoded in chunks, so that other threads can run between chunks.
     """
     parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
     return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)

@@ -1,4 +1,4 @@
-"""Check a dataset class: `check_dataset(MyDataset, path=...)` raises `AssertionError`.
+"""Check a dataset class: `check_dataset(MyDataset, path=...)` raises `AssertionError` on failure.
 
 The built-in dataset classes pass the same check.
 """
@@ -196,7 +196,8 @@ def _check_same_sample(one: SequenceSample, other: SequenceSample, where: str) -
 def _check_resume(make: Callable[[], BatchLoader]) -> str:
     """Check that resuming continues with the same batches; return a description of the check.
 
-    A new loader is resumed at each of the first positions.
+    For each of the first `BATCHES` batches, a new loader is resumed from the state before the
+    batch.
     """
     loader = make()
     states = [loader.state_dict()]

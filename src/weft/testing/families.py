@@ -1,4 +1,4 @@
-"""Check a model family: `check_family(MY_FAMILY)` raises `AssertionError`.
+"""Check a model family: `check_family(MY_FAMILY)` raises `AssertionError` on failure.
 
 The built-in families pass the same check. The family is compared with a tiny random `transformers`
 model (float32, CPU): its logits, log-probs, gradients of all parameters, classifier scores, and the
@@ -96,7 +96,7 @@ def build_reference_model(
 
 
 def check_config(family: Family, reference: Any) -> None:
-    """Check that the family's configuration survives writing and reading config.json.
+    """Check that writing and reading config.json preserves the family's configuration.
 
     `transformers` must also read the written values with the same meaning.
     """
@@ -181,9 +181,9 @@ def check_gradients(
 
 @torch.no_grad()
 def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
-    """Check that decoding with a KV cache gives the same hidden states as without a cache.
+    """Check that decoding with a KV cache gives the same hidden states as a pass without a cache.
 
-    Decodes a prefill in two chunks, followed by single tokens.
+    The prompt is prefilled in two chunks, and the remaining tokens are decoded one at a time.
     """
     long = [s[:12] for s in sequences if len(s) >= 12]
     whole = [network.compute_hidden(pack([s])) for s in long]
@@ -199,7 +199,7 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
 
 
 def check_parts(directory: Path) -> None:
-    """Check that reading one layer, or half a tensor, reads only its own bytes.
+    """Check that reading one layer, or half a tensor, reads only the bytes of that part.
 
     The embedding, the layers and the head together must have all parameters of the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Check an interface class: `check_interface(Mine, scale=2.0)` raises `AssertionError`.
+"""Check an interface class: `check_interface(Mine, scale=2.0)` raises `AssertionError` on failure.
 
 The built-in interfaces pass the same check.
 """
@@ -79,7 +79,7 @@ def check_interface(
 
 @dataclass(frozen=True)
 class InterfaceBench:
-    """Interface class under test, with the inputs of its methods."""
+    """Interface class to check, together with the inputs of its methods."""
 
     cls: type[Any]
     args: Mapping[str, Any]

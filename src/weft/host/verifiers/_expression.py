@@ -106,8 +106,8 @@ ENDS = {"+", "-", *CLOSING.values()}  # tokens that end a product
 class ParsedExpression:
     """Parsed expression, with properties that matter for comparisons.
 
-    `letters` are the variables of the expression (without e and i). `decimal` is true if it
-    contains a number that is not whole, such as 0.5.
+    `letters` are the variables of the expression (without e and i). `decimal` is true if the
+    expression contains a number that is not whole, such as 0.5.
     """
 
     root: Node
@@ -168,7 +168,7 @@ class _ExpressionParser:
         return token
 
     def expect(self, wanted: str) -> None:
-        """Consume the token `wanted`, or check that the text has ended if `wanted` is "".
+        """Consume the token `wanted`; if `wanted` is "", check that the text has ended.
 
         Raises `_ExpressionSyntaxError` if another token follows.
         """
@@ -179,7 +179,7 @@ class _ExpressionParser:
     def parse_sum(self, depth: int) -> Node:
         """Parse a sum, starting at the current position.
 
-        Raises `_ExpressionSyntaxError` if there is no sum, or if it is nested deeper than
+        Raises `_ExpressionSyntaxError` if there is no sum, or if the sum is nested deeper than
         `MAX_DEPTH`.
         """
         if depth > MAX_DEPTH:

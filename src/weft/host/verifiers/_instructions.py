@@ -3,8 +3,8 @@
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models".
 
 Each check returns whether a response follows an instruction with its arguments. The definitions are
-those of the published evaluation, except that sentences and words are split by rules here instead
-of nltk, and languages are detected by `_language`.
+those of the published evaluation, except that sentences and words are split by rules instead of
+nltk, and languages are detected by `_language`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def count_words(text: str) -> int:
 
 
 def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
-    """Return whether `count` is "at least" or "less than" `bound`, as `relation` says.
+    """Compare `count` with `bound`; `relation` is "at least" or "less than".
 
     Raises `ValueError` for any other relation.
     """
@@ -59,7 +59,7 @@ def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
 def _check_paragraphs(text: str, a: Arguments) -> bool:
     """Check the number of paragraphs, which are separated by *** dividers.
 
-    Only the first and the last paragraph may be empty; empty ones are not counted.
+    Only the first and the last paragraph may be empty; an empty paragraph is not counted.
     """
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if any(not part for part in parts[1:-1]):

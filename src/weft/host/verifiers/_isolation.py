@@ -228,7 +228,7 @@ def enter(wanted: IsolationSettings) -> None:
 
 
 def _unshare() -> None:
-    """Enter new namespaces, including a user namespace unless root can do without it."""
+    """Enter new namespaces, including a user namespace unless root can enter the others without it."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
     gid = os.getegid()

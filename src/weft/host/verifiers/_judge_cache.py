@@ -26,9 +26,9 @@ FORM = 1  # version of the keys' format, part of each key
 def find_cache_file(cache: str | bool | None) -> Path | None:
     """Return the file that the option `cache` specifies, or None for no cache.
 
-    With None or True, the file is `weft/judge` in `$XDG_CACHE_HOME` or else in `~/.cache`. A string
-    is the path of a folder or a file. False and "" turn the cache off. Raises `ConfigError` for
-    anything else.
+    With None or True, the file is in the folder `weft/judge` of `$XDG_CACHE_HOME` or else of
+    `~/.cache`. A string is the path of a folder or a file. False and "" disable the cache. Raises
+    `ConfigError` for anything else.
     """
     if cache is False or cache == "":
         return None

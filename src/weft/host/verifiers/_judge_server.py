@@ -33,9 +33,9 @@ FIXES = {
 
 @dataclass(frozen=True)
 class JudgeEndpoint:
-    """URL of a judge's server, and the API key.
+    """URL of a judge's server, with the API key.
 
-    Create an instance with `from_options`, which validates both.
+    Instances are created by `from_options`, which validates the URL and the key.
     """
 
     url: str  # URL of chat completions, without credentials

@@ -154,8 +154,8 @@ def tidy(answer: str) -> str:
     """Return an answer in LaTeX without marks that have no meaning.
 
     Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
-    are removed, and "and" and "or" between members become commas, so that every comma separates
-    members.
+    are removed, and the words "and" and "or" between members become commas, so that every comma
+    separates two members.
     """
     # Marks around the answer, and styles
     text = answer.strip()
@@ -239,7 +239,7 @@ def measure(text: str) -> tuple[str, int] | None:
     """Return the unit at the end of an answer, in its standard spelling, and its power.
 
     The power is 2 for square units and 3 for cubic ones. `text` is the result of `tidy`. Returns
-    None if it does not end in a known unit of measure.
+    None if the answer does not end in a known unit of measure.
     """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
@@ -263,8 +263,7 @@ def are_spelled_alike(one: str, other: str) -> bool:
 def _is_case_significant(text: str) -> bool:
     """Return whether the letter case of a formula has a meaning.
 
-    It has one in `A-a`, where a letter occurs in both cases, and in `\\Delta`, which is not
-    `\\delta`.
+    It does in `A-a`, where a letter occurs in both cases, and in `\\Delta`, which is not `\\delta`.
     """
     if re.search(r"\\[A-Z]", text):
         return True

@@ -111,7 +111,7 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """Read the next message, but no byte beyond it.
+    """Read the next message, but no byte after it.
 
     A message consists of its size in 8 bytes, followed by JSON. No part of the second message may
     be in this process when the program's process is forked.
@@ -131,7 +131,10 @@ def _read(descriptor: int) -> Any:
 
 
 def _end() -> None:
-    """Kill the children, then the orphans that become children, and exit when none is left."""
+    """Kill all child processes, and exit when none is left.
+
+    Orphaned descendants become children of this process, and are killed too.
+    """
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in isolation.list_children() or CHILDREN:
@@ -222,7 +225,7 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt if it is code, so that the tests can use its functions.
+    """Run the prompt if it is code, so that the tests can use the functions that it defines.
 
     The tests must not use the program's versions of these functions.
     """
@@ -237,7 +240,7 @@ def _find_names(tests: str) -> list[str]:
 
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divide `names` into known modules, built-ins, and names of the program.
+    """Divide `names` into names of known modules, of built-ins, and of the program's objects.
 
     The name of a known module counts as a module only if the tests use one of its attributes.
     """

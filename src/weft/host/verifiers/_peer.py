@@ -196,9 +196,9 @@ DO: dict[str, Callable[..., Any]] = {
 class ObjectPeer:
     """One end of the channel between the two processes.
 
-    The `guarded` end runs the tests. It lets the other end only call functions and use generators
-    of the tests that the other end has received, and read and set the attributes and items of
-    objects whose classes the tests define.
+    The `guarded` end runs the tests. The other end can only call functions and use generators of
+    the tests that were sent to it, and read and set the attributes and items of objects whose
+    classes the tests define.
 
     Messages are ["?", operation, object number, arguments, keyword arguments] for a request, ["!",
     value, output, changed arguments] for its result, and ["x", name of the built-in error class,
@@ -489,9 +489,9 @@ CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose chan
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of `old`, a mutable argument, in place with that of `new`.
+    """Replace the content of `old` by that of `new`, in place.
 
-    `new` is the argument as it is after the call.
+    `old` is a mutable argument, and `new` is the argument as it is after the call.
     """
     if isinstance(old, list):
         old[:] = new
@@ -514,7 +514,7 @@ def _find_base_name(kind: type) -> str:
 def _pack_array(value: Any) -> list[Any] | None:
     """Return the packed form of a numpy array or scalar.
 
-    Returns None if the elements are neither numbers nor texts.
+    Returns None if the elements are neither numbers nor strings.
     """
     numpy = sys.modules["numpy"]
     array = numpy.asarray(value)

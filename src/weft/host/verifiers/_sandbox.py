@@ -1,4 +1,4 @@
-"""Execution of a Python program and its tests in two processes, protected by the system.
+"""Execution of a Python program and its tests in two processes that the system isolates.
 
 `_launcher.py` is the process that starts both, `_isolation.py` has the protections, and `_peer.py`
 lets the tests call the program's functions. docs/code-reward.md describes which dangers are
@@ -50,10 +50,11 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 class SandboxLimits:
     """Limits of the program's process and of the tests' process.
 
-    `seconds` limits the wall time of both together, and also, roughly, the processor time of each.
-    The other limits apply to each process: `memory_mb` to the address space, `file_mb` to the size
-    of a file, `disk_mb` to the total size of the files in the process's folder, if it has its own
-    file tree, and `processes` to the number of processes that it can start (root is exempt).
+    `seconds` limits the wall time of both processes together, and also, roughly, the processor time
+    of each. The other limits apply to each process: `memory_mb` limits the address space, `file_mb`
+    the size of a file, and `processes` the number of processes that it can start (root is exempt).
+    If the process has its own file tree, `disk_mb` limits the total size of the files in its
+    folder.
     """
 
     seconds: float = 5.0
@@ -91,7 +92,7 @@ class SandboxTask:
 class ProgramLauncher:
     """Launcher process, which forks a process for each program (`_launcher.py`).
 
-    It ends when this process ends.
+    The launcher ends when the process that started it ends.
     """
 
     def __init__(self) -> None:
@@ -148,8 +149,8 @@ def run_tests(
 ) -> bool:
     """Return whether a program and its tests finish without error and within the limits.
 
-    No process that they start outlives the call. `active` has the names of the protections to use;
-    by default, these are all that work on this system.
+    All processes that they start have ended when the call returns. `active` has the names of the
+    protections to use; by default, these are all that work on this system.
     """
     # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
@@ -204,9 +205,10 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 
 
 def _end(leader: int, pipe: int) -> None:
-    """End a process that the launcher forked, which ends its children first.
+    """End a process that the launcher forked, and its child processes.
 
-    If it does not end in time, its process group is killed.
+    The process is asked to kill its children and exit. If it does not end in time, its process
+    group is killed.
     """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):

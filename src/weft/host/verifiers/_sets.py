@@ -26,7 +26,7 @@ LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
 def extract_set(text: str) -> str | None:
-    """Return the members of a set in braces, such as `\\{1,2\\}`, as one text.
+    """Return the members of a set in braces, such as `\\{1,2\\}`, as one string.
 
     Returns None for any other text, including a set that is defined by a condition.
     """

@@ -30,7 +30,7 @@ def count_boxes(text: str) -> int:
 def extract_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` or `\\boxed 5` in a text, or None.
 
-    Braces in the content are balanced. The contents of adjacent boxes are joined to one list.
+    Braces in the content are balanced. The contents of adjacent boxes are joined into one list.
     """
     answer: list[str] = []
     begin = 0  # start of the following box
@@ -54,9 +54,9 @@ def extract_boxed(text: str) -> str | None:
 def extract_stated(text: str) -> str | None:
     """Return the answer in the last `<answer>` tag, or after the last "answer is" or "Answer:".
 
-    The answer consists of the formulas at the beginning of that text or, if there are none, of its
-    words up to the end of the sentence. Returns None if there is no such statement, and "" if the
-    text only says what the answer is not.
+    The answer consists of the formulas at the beginning of this part of the text or, if there are
+    none, of the words up to the end of the sentence. Returns None if there is no such statement,
+    and "" if the text only says what the answer is not.
     """
     # Find the statement.
     rest = _extract_tagged(text) or ""

@@ -191,7 +191,7 @@ def wrap_formula(formula: str) -> str:
 
 
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """Return the formula that states the answer of a text, without its unit.
+    """Return the formula that states a text's answer, without the unit.
 
     This is the content of the last box, the last formula, or the number that `math_verify` finds.
     """
@@ -244,7 +244,7 @@ def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]
 def is_understood(formula: str) -> bool:
     """Return whether `math_verify` knows all commands of a formula and does not misread it.
 
-    Returns False, too, if a letter occurs in the formula both as a capital and as a small letter.
+    Also returns False if a letter occurs in the formula both as a capital and as a small letter.
     """
     if MISREAD.search(formula):
         return False
@@ -262,8 +262,9 @@ def _are_all_tokens_needed(
 ) -> bool:
     """Return whether replacing any one token of `formula` makes it differ from `other`.
 
+    Returns True without trying the replacements if the parsed expression has all of the tokens.
     Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter is left as a
-    replacement. The replacements are not tried if the parsed expression has all of the tokens.
+    replacement.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:

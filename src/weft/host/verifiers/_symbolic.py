@@ -80,8 +80,8 @@ class AlgebraProcess:
 
     The process is started for the first comparison. One answer can use at most `SECONDS`, and all
     answers share an allowance, so that n answers use at most `ALLOWANCE + REFILL * n` seconds: the
-    first slow answers get the full time, later ones little. The budget is in processor time, so
-    that verdicts do not depend on the load of the machine.
+    first slow answers get the full time, later ones only a little. The budget is in processor time,
+    so that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Start the time limit of a new answer, and refill the shared allowance."""
+        """Reset the time limit for a new answer, and refill the shared allowance."""
         with self._lock:
             self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)
             self._answer_seconds = SECONDS
@@ -111,9 +111,9 @@ class AlgebraProcess:
             return is_equal
 
     def _send_question(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """Have two texts compared in at most `seconds` of processor time.
+        """Let the process compare two texts in at most `seconds` of processor time.
 
-        Returns whether they are equal, and the processor time used, in seconds.
+        Returns whether the texts are equal, and the processor time used, in seconds.
         """
         connection = self._connection or self._start()
         self._count += 1

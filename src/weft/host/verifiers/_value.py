@@ -119,8 +119,9 @@ def _measure_distance(
 ) -> tuple[Fraction, Fraction] | None:
     """Return the distance of two values, and the distance relative to the larger value.
 
-    Both are 0 for equal values. Rounded values count as equal if they agree in all digits that were
-    computed. Returns None if one of the values is unknown.
+    Both are 0 for equal values. Rounded values count as equal if their distance is within the
+    rounding error that is allowed for numbers of their size. Returns None if one of the values is
+    unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -139,10 +140,11 @@ def _measure_distance(
 
 @dataclass(frozen=True)
 class _ComplexValue:
-    """Complex number, with the size of the rounded numbers that were used to compute it.
+    """Complex number, with the size of the rounded numbers from which it was computed.
 
-    `size` is the number of bits of the largest or smallest rounded number, or -1 if none was
-    rounded.
+    `size` is the largest absolute binary exponent of these numbers, or -1 if all numbers were
+    exact. A fraction that is rounded counts with the number of bits of its numerator or
+    denominator, whichever is larger.
     """
 
     real: Fraction
@@ -154,8 +156,8 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if it has none within the limits.
 
-    Each letter has a fixed value that depends on `seed`. The precision suffices for rounded numbers
-    of `size` bits.
+    Each letter has a fixed value that depends on `seed`. The precision is sufficient for rounded
+    numbers whose `_ComplexValue.size` is at most `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -182,10 +184,10 @@ def _get_context() -> Any:
 class _TreeCalculator:
     """Evaluates expression trees.
 
-    The values are exact fractions as long as possible, and then rounded numbers with a precision of
-    `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
-    `_UndecidedValue`. `size` is the number of bits of the largest or smallest rounded number so
-    far, or -1.
+    Values are exact fractions as long as possible, and otherwise rounded numbers with a precision
+    of `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
+    `_UndecidedValue`. `size` is the largest size of a rounded number so far, as in `_ComplexValue`,
+    or -1.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
@@ -224,7 +226,7 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return `number`, and record its size if it is rounded.
+        """Return `number`; if it is rounded, also update `size`.
 
         Raises `_UndecidedValue` if the number exceeds the limits.
         """
@@ -264,7 +266,7 @@ class _TreeCalculator:
         return self._to_rounded(one), self._to_rounded(other)
 
     def _to_rounded(self, number: Number) -> Number:
-        """Convert a number to a rounded one, and record its size.
+        """Convert a number to a rounded one, and update `size`.
 
         Raises `_UndecidedValue` if the number exceeds the limits.
         """

@@ -1,6 +1,6 @@
 """The verifier `code`: run a completion's Python program and its tests.
 
-The program and the tests run in two processes, protected by the system.
+The program and the tests run in two processes that the operating system isolates.
 """
 
 from __future__ import annotations

@@ -158,9 +158,10 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class FallbackRewards:
-    """Rewards for completions that get no score; None stops the run.
+    """Rewards for completions that get no score; without one, the run stops.
 
-    `on_failure` applies if a request fails, `on_unreadable` if the answer has no score.
+    `on_failure` is the reward if a request fails, and `on_unreadable` the reward if the answer has
+    no score. None means that there is no such reward.
     """
 
     on_failure: float | None
@@ -198,8 +199,8 @@ class TokenPrices:
 class VoteResult:
     """Result of one vote.
 
-    `reward` is None if there is no score. In that case, `fallback` is the reward to use instead; if
-    it is None too, the run stops with the message `problem`.
+    `reward` is None if the vote has no score. In that case, `fallback` is the reward to use
+    instead; if `fallback` is None too, the run stops with the message `problem`.
     """
 
     reward: float | None
@@ -227,7 +228,7 @@ class Judge:
     ) -> Rewards:
         """Return the rewards and the metrics of some completions.
 
-        With a cache, completions with equal requests share one answer.
+        With a cache, completions that lead to equal requests share one answer.
         """
         # Build one request per completion, and one cache key per vote.
         bodies = []
