@@ -42,7 +42,7 @@ class PrefixSpec:
 
 
 class AdaptedRoleOptions(Protocol):
-    """Interface of the role options that `check_adapters` checks against adapters."""
+    """Interface of the role options that `check_adapters` reads."""
 
     lora: LoRASpec
     prefix: PrefixSpec
@@ -56,7 +56,7 @@ class AdaptedRoleOptions(Protocol):
 
 
 def check_adapters(spec: AdaptedRoleOptions) -> None:
-    """Raise `ConfigError` for options that conflict with adapters or a prefix."""
+    """Raise `ConfigError` if other options of the role conflict with adapters or a prefix."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
             "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set "

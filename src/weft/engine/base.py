@@ -1,6 +1,6 @@
 """Interface of engines: an engine runs one role's network on one layout.
 
-Signatures are frozen (docs/architecture.md).
+The signatures must not be changed (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample.
+    """Request for one completion.
 
-    `k` is the completion's index among those of `id`. `step` seeds the random numbers. `generated`
-    contains the tokens sampled before an abort, with log-probs and versions; sampling continues
-    after them.
+    `k` is the index of the completion among those of `id`. `step` is part of the seed of its random
+    numbers. If the completion was aborted before, `generated` contains the tokens sampled until
+    then, with log-probs and versions; sampling continues after these tokens.
     """
 
     id: str
@@ -93,7 +93,8 @@ class Partial:
 class TokenEvent(NamedTuple):
     """One sampled token.
 
-    `finish` is "stop" (end token or stop text), "length", or None if the completion continues.
+    `finish` is "stop" if the completion ends with an end token or a stop text, "length" if it
+    reached its limit, and None if it continues.
     """
 
     id: str
@@ -108,9 +109,9 @@ class TokenEvent(NamedTuple):
 
 
 class Generator(Protocol):
-    """Sampler of completions with continuous batching.
+    """Interface of a generator that samples completions with continuous batching.
 
-    Each `step` samples tokens for the requests that are not finished.
+    Each call of `step` samples tokens for the requests that are not finished.
     """
 
     def submit(self, requests: Sequence[Request]) -> None: ...
@@ -133,9 +134,9 @@ class Generator(Protocol):
 class Engine(Protocol):
     """Interface of an engine.
 
-    Engines are SPMD: every rank calls a method with its data-parallel part of the batch.
-    `temperature` divides the logits, as in the sampler. `max_tokens` limits the tokens of one
-    forward pass: larger batches are split into micro-batches.
+    Engines are SPMD: every rank calls the same method with its data-parallel part of the batch.
+    `temperature` divides the logits, as it does in sampling. `max_tokens` limits the number of
+    tokens in one forward pass; larger batches are split into micro-batches.
     """
 
     layout: Layout
@@ -152,7 +153,7 @@ class Engine(Protocol):
     ) -> SequenceSample:
         """Return the outputs named in `want` for each id.
 
-        `top` selects the ids of the outputs top_ids and top_logprobs.
+        `top` selects the ids of the outputs `top_ids` and `top_logprobs`.
         """
         ...
 
@@ -176,7 +177,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
-        """Return the loss of a batch and the loss's metrics, without a training step."""
+        """Return the loss of a batch and the metrics that the loss defines, without training."""
         ...
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]: ...
@@ -200,7 +201,7 @@ class Engine(Protocol):
     def description(self) -> Mapping[str, Any]:
         """Facts for the run's report.
 
-        The keys are family, num_parameters, num_trainable, vocab_size, num_layers and
-        flops_per_token.
+        The keys are `family`, `num_parameters`, `num_trainable`, `vocab_size`, `num_layers` and
+        `flops_per_token`.
         """
         ...

@@ -24,8 +24,8 @@ def write_tensors(
 ) -> None:
     """Write tensors from any device to a safetensors file.
 
-    `places` maps names to the slices of the whole tensors that are written; None if all are whole.
-    Raises `RunError` if writing fails.
+    If the tensors are slices of larger tensors, `places` maps each name to its slice; None means
+    that all tensors are whole. Raises `RunError` if writing fails.
     """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     metadata = None
@@ -44,7 +44,7 @@ def write_tensors(
 
 
 class SavedTensors:
-    """Tensors written to `{stem}.safetensors`, or by several ranks to `{stem}-{rank}.safetensors`.
+    """Tensors in a file `{stem}.safetensors`, or in one file `{stem}-{rank}.safetensors` per rank.
 
     `names` are the names of all tensors. Raises `CheckpointError` for files that are missing or
     truncated.
@@ -62,9 +62,9 @@ class SavedTensors:
         self.names = list(self._pieces)
 
     def read(self, name: str, where: Slice | None) -> Tensor:
-        """Return the slice `where` of a tensor on the CPU.
+        """Read the slice `where` of a tensor into CPU memory.
 
-        The whole tensor is returned if `where` is None, or if it is a scalar that was saved whole.
+        If `where` is None, or if the saved tensor is a scalar, the whole tensor is returned.
         """
         pieces = self._pieces[name]
         if where is None or pieces[0][1] is None:
@@ -109,7 +109,10 @@ def _open_tensors(path: Path) -> Any:
 
 
 def _read_slices(path: Path) -> dict[str, Slice | None]:
-    """Return the slice that the file has of each tensor; None for tensors saved whole."""
+    """Return, for each tensor in the file, which slice of the whole tensor it is.
+
+    The value is None for a tensor that was saved whole.
+    """
     with _open_tensors(path) as file:
         cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
         return {
@@ -121,7 +124,8 @@ def _read_slices(path: Path) -> dict[str, Slice | None]:
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
     """Write `values` to a JSON file.
 
-    Floats are exact: Python writes the shortest text that reads back as the same number.
+    Floats are saved exactly, because Python writes the shortest decimal string that is parsed to
+    the same float.
     """
     try:
         write(path, json.dumps(values, indent=1, sort_keys=True) + "\n")

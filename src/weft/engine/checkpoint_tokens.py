@@ -10,11 +10,11 @@ from weft.engine.spec import ModelSpec
 
 
 def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
-    """Return the special tokens under the keys of config.json and generation_config.json.
+    """Return the ids of special tokens, by their keys in config.json and generation_config.json.
 
-    `eos_token_id` is the token that ends a completion, or a list if several do, so that other
-    programs stop at the same tokens as weft. Tokens that the model lacks are left out, except for a
-    reward model, for which they are None.
+    `eos_token_id` is the id of the token that ends a completion, or a list if there are several, so
+    that other programs stop at the same tokens as weft. Tokens that the model lacks are left out,
+    except for a reward model, for which their values are None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -27,17 +27,20 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
 
 
 def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the model's own generation_config.json; saving adds the special tokens."""
+    """Return the contents of the model's generation_config.json.
+
+    Ids of special tokens are added when a checkpoint is saved.
+    """
     return dict(read_model_values(str(spec.path), "generation_config.json"))
 
 
 def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
     """Return the padding token before which a reward model's score is read, or None.
 
-    It is set for a reward model trained with `transformers` whose padding token (EOS) also ends
-    texts. In its training, the score was read one token before the end, so it is still read there.
-    weft's own checkpoints have a padding token that ends no text (`choose_padding`), so nothing is
-    skipped.
+    The result is a token only for a reward model that was trained with `transformers` and whose
+    padding token (EOS) also ends texts. In its training, the score was read one token before the
+    end of the text, so weft also reads it there. Checkpoints of weft have a padding token that ends
+    no text (`choose_padding`), so the result for them is None.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None
@@ -49,12 +52,13 @@ def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
 
 
 def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
-    """Return the tokenizer for a role's checkpoints; a reward model's padding ends no text.
+    """Return the tokenizer for a role's checkpoints, with a suitable padding token.
 
-    `transformers` reads a score at the last token that is not padding. If the padding token also
-    ends texts (usually EOS), it reads the score one token early. Another special token that ends no
-    text then becomes the padding token of the checkpoint. If the vocabulary has none, the
-    checkpoint has no padding token, and `transformers` scores one sequence at a time.
+    In a reward model, `transformers` reads the score at the last token that is not padding. If the
+    padding token also ends texts (usually EOS), the score is read one token too early. The
+    checkpoint of a reward model then gets another special token as its padding token, one that ends
+    no text. If the vocabulary has none, the checkpoint has no padding token, and `transformers`
+    scores one sequence at a time.
     """
     stops = set(tokenizer.list_stop_ids())
     free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
@@ -87,7 +91,7 @@ def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Token
 
 
 def list_padding_notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
-    """Return notes on the padding token in a trained role's checkpoints."""
+    """Return notes for the user on how scores depend on the padding token and the pooling."""
     if spec.head == "score" and spec.trained and pooling == "mean":
         return (
             "pooling=mean: scores are read from the mean over all tokens, which transformers "

@@ -26,11 +26,11 @@ Outputs = dict[Output, Tensor]
 
 @dataclass(frozen=True)
 class PreparedPass:
-    """A micro-batch prepared for the network.
+    """Micro-batch prepared for the network.
 
-    `part` is None for a filler, whose outputs have weight 0. `spread` scatters the outputs of the
-    computed rows to all rows, with zeros for the others. `rows` is the loss's input, if there is a
-    loss.
+    `part` is the micro-batch, or None for a filler, whose outputs have weight 0. `scatter_outputs`
+    expands the outputs of the computed rows to all rows, with zeros for rows that are not computed.
+    `rows` is the input of the loss, if there is a loss.
     """
 
     part: SequenceSample | None
@@ -41,19 +41,19 @@ class PreparedPass:
 
 
 class MicrobatchProcessor(Protocol[T_co]):
-    """Interface for processing the micro-batches of a call on one rank."""
+    """Interface of an object that prepares and finishes the micro-batches of one rank."""
 
     def prepare(self, part: SequenceSample) -> PreparedPass: ...
     def build_filler(self) -> PreparedPass:
-        """Return a pass of one token, for a rank with fewer micro-batches than others."""
+        """Return a pass of one token, for a rank that has fewer micro-batches than others."""
         ...
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
-        """Return the result of a micro-batch with outputs `out`; in training, its loss."""
+        """Return the result of a micro-batch with outputs `out`. In training, this is the loss."""
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        """Return the additional loss of a pipeline stage other than the last, or None."""
+        """Return the additional loss of a pipeline stage before the last one, or None."""
         ...
 
 
@@ -64,7 +64,7 @@ class Collectives(Protocol):
     """
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return each denominator summed over the data-parallel ranks, in float64.
+        """Return the sum of each denominator over the data-parallel ranks, computed in float64.
 
         Must be called before the first forward pass of a minibatch.
         """
@@ -78,9 +78,9 @@ class Collectives(Protocol):
         *,
         trains: bool,
     ) -> list[T]:
-        """Run `work` on every micro-batch, with a backward pass if `trains`.
+        """Process every micro-batch with `work`, including a backward pass if `trains`.
 
-        Returns the results of `work.finish`, on ranks that have the outputs.
+        Returns the results of `work.finish` on ranks that have the network's outputs.
         """
         ...
 
@@ -100,25 +100,26 @@ class Collectives(Protocol):
         ...
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
-        """Return the small plain values `own` of every data-parallel rank, in rank order.
+        """Return the values `own` of all data-parallel ranks, in rank order.
 
-        With `stages`, the values of every pipeline stage are included.
+        The values must be small and plain (no tensors). With `stages`, those of all pipeline stages
+        are included.
         """
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Return whole tensors by name on the rank that writes them, and None on the others."""
+        """Return whole tensors by name on the rank that writes them, and None on other ranks."""
         ...
 
     def select_saved_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of tensors that this rank writes to a recovery point.
+        """Return the names of those tensors that this rank writes to a recovery point.
 
-        Each tensor is written by one rank.
+        Each tensor is written by exactly one rank.
         """
         ...
 
     def name_file(self, stem: str) -> str:
-        """Return the name of this rank's file of the kind `stem`, such as "optimizer"."""
+        """Return the name of the file in which this rank saves `stem`, such as "optimizer"."""
         ...
 
 
@@ -132,8 +133,8 @@ def run_microbatch(
 ) -> T:
     """Run one micro-batch through a network that isn't split over a pipeline.
 
-    With `always`, a backward pass runs even if the loss has no gradient, because other ranks may
-    wait for this rank's gradients.
+    With `always`, there is a backward pass even if the loss has no gradient, because other ranks
+    may wait for this rank's gradients.
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)

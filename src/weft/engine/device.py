@@ -1,4 +1,4 @@
-"""Choice, speed, memory and determinism of the device. The module keeps no state."""
+"""Choice of the device, its speed, memory and determinism. The module keeps no state."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MATMUL_REPEATS = 3
 
 
 def choose_device() -> torch.device:
-    """Return the current CUDA device (ROCm included) if there is one, else the CPU.
+    """Return the current CUDA or ROCm device if there is one, else the CPU.
 
-    Apple's `mps` must be requested explicitly: it has no float64, in which tokens are sampled.
+    Apple's `mps` must be requested explicitly, because it lacks float64, which sampling uses.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -37,7 +37,7 @@ def choose_device() -> torch.device:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device named by the option `device`, or the best one for None.
+    """Return the device that the option `device` names, or the best available device if it is None.
 
     Raises `ConfigError` if the device cannot be used.
     """
@@ -61,8 +61,8 @@ def _parse_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
-    Each thread has a current device, by default 0. Kernels that are launched on a device other than
-    that of their tensors silently compute wrong values.
+    Each thread has its own current device, which is device 0 by default. Kernels that are launched
+    on another device than that of their tensors silently compute wrong values.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -72,7 +72,7 @@ def use_device(device: torch.device) -> AbstractContextManager[None]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has finished all its work, for correct timings."""
+    """Wait until the device has finished all its work, so that timings are correct."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -94,9 +94,10 @@ def measure_peak_memory_gib(device: torch.device) -> float:
 
 
 def read_memory_bytes(device: torch.device) -> int:
-    """Return the device's memory in bytes; for a CPU, the memory that the process may use.
+    """Return the memory of a device in bytes.
 
-    The latter may be limited by a cgroup, as in a container.
+    For a CPU, this is the memory that the process may use, which a cgroup can limit, as in a
+    container.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -105,7 +106,7 @@ def read_memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a CUDA device, including memory cached by torch's allocator."""
+    """Return the number of free bytes of a CUDA device, including memory that torch has cached."""
     return (
         torch.cuda.mem_get_info(device)[0]
         + torch.cuda.memory_reserved(device)
@@ -168,9 +169,9 @@ def keep_sums_wide(device: torch.device) -> None:
 
 
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
-    """Select the flash attention named by the option `flash_attention`; return notes for the user.
+    """Select the version of flash attention that the option `flash_attention` names.
 
-    Raises `ConfigError` if that version is not available.
+    Returns notes for the user. Raises `ConfigError` if that version is not available.
     """
     try:
         note = flash.choose(device, version)
@@ -182,23 +183,22 @@ def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    Setting an equal number again is avoided, because any such call makes small matmuls of MKL wait
-    for each other.
+    Even setting the same number again would make small matmuls of MKL wait for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let a GPU use TF32 for float32 matmuls (10 bits of mantissa); no change if not `enabled`."""
+    """Allow a GPU to use TF32 (10 bits of mantissa) for float32 matmuls, if `enabled`."""
     if enabled and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
 
 def describe_numerics(device: torch.device) -> dict[str, Any]:
-    """Return the settings, besides the inputs, on which bitwise reproducibility depends.
+    """Return the settings that must be equal for bitwise equal results from equal inputs.
 
-    They are stored with a recovery point and compared on restart.
+    They are stored in a recovery point and compared when a run is resumed.
     """
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
@@ -214,8 +214,8 @@ def describe_numerics(device: torch.device) -> dict[str, Any]:
 def describe_hardware(device: torch.device) -> dict[str, Any]:
     """Return facts about the device for display.
 
-    The keys are `name` and `memory` (in bytes); for a GPU also `driver` and the maker's peak rates
-    `tflops` and `gb_per_s`, and for a CPU `cores`. Unknown facts are left out.
+    The keys are `name` and `memory` (in bytes). A GPU also has `driver` and the manufacturer's peak
+    rates `tflops` and `gb_per_s`, and a CPU has `cores`. Unknown facts are left out.
     """
     if device.type != "cuda":
         return {
@@ -233,7 +233,7 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def format_hardware(facts: Mapping[str, Any], called: str) -> str:
-    """Format the facts of `describe_hardware` as one line; `called` is the device's short name.
+    """Format the facts from `describe_hardware` as one line that begins with the name `called`.
 
     Examples: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15,
     79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s).
@@ -281,7 +281,7 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the highest rate, in FLOP/s, of several large matmuls of random matrices.
 
-    The rate is measured once and then cached.
+    Later calls return the first measurement.
     """
     return max(
         _measure_rate(size, device, dtype)

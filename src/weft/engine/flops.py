@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Operations of a network per token.
+    """Number of operations per token in a network.
 
-    `products` is the number of parameters that a token is multiplied with, including the experts it
-    is routed to and excluding the embedding, which is a look-up. `late` is the number of those that
-    are applied only to rows whose output is read: the head, and the part of the last layer after
-    attention. `attention` is layers x heads x head size. `backward` is the cost of a backward pass
-    in forward passes: 2, or 1 if most weights are frozen and need no gradient.
+    `products` is the number of parameters that a token is multiplied with. It includes the experts
+    that the token is routed to, and excludes the embedding, which is a look-up. `late` is the
+    number of those parameters that are applied only to rows whose output is read: the head, and the
+    part of the last layer after attention. `attention` is layers x heads x head size. `backward` is
+    the cost of a backward pass relative to a forward pass: 2, or 1 if most weights are frozen and
+    need no gradient.
     """
 
     products: int
@@ -29,13 +30,13 @@ class TokenCost:
     def count_training_flops(
         self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
     ) -> float:
-        """Return the operations of a forward and backward pass over segments of these lengths.
+        """Return the operations of a forward and a backward pass over segments of these lengths.
 
-        They are 2 per parameter and token, and 4 per head dimension and (query, key) pair. Causal
-        attention has L (L + 1) / 2 pairs in a segment of length L (Chowdhery et al. 2022,
-        arXiv:2204.02311, appendix B, counts all L^2), and `across` more pairs between segments.
-        Outputs are read at `rows` tokens, or at all tokens if it is None. Recomputation is not
-        counted.
+        A forward pass has 2 operations per parameter and token, and 4 per head dimension and
+        (query, key) pair. Causal attention has L (L + 1) / 2 pairs in a segment of length L
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, counts all L^2); `across` is the
+        number of additional pairs between segments. Outputs are read at `rows` tokens, or at all
+        tokens if `rows` is None. Recomputation is not counted.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
@@ -53,23 +54,30 @@ class TokenCost:
 
     @property
     def flops_per_token(self) -> float:
-        """Number of matmul operations per token in training."""
+        """Number of operations per token in training, without those of attention."""
         return (1 + self.backward) * 2.0 * self.products
 
 
 class BestMatmulRate:
-    """Best rate of matmuls on a device: the measured rate, or that of a faster training step."""
+    """Best known matmul rate of a device.
+
+    This is the measured rate or, if that is higher, the rate of the fastest training step.
+    """
 
     def __init__(self, measure: Callable[[], float]) -> None:
         self._measure = measure
 
     @functools.cached_property
     def best(self) -> float:
-        """Operations per second; measured on first use."""
+        """Best rate in operations per second; measured on first use."""
         return self._measure()
 
     def compute_mfu(self, operations: float, seconds: float) -> float:
-        """Return the MFU: the rate of a step as a share of the best rate, at most 1."""
+        """Return the MFU of a step: its rate divided by the best known rate, at most 1.
+
+        `operations` are those of the step, and `seconds` its duration. If its rate is the highest
+        so far, it becomes the best rate.
+        """
         rate = operations / seconds
         self.best = max(self.best, rate)
         return rate / self.best
@@ -77,10 +85,10 @@ class BestMatmulRate:
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Peak rates of a GPU according to its maker.
+    """Peak rates of a GPU according to its manufacturer.
 
-    `tflops` is the rate of dense bfloat16 products (float16 without bfloat16), summed in float32;
-    `gb_per_s` is the memory bandwidth.
+    `tflops` is the rate of dense bfloat16 products with float32 accumulation (float16 products if
+    the GPU lacks bfloat16); `gb_per_s` is the memory bandwidth.
     """
 
     tflops: float
@@ -121,15 +129,15 @@ PEAKS: tuple[tuple[str, PeakRates], ...] = (
 
 
 def parse_gpu_model(name: str) -> str | None:
-    """Return the GPU model for a driver name, or None if it is not in the table.
+    """Return the GPU model for the device name that the driver reports, or None if unknown.
 
-    For example, `NVIDIA A100-SXM4-80GB` gives `A100 80GB SXM`.
+    For example, the model of `NVIDIA A100-SXM4-80GB` is `A100 80GB SXM`.
     """
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)
 
 
 def find_peak_rates(name: str) -> PeakRates | None:
-    """Return the peak rates of the GPU with this driver name, or None if the table lacks it."""
+    """Return the peak rates of the GPU that the driver calls `name`, or None if it is not known."""
     model = parse_gpu_model(name)
     return None if model is None else dict(PEAKS)[model]

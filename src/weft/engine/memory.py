@@ -29,17 +29,18 @@ ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 class NetworkShape:
     """Sizes of a decoder that computes packed sequences.
 
-    `query` and `key` are the number of heads times the head size, of queries and of keys. `inner`
-    is the width of the MLP, summed over the experts that a token is routed to; `gated` is set if
-    the MLP has a gate. `vocab` is 1 for a value or score head. `embedding` is the number of
-    elements of the embedding matrix. `adapters` is the number of elements per token that a layer's
-    adapters keep. `fused` is set if the MLP recomputes the activation and its product with the
-    gated part instead of keeping them, `capped` if logits have a soft cap.
+    `query` and `key` are the widths of the query and key projections (number of heads times head
+    size). `inner` is the width of the MLP, summed over the experts that a token is routed to;
+    `gated` is set if the MLP has a gate. `vocab` is 1 for a value or score head. `embedding` is the
+    number of elements of the embedding matrix. `adapters` is the number of elements per token that
+    a layer's adapters keep. `fused` is set if the MLP recomputes the activation and its product
+    with the gated part instead of keeping them. `capped` is set if logits have a soft cap.
 
-    `row_ranks` is the number of ranks that share the rows of the residual stream. `shards` is the
-    number of ranks that share the parameters: each has `parameters` of them, and gathers those of a
-    block when it computes the block. `rounded` is the number of quantized elements, which take
-    `rounded_bytes` bytes and are dequantized one matrix at a time.
+    `row_ranks` is the number of ranks over which the rows of the residual stream are divided.
+    `shards` is the number of ranks over which the parameters are sharded: each rank has
+    `parameters` elements, and gathers the parameters of a block when it computes the block.
+    `rounded` is the number of quantized elements, which take `rounded_bytes` bytes and are
+    dequantized one matrix at a time.
     """
 
     parameters: int
@@ -63,7 +64,7 @@ class NetworkShape:
 
     @property
     def embedding_elements(self) -> int:
-        """Elements of the embedding and output matrix, which are gathered for a whole pass."""
+        """Number of elements of embedding and output matrix; both are gathered for a whole pass."""
         return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
@@ -72,7 +73,7 @@ class NetworkShape:
 
     @property
     def block_elements(self) -> int:
-        """Average number of elements of a whole block."""
+        """Average number of elements of a block, including those on other ranks."""
         return -(-(self.all_parameters - self.embedding_elements) // max(1, self.layers))
 
     def count_saved_per_token(self) -> int:
@@ -94,16 +95,17 @@ class NetworkShape:
     def count_saved_in_last_layer(self, tokens: int, rows: int) -> int:
         """Return the number of elements that the last layer keeps for its backward pass.
 
-        The layer computes everything after attention only for `rows` of its `tokens`. For these
-        rows it keeps the result of attention a second time. For the other tokens it keeps neither
-        the hidden state before the MLP nor anything computed from it, by adapters or otherwise.
+        After attention, the layer computes only `rows` of its `tokens`. For these rows, it keeps
+        the result of attention a second time. For the other tokens, it does not keep the hidden
+        state before the MLP or anything computed from that state, including what adapters would
+        keep.
         """
         late = self.stream_width + self.hidden + self._mlp_saved + self.adapters
         return tokens * (self.count_saved_per_token() - late) + rows * (late + self.query)
 
     @property
     def stream_width(self) -> int:
-        """Elements per token between attention and MLP on a rank: hidden size / `row_ranks`."""
+        """Number of elements per token between attention and MLP on a rank."""
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -125,15 +127,15 @@ class NetworkShape:
 class MemorySettings:
     """Settings of a role and its device that determine memory.
 
-    `chunk_rows` is the number of tokens whose logits exist at once. Every `recompute`-th layer is
-    recomputed (0: none). With `offload_optimizer`, masters and optimizer state are never on the
-    device. With `weights_leave` and `optimizer_leaves`, weights and optimizer state are in host
-    memory between the role's calls.
+    `chunk_rows` is the number of tokens whose logits exist at the same time. Every `recompute`-th
+    layer is recomputed (0: none). With `offload_optimizer`, masters and optimizer state are never
+    on the device. With `weights_leave` or `optimizer_leaves`, weights or optimizer state are in
+    host memory between the role's calls.
 
-    Three settings are for float32 on CPUs. With `packs`, matrix products copy their right operand
-    into another format. With `in_place`, weft's kernels replace logits by their statistics and
-    gradients without a copy. With `adds_rows`, the look-up of a tied embedding adds its rows to the
-    head's gradient.
+    Three settings apply only to float32 on CPUs. With `packs`, matrix products copy their right
+    operand into another format. With `in_place`, weft's kernels replace logits by their statistics
+    and gradients without a copy. With `adds_rows`, the look-up of a tied embedding adds its rows to
+    the head's gradient.
     """
 
     dtype: str
@@ -159,10 +161,10 @@ class MemorySettings:
 class CallDemand:
     """Largest memory demands of one call.
 
-    `tokens` and `rows` are those of the largest micro-batch; `parts` is the number of micro-batches
-    in a minibatch. `cache_tokens` is the number of slots in the KV cache times their length,
-    `cache_limit` the cache's maximum size in bytes. `sequences` is the number of sequences that are
-    decoded together.
+    `tokens` and `rows` are the counts of the largest micro-batch; `parts` is the number of
+    micro-batches in a minibatch. `cache_tokens` is the number of slots in the KV cache times their
+    length, and `cache_limit` the cache's maximum size in bytes. `sequences` is the number of
+    sequences that are decoded together.
     """
 
     tokens: int = 0
@@ -179,8 +181,9 @@ class CallDemand:
 class RoleMemory:
     """Memory of one role in bytes.
 
-    `call` is the peak of a call in addition to `permanent`; gradients and activations don't peak at
-    the same time. `away` is the part of `permanent` that is in host memory between calls.
+    `call` is the peak memory of a call in addition to `permanent`. Gradients and activations don't
+    peak at the same time, so their sum can be larger than the peak. `away` is the part of
+    `permanent` that is in host memory between calls.
     """
 
     parameters: int
@@ -201,7 +204,7 @@ class RoleMemory:
 def estimate(
     shape: NetworkShape, settings: MemorySettings, works: Iterable[CallDemand]
 ) -> RoleMemory:
-    """Return the memory that one role needs for the calls `works`."""
+    """Return the memory that one role needs for its calls `works`."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
@@ -235,12 +238,12 @@ def estimate(
 
 
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
-    """Return the bytes of parameters and gradients that a rank has gathered from others at once.
+    """Return the size of the parameters and gradients that a rank has gathered at the same time.
 
     With `reshards`, the gathered parameters are the embedding, the output matrix, the current block
-    and the next one; otherwise they are all parameters. Gathered gradients are those of one block
-    before it is scattered, or all gradients if those of several micro-batches are summed unsharded
-    (`adds_up`).
+    and the next one; otherwise they are all parameters. The gathered gradients are those of one
+    block before it is scattered, or all gradients if those of several micro-batches are summed
+    unsharded (`adds_up`).
     """
     if shape.shards == 1:
         return 0
@@ -256,9 +259,9 @@ def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds
 
 
 def _count_state_bytes(shape: NetworkShape, settings: MemorySettings, trainable: int) -> int:
-    """Return the bytes of the optimizer state.
+    """Return the size of the optimizer state in bytes.
 
-    With 8-bit states, those of embeddings stay in float32.
+    With 8-bit states, the states of embeddings are still float32.
     """
     wide = 0
     if settings.state_dtype == "8bit" and trainable == shape.parameters:
@@ -268,7 +271,7 @@ def _count_state_bytes(shape: NetworkShape, settings: MemorySettings, trainable:
 
 
 def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
-    """Return the peak number of bytes of all roles on one device."""
+    """Return the peak memory of all roles on one device, in bytes."""
     stays = sum(role.permanent - role.away for role in roles.values())
     return stays + max((role.away + role.call for role in roles.values()), default=0)
 
@@ -336,8 +339,8 @@ def _estimate_call(
 
 
 def _count_fp8_copies(shape: NetworkShape, settings: MemorySettings, work: CallDemand) -> int:
-    """Return the bytes of 8-bit copies of both operands of the widest product.
+    """Return the size of the 8-bit copies of both operands of the widest product, in bytes.
 
-    Each operand is copied in both memory orders that products read.
+    Each operand is copied once for each of the two memory layouts that products need.
     """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

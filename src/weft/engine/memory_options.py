@@ -1,4 +1,4 @@
-"""Smallest GPU for a training run, and options with which the run fits on a smaller one; no torch.
+"""Smallest GPU for a training run, and options that let it fit on a smaller one; no torch.
 
 The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`).
 """
@@ -39,7 +39,7 @@ Cases = Mapping[str, MemoryCase]
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Options to set, and the number of bytes that each GPU then needs."""
+    """Options to set, and the number of bytes that each GPU needs with these options."""
 
     options: str
     size: float
@@ -55,8 +55,8 @@ class MemoryOption:
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
     """Return the current settings and alternatives that need less memory.
 
-    The alternatives are recomputation, and recomputation with one more change. Changes already made
-    are left out, and so are adapters where they are not supported (fp8).
+    The alternatives are recomputation, and recomputation with one more change. Changes that are
+    already made are left out, and so are adapters if they are not supported (fp8).
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))
@@ -87,7 +87,7 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
 
 
 def find_install_command(*options: str) -> str:
-    """Return the command that installs what these options need, or "" if nothing is missing."""
+    """Return the command that installs the packages for these options, or "" if none is missing."""
     extras = []
     for option in options:
         if option in EXTRAS and not _is_installed(EXTRAS[option][0]):
@@ -102,7 +102,8 @@ def _is_installed(package: str) -> bool:
 def format_fit(cases: Cases, begin: str) -> Iterator[str]:
     """Yield a line that begins with `begin` and names the smallest GPU on which the run fits.
 
-    Further lines name options with which the run fits on smaller GPUs, or the least memory needed.
+    Further lines show options with which the run fits on smaller GPUs. If no GPU is large enough,
+    the last line shows the least memory that the run can need.
     """
     if not any(case.settings.trained for case in cases.values()):
         return
@@ -124,7 +125,8 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
 def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
     """Yield a line for each alternative with which the run fits in `usable` bytes.
 
-    If none fits, one line names the alternative that needs the least memory.
+    If the run fits with none of them, the only line shows the alternative that needs the least
+    memory.
     """
     others = list_memory_options(cases)[1:]
     fitting_options = [way for way in others if way.size <= usable]
@@ -139,7 +141,7 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
 
 
 def format_table(options: Sequence[MemoryOption]) -> list[str]:
-    """Return a line for each memory option: its settings, size and smallest GPU."""
+    """Return a line for each memory option, with its settings, size and smallest GPU."""
     width = max(len(way.options) for way in options)
     table: list[str] = []
     for way in options:
@@ -168,7 +170,7 @@ def _format_size(number: float) -> str:
 
 
 def _estimate_total(cases: Cases) -> float:
-    """Return the bytes that all roles need on the GPU, or on each of several GPUs."""
+    """Return the number of bytes that all roles together need on each GPU."""
     return float(
         compute_peak(
             {name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}
@@ -177,7 +179,7 @@ def _estimate_total(cases: Cases) -> float:
 
 
 def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySettings]) -> Cases:
-    """Return the roles with `change` applied to the settings of those that are trained."""
+    """Return the roles, with `change` applied to the settings of trained roles."""
     trained = {}
     for name, case in cases.items():
         trained[name] = (
@@ -189,7 +191,7 @@ def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySetti
 def _with_adapters(case: MemoryCase) -> MemoryCase:
     """Return a trained role with adapters on all matrices of its blocks instead of full training.
 
-    Roles that are frozen or have experts, fp8 or adapters are returned unchanged.
+    Roles that are frozen or already have experts, fp8 or adapters are returned unchanged.
     """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8

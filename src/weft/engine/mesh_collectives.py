@@ -29,10 +29,10 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 class MeshCollectives:
     """`Collectives` for one rank of `mesh`.
 
-    `holdings` maps each rank to its slices of parameters, and `shapes` contains the shapes of whole
-    parameters. `stored` returns this rank's parameters. `config` is the configuration of the whole
-    network, or None if the network isn't split. `shards` is set if FSDP2 shards the network,
-    `pipeline` if the layout has several stages.
+    `holdings` maps each rank to its slices of the parameters, and `shapes` contains the shapes of
+    whole parameters. `stored` is a function that returns this rank's parameters. `config` is the
+    configuration of the whole network, or None if the network isn't split. `shards` is set if FSDP2
+    shards the network, and `pipeline` if the layout has several stages.
     """
 
     mesh: RankMesh
@@ -239,7 +239,7 @@ class MeshCollectives:
     def _iterate_slices(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
         """Iterate over (rank, slice) for each distinct slice of a parameter.
 
-        The rank is one that has the slice, if possible `first`.
+        The rank is one that has the slice; `first` is preferred.
         """
         slices: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
@@ -275,7 +275,7 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Set missing gradients to zero for parameters that have a gradient on another rank."""
+        """Set a parameter's missing gradient to zeros if another rank has a gradient for it."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -292,7 +292,7 @@ class MeshCollectives:
 def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements.
 
-    A larger tensor has a bucket of its own.
+    A larger tensor is in a bucket by itself.
     """
     bucket: list[Tensor] = []
     for each in tensors:

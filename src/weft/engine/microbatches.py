@@ -17,9 +17,9 @@ def split_batch(
 ) -> list[SequenceSample]:
     """Split a batch into parts of at most `max_tokens` tokens.
 
-    With unit "group", ids stay whole; with "sequence", the completions of an id that is too large
-    for one part are split. Raises `ConfigError` naming `max_tokens_per_microbatch` if the batch
-    cannot be split into such parts.
+    With unit "group", all completions of an id are in one part. With "sequence", they are divided
+    among parts if they are too large for one. Raises `ConfigError` naming
+    `max_tokens_per_microbatch` if the batch cannot be split into such parts.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -28,12 +28,12 @@ def split_batch(
 
 
 def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
-    """Join the results of all parts into one sample of `ids`, with whole groups."""
+    """Join the results of all parts into one sample of `ids`, in which groups are whole again."""
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the original ids of a part's samples, even if groups were split."""
+    """Return the ids of a part's samples as they were before groups were split."""
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 

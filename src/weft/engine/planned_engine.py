@@ -21,10 +21,10 @@ MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf
 def describe_planned_engine(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return `Engine.description` of the mesh's first rank, without weights or a device.
+    """Return the `Engine.description` of the mesh's first rank, without weights or a device.
 
-    For a user's own backend, only the backend's name is known. Raises `UserError` as the backend
-    does.
+    For a backend that the user has written, only its name is known. Raises the same `UserError`s as
+    the backend.
     """
     spec = choose_backend(spec)
     if spec.backend not in MODULES:

@@ -19,9 +19,9 @@ def label_work(name: str) -> AbstractContextManager[object]:
 
 
 class DeviceTrace:
-    """Trace of one thread's operators and GPU kernels; starts when it is created.
+    """Trace of one thread's operators and GPU kernels, which starts when the object is created.
 
-    It must be ended in the thread that created it.
+    `end` must be called in the same thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,9 +33,9 @@ class DeviceTrace:
         self._profiler.start()
 
     def end(self, path: Path) -> None:
-        """Stop and write the trace to `path`, which ends in .json.gz.
+        """Stop the trace and write it to `path`, which ends in .json.gz.
 
-        The format is Chrome's, which ui.perfetto.dev also displays.
+        The format is that of Chrome's tracing, which ui.perfetto.dev also displays.
         """
         self._profiler.stop()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,10 @@ from weft.extras import install
 
 
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
-    """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing."""
+    """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing.
+
+    `role` is the name of the role in the message.
+    """
     if spec.quantize is None:
         return
     dot = f"{role}." if role else ""

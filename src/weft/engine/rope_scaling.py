@@ -15,7 +15,7 @@ MOST = 1_000_000
 
 
 def find_problem(value: Any) -> str | None:
-    """Return what is wrong with a value of the option, or None."""
+    """Return an error message if `value` is not a valid value of the option, else None."""
     if value is None:
         return None
     kinds = ", ".join(f"{{type: {kind}, {number}: 2}}" for kind, number in NUMBERS.items())
@@ -34,10 +34,10 @@ def find_problem(value: Any) -> str | None:
 
 
 def read_factor(value: Mapping[str, Any]) -> float:
-    """Return the option's factor or alpha."""
+    """Return the `factor` or `alpha` that the option sets."""
     return float(value[NUMBERS[value["type"]]])
 
 
 def compute_context(value: Mapping[str, Any] | None, positions: int) -> int:
-    """Return the model's number of positions after applying the option to `positions`."""
+    """Return the number of positions that a model trained on `positions` has with this option."""
     return positions if value is None else int(positions * read_factor(value))

@@ -41,8 +41,8 @@ class PackLayout:
     """Layout of a micro-batch's sequences in a pack; all arrays are int64 `[S]`.
 
     Sequences may share a prefix of their prompts. The pack then contains the prefix once, before
-    all of these sequences. A prompt's last token is never shared: the generator computes it with
-    the completion, so that both round in the same way.
+    all of these sequences. A prompt's last token is never shared, because the generator also
+    computes it with the completion, and both must round in the same way.
     """
 
     group: Index  # index of the sequence's id
@@ -76,10 +76,10 @@ class PackLayout:
         return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
     def share_by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
-        """Return the layout in which completions of one id share their prompt.
+        """Return the layout in which completions of the same id share their prompt.
 
-        A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if that
-        saves computing at least `spared` tokens.
+        A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if sharing
+        saves the computation of at least `spared` tokens.
         """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
@@ -95,10 +95,10 @@ class PackLayout:
         )
 
     def share_by_prefix(self, sample: SequenceSample) -> PackLayout:
-        """Return the layout in which prompts share common prefixes, whatever their ids.
+        """Return the layout in which prompts share common prefixes, even if their ids differ.
 
-        `sample` must be the sample of this layout. A prefix has at least `LEAST_PROMPT` - 1 tokens
-        and never contains a prompt's last token (`weft.engine.shared_prefixes`).
+        `sample` must be the sample of this layout. A shared prefix has at least `LEAST_PROMPT` - 1
+        tokens and never contains a prompt's last token (`weft.engine.shared_prefixes`).
         """
         if "prompt" not in sample.data:
             return self
@@ -121,25 +121,31 @@ class PackLayout:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Number of tokens that are not computed again because they are shared."""
+        """Number of tokens whose repeated computation is avoided by sharing prefixes."""
         return int((self.prefix - self.lead_lengths).sum())
 
     @cached_property
     def order(self) -> Index:
-        """Indices of the sequences in pack order, `[S]`; those that share a prefix are adjacent."""
+        """Indices of the sequences in pack order, `[S]`.
+
+        Sequences that share a prefix are adjacent.
+        """
         return np.argsort(self.first, kind="stable")
 
     @cached_property
     def lead_lengths(self) -> Index:
-        """Number of shared-prefix tokens placed directly before each sequence, `[S]`.
+        """Number of shared-prefix tokens that are directly before each sequence in the pack, `[S]`.
 
-        It is 0 except for the first sequence that shares the prefix.
+        It is 0 except for the first of the sequences that share the prefix.
         """
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
     def segment_lengths(self) -> Index:
-        """Lengths of the pack's segments: shared prefixes, continuations and whole sequences."""
+        """Lengths of the segments of the pack.
+
+        A segment is a shared prefix, a continuation of one, or a whole sequence.
+        """
         both = np.stack([self.lead_lengths, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
@@ -153,8 +159,8 @@ class PackLayout:
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """Return the index of each row in the pack, and a mask of the rows that exist.
 
-        Each completion has one row per token, followed by `extra` rows. Only the row of a first
-        token after an empty prompt does not exist.
+        Each completion has one row per token, followed by `extra` rows. The only row that does not
+        exist is that of the first token after an empty prompt.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -187,8 +193,8 @@ def pack(
 ) -> Packed:
     """Return the network's input for a micro-batch, packed as `layout` describes.
 
-    `extra` rows follow each sequence's last token (values need one). The label of an extra row is
-    the sequence's last token and is not read.
+    Each sequence's last token is followed by `extra` rows (values need one). The label of an extra
+    row is the sequence's last token, but is not used.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")
@@ -228,8 +234,8 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 class _SumBySequence(torch.autograd.Function):
     """Autograd function that sums rows `[N]` by sequence to `[S]`.
 
-    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order and are
-    bitwise reproducible.
+    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, and
+    their results are bitwise reproducible.
     """
 
     @staticmethod
@@ -245,7 +251,7 @@ class _SumBySequence(torch.autograd.Function):
 
 
 class _RepeatByRow(torch.autograd.Function):
-    """Autograd function that repeats each sequence's value `[S]` at each of its rows `[N]`."""
+    """Autograd function that repeats the value of each sequence, `[S]`, for each row, `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
@@ -336,7 +342,7 @@ class SampleRows:
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Repeat each sequence's value, `[S]`, at each of its rows, `[N]`."""
+        """Repeat the value of each sequence, `[S]`, for each of its rows, `[N]`."""
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -369,7 +375,7 @@ class SampleRows:
 
 
 def build_support(sample: SequenceSample, device: torch.device) -> SamplingSupport | None:
-    """Return the ids kept by top-k, top-p or min-p at each row, or None if the batch lacks them."""
+    """Return the ids that top-k, top-p or min-p kept at each row, or None if not recorded."""
     if "support" not in sample.data:
         return None
     counts = to_host_array(sample.data["support_counts"])
@@ -395,7 +401,7 @@ def to_sample(
 ) -> SequenceSample:
     """Return the network's outputs on the CPU, grouped by the ids of `sample`.
 
-    Shapes are `[L + 1]` for values, `[1]` for scores and `[L]` or `[L, K]` for all others.
+    Shapes are `[L + 1]` for values, `[1]` for scores, and `[L]` or `[L, K]` for all other outputs.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

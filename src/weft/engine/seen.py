@@ -23,8 +23,8 @@ KEPT = ("logprobs", "scores")
 def choose_ids(ids: Iterable[str]) -> list[str]:
     """Return the `IDS` ids whose outputs are kept.
 
-    Ranks may choose among their own ids first: choosing among the results of all ranks gives the
-    same ids as choosing among all ids.
+    Each rank may first choose among its own ids. Choosing among the results of all ranks then gives
+    the same ids as choosing among all ids.
     """
     return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
 
@@ -32,11 +32,11 @@ def choose_ids(ids: Iterable[str]) -> list[str]:
 def keep_outputs(
     part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
 ) -> SequenceSample | None:
-    """Return the outputs of the chosen ids of a micro-batch.
+    """Return the outputs for those ids of a micro-batch that were chosen.
 
     Each completion has `logprobs` [L] or `scores` [1], without gradients, on the device of `out`.
-    Returns None if no chosen id is in the micro-batch, if a group was split, or if the loss reads
-    neither output.
+    Returns None if no chosen id is in the micro-batch, if a group was split, or if the loss uses
+    neither of these outputs.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

@@ -1,4 +1,4 @@
-"""Address of a model behind a URL, and the token sent to its server."""
+"""Address of a model that is served at a URL, and the token that is sent to its server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = "http://127.0.0.1:8000/MODEL or grpc://127.0.0.1:8001/MODEL"
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """Address of a model; create it with `parse`, which checks the URL."""
+    """Address of a model that a server provides; create it with `parse`, which checks the URL."""
 
     url: str
     scheme: str

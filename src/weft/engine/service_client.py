@@ -1,4 +1,4 @@
-"""Client for scores and log-probs of a model behind a URL, with concurrent requests and retries."""
+"""Client for scores and log-probs of a model served at a URL, with concurrent requests and retries."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class ServiceClient:
     ) -> SequenceSample:
         """Return `scores` [1] or `logprobs` [L] of each completion, float32.
 
-        Raises `RunError` with role, URL and cause if there is no answer after all retries, and
-        `ConfigError` for an output that the model does not provide.
+        Raises `RunError` with role, URL and cause if all attempts fail, and `ConfigError` for an
+        output that the model does not provide.
         """
         (wanted,) = want
         if wanted not in NAMES or "support" in batch.keys:
@@ -104,7 +104,7 @@ class ServiceClient:
     def _map_concurrently(
         self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
     ) -> list[list[Any]]:
-        """Send the parts concurrently with `ask`, and return the answers in order.
+        """Call `ask` on all parts concurrently, and return the answers in order.
 
         After a failure, no more requests are sent.
         """
@@ -119,9 +119,9 @@ class ServiceClient:
                 raise
 
     def _choose_output(self, wanted: str, temperature: float) -> str:
-        """Return the name of the model's output to read.
+        """Return the name of the model's output from which `wanted` can be computed.
 
-        Raises `ConfigError` if none is suitable.
+        Raises `ConfigError` if no output is suitable.
         """
         if self._known is None:
             self._known = self._call_with_retries(self._transport.fetch_metadata)
@@ -186,7 +186,7 @@ class ServiceClient:
         return logprobs
 
     def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the rows, padded at the end, as input tensors of the model's data types."""
+        """Return the input tensors for the rows, padded at the end, in the data types `types`."""
         longest = max(len(ids) for ids, _ in rows)
         arrays = {
             IDS: np.array([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows]),
@@ -200,9 +200,9 @@ class ServiceClient:
         return result
 
     def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
-        """Return the answer of `ask`, which is called again after a failure if that may help.
+        """Return the answer of `ask`, which is called again after a failure if that can help.
 
-        Raises `RunError` if the last attempt fails, too.
+        Raises `RunError` if the last attempt fails.
         """
         jitter = random.Random()
         attempt = 0
@@ -230,7 +230,7 @@ class ServiceClient:
 def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport:
     """Return the transport for the URL's scheme.
 
-    Raises `ConfigError` for gRPC if it isn't installed.
+    Raises `ConfigError` if the scheme needs gRPC and gRPC isn't installed.
     """
     if place.scheme in ("http", "https"):
         return HTTPTransport(place, timeout_s)

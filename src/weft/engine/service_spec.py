@@ -1,4 +1,4 @@
-"""User options of a role whose network is behind a URL (`rew.*` and `ref.*`).
+"""User options of a role whose network is served at a URL (`rew.*` and `ref.*`).
 
 Plain values, no torch.
 """
@@ -40,7 +40,7 @@ class ServiceSpec:
 
 @dataclass
 class ServedSpec(ModelSpec):
-    """Options of a frozen role's network, in this process or behind a URL."""
+    """Options of a frozen role whose network is in this process or served at a URL."""
 
     url: str | None = option(
         None,

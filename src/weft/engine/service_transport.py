@@ -1,4 +1,4 @@
-"""Calls of the inference protocol; they return an answer or a `RequestFailure`."""
+"""Calls of the inference protocol, which return an answer or a `RequestFailure`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Choice of the common prefixes in a micro-batch that are computed once; no torch.
 
-Sequences with one template or system prompt begin with the same tokens, whatever ids they belong
-to. If the sequences are sorted by their tokens, those with a common prefix are adjacent, and the
-common prefixes form a tree. A chosen prefix is computed once, which saves its tokens in every
-sequence that continues it. Each sequence continues the longest chosen prefix it begins with.
+Sequences with the same template or system prompt begin with the same tokens, whatever ids they
+belong to. If the sequences are sorted by their tokens, those with a common prefix are adjacent, and
+the common prefixes form a tree. A chosen prefix is computed once, so that its tokens need not be
+computed again in the sequences that continue it. Each sequence continues the longest chosen prefix
+it begins with.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ Tokens = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Prefix of `size` tokens that several sequences share.
-
-    `sequences` are the indices of these sequences.
-    """
+    """Prefix of `size` tokens that is shared by the sequences with indices `sequences`."""
 
     sequences: tuple[int, ...]
     size: int
@@ -31,7 +29,7 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class _CommonPrefix:
-    """Common prefix of `size` tokens of the sorted sequences `start` to `end` - 1."""
+    """Common prefix of `size` tokens, shared by sequences `start` to `end` - 1 in sorted order."""
 
     start: int
     end: int
@@ -48,7 +46,7 @@ class _CommonPrefix:
 def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
     """Return the prefixes that together save the most tokens.
 
-    Each has at least `least` >= 1 tokens, and never contains the last token of a prompt.
+    Each prefix has at least `least` >= 1 tokens, and never contains the last token of a prompt.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
     tree = _build_prefix_tree(
@@ -110,7 +108,7 @@ def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]
 
 
 def _count_common_tokens(one: Tokens, other: Tokens) -> int:
-    """Return how many first tokens two prompts share, not counting the last token of either."""
+    """Return the length of the prefix that two prompts share, without the last token of either."""
     most = max(0, min(len(one), len(other)) - 1)
     differing = np.flatnonzero(one[:most] != other[:most])
     return int(differing[0]) if len(differing) else most

@@ -42,7 +42,7 @@ MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 class Schedule:
     """Learning-rate schedule, in optimizer steps of the actual run.
 
-    The runtime creates the schedule, and the engine follows it.
+    The runtime creates the schedule, and the engine applies it.
     """
 
     total_steps: int
@@ -138,7 +138,7 @@ class OptimizerSpec:
             )
 
     def build_schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """Return the schedule over `total_steps` optimizer steps, minus the steps in frozen epochs.
+        """Return the schedule for `total_steps` optimizer steps, without those in frozen epochs.
 
         Raises `ConfigError` if no steps are left.
         """
@@ -369,7 +369,7 @@ class ModelSpec:
         check_adapters(self)
 
     def resolve_layout(self) -> Layout:
-        """Return the layout set by `layout` or `parallel.*`.
+        """Return the layout that `layout` or `parallel.*` sets.
 
         Raises `ConfigError` if both are set and differ.
         """
@@ -397,7 +397,7 @@ class ModelSpec:
         return self.with_virtual_stages(parsed)
 
     def with_virtual_stages(self, layout: Layout) -> Layout:
-        """Return the layout with the number of pipeline stages per rank that the schedule uses.
+        """Return the layout with the number of pipeline stages per rank that the schedule needs.
 
         Raises `ConfigError` for a number of stages that the schedule doesn't support.
         """
@@ -417,7 +417,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n at which layers are recomputed in the backward pass; 0 if none are."""
+        """Interval n at which layers are recomputed in the backward pass, or 0 if none are."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property
@@ -434,7 +434,7 @@ class ModelSpec:
     def has_adapters(self) -> bool:
         """True if the role has low-rank adapters or a prefix on frozen weights.
 
-        They are trained, or copied from a trained role.
+        The adapters or the prefix are trained here, or copied from a trained role.
         """
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
@@ -530,6 +530,6 @@ class GenerationSpec:
     def truncates(self) -> bool:
         """True if sampling is limited to a part of the vocabulary.
 
-        Log-probs are then normalized over the kept ids.
+        Log-probs are then normalized over the ids that can be sampled.
         """
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

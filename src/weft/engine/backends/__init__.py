@@ -1,1 +1,1 @@
-"""Backends that build engines, by the name that the option `backend` has."""
+"""Backends, which build engines; the option `backend` of a role names one of them."""

@@ -1,4 +1,4 @@
-"""Backend `auto`: `torch` if weft has a family for the type in config.json, else `hf`."""
+"""Backend `auto`: `torch` if weft implements the model type in config.json, else `hf`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.topology import Layout
 
 
 def choose_backend(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with its backend: the one it sets, or the one that can run its model.
+    """Return the spec with a backend: its own, or else the one that can run its model.
 
     Raises `UserError` for a model that cannot be read.
     """
@@ -35,7 +35,7 @@ def choose_backend(spec: ModelSpec) -> ModelSpec:
 def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> Engine:
     """Build the engine with the backend that can run the role's model.
 
-    Raises `UserError` as that backend does, and for a role without a path.
+    Raises `UserError` for a role without a path, and whenever the chosen backend does.
     """
     resolved_spec = choose_backend(spec)
     if resolved_spec.backend == AUTO:

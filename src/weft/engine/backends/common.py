@@ -1,4 +1,4 @@
-"""Checks of a spec and choice of dtypes, shared by the backends with a network."""
+"""Checks of specs and choice of dtypes, used by all backends that build a network."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from weft.topology import Layout
 
 
 def choose_role_device(spec: ModelSpec) -> torch.device:
-    """Return the role's device, and select the flash attention that its options name.
+    """Return the role's device, and select the flash attention version that its options request.
 
-    Must be called before weights are read. Raises `ConfigError` if either is not available.
+    Must be called before weights are read. Raises `ConfigError` if the device or the version is not
+    available.
     """
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
@@ -34,7 +35,7 @@ def choose_role_device(spec: ModelSpec) -> torch.device:
 
 
 def check_spec(spec: ModelSpec) -> str:
-    """Check the spec for conflicts, and return the model's path.
+    """Check that the spec's options do not conflict, and return the model's path.
 
     Raises `ConfigError` for conflicts and for a spec without a path.
     """
@@ -75,7 +76,10 @@ def _check_native_options(spec: ModelSpec) -> None:
 
 
 def check_replicated_layout(layout: Layout) -> None:
-    """Raise `ConfigError` for a layout that splits a network, which `backend=hf` can only copy."""
+    """Raise `ConfigError` for a layout that splits the network.
+
+    With `backend=hf`, every rank must have a copy of the whole network.
+    """
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
             f"layout={layout}: backend=hf runs copies of the whole module, such as "
@@ -85,7 +89,7 @@ def check_replicated_layout(layout: Layout) -> None:
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raise `ConfigError` if every n-th layer is recomputed and the network has fewer than n."""
+    """Raise `ConfigError` if every n-th layer is recomputed, but the network has fewer than n."""
     if spec.recomputed_layers > layers:
         raise ConfigError(
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
@@ -95,7 +99,10 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raise `ConfigError` if blocks cannot be compiled, or for `fp8` without `compile`."""
+    """Raise `ConfigError` if the network's blocks cannot be compiled as the spec requests.
+
+    Also raises it for `fp8` without `compile`.
+    """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None
     if lacking is not None:
@@ -106,7 +113,7 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
 
 
 def check_compilable(spec: ModelSpec, layout: Layout) -> None:
-    """Make those checks of `check_compile` that need no device."""
+    """Raise the errors of `check_compile` that can be detected without a device."""
     if spec.fp8 and not spec.compile:
         raise ConfigError(
             "fp8=true: without compile=true scaling costs more than products save; set it, or "
@@ -137,7 +144,7 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
 def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
     """Return the 8-bit matrix product for compiled blocks, or None to use torch's own product.
 
-    Raises `ConfigError` if 8-bit floats are requested and not available.
+    Raises `ConfigError` if 8-bit products are requested but not available on the device.
     """
     if not spec.fp8:
         return None
@@ -155,7 +162,7 @@ def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Produ
 
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
-    """Raise `ConfigError` if the network cannot be quantized as the option `quantize` demands."""
+    """Raise `ConfigError` if the network cannot be quantized as the option `quantize` requests."""
     setting = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
@@ -190,9 +197,10 @@ def check_fp8(spec: ModelSpec) -> None:
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
-    """Return the spec with its dtype set: its own, float32 on a CPU, the checkpoint's on a GPU.
+    """Return the spec with its dtype set.
 
-    New weights whose config.json names no dtype are float32.
+    A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU and that of the
+    checkpoint on a GPU. New weights whose config.json does not name a dtype are float32.
     """
     if spec.dtype is not None:
         return spec
@@ -212,8 +220,8 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype in which weights are read.
 
-    If all weights are trained, it is at least float32, because they become the masters. If weights
-    are frozen, it is the role's dtype.
+    If all weights are trained, the dtype is at least float32, because the weights that are read
+    become the masters. If weights are frozen, it is the role's dtype.
     """
     dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:
@@ -224,7 +232,7 @@ def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
 def check_memory(network: nn.Module, path: str, device: torch.device) -> None:
     """Raise `CheckpointError` if the weights alone exceed the device's memory.
 
-    `network` is on the meta device.
+    `network` is on the meta device, so that the check needs no memory.
     """
     _, few = quantized.count_bytes(network)
     wide = sum(
@@ -244,9 +252,9 @@ def check_memory(network: nn.Module, path: str, device: torch.device) -> None:
 
 
 def count_product_parameters(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
-    """Count the parameters used in matrix products, including those of all experts.
+    """Return the number of parameters used in matrix products, including those of all experts.
 
-    A tied embedding counts, because it is also the head's matrix.
+    A tied embedding is included, because it is also the head's matrix.
     """
     matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
     looked_up = sum(

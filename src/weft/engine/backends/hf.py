@@ -152,9 +152,10 @@ def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """Set every n-th layer to be recomputed in the backward pass.
+    """Configure the module to recompute every n-th layer in the backward pass.
 
-    Raises `ConfigError` if the module can only recompute all layers or none, or has fewer than n.
+    Raises `ConfigError` if the module can only recompute all layers or none, or has fewer than n
+    layers.
     """
     if not spec.recomputed_layers:
         return
@@ -182,10 +183,10 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
 def _describe(
     module: PreTrainedModel, trial: DecoderTrial, embedding: nn.Embedding
 ) -> TransformerConfig:
-    """Return the configuration that the generator reads: vocabulary, positions, cache shapes.
+    """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If keys and values don't fit weft's cache, the cache stores tokens instead, as one layer of
-    `DIGITS` numbers.
+    If weft's cache cannot store the decoder's keys and values, it stores token ids instead, each
+    split into `DIGITS` numbers, as if the network had one layer.
     """
     values = module.config.to_dict()
     heads = 1
@@ -218,7 +219,7 @@ def _describe(
 def _can_cache(trial: DecoderTrial) -> bool:
     """Return whether weft's cache can store the decoder's keys and values.
 
-    All layers must have equal shapes, and keys must be as wide as values.
+    The shapes must be equal in all layers, and keys must be as wide as values.
     """
     return len(set(trial.shapes)) == 1 and trial.shapes[0][2] == trial.shapes[0][3]
 
@@ -234,7 +235,7 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes on parts of the computation that are slower than usual, with the reasons."""
+    """Return notes for the user on what this model computes more slowly than usual, and why."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -268,9 +269,9 @@ def _save(
     spec: ModelSpec,
     tokenizer: Tokenizer,
 ) -> None:
-    """Write the module with merged adapters, and the adapters alone in `adapter/`.
+    """Write the model with merged adapters, and the adapters alone in the subdirectory `adapter/`.
 
-    The adapter's files name the base model.
+    The adapter's files contain the name of the base model.
     """
     module = network.module
     for key, id in checkpoint_tokens.list_special_ids(tokenizer, network.kind).items():

@@ -1,4 +1,4 @@
-"""Backend of a role without a network: a tokenizer only, or outputs from another source."""
+"""Backend of a role without a network, which has only a tokenizer or gets its outputs elsewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 class NullEngine:
     """Engine without a network, parameters or state.
 
-    `compute(batch, want, temperature)` computes the outputs. Without it, `forward` raises
-    `ConfigError`, as do all methods that need weights. `family` is the name in reports.
+    `compute(batch, want, temperature)` computes the outputs for `forward`. Without `compute`,
+    `forward` raises `ConfigError`. All methods that need weights always do. `family` is the name of
+    the engine in reports.
     """
 
     def __init__(

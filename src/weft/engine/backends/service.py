@@ -1,4 +1,4 @@
-"""Backend of a role whose scores or log-probs come from a service behind a URL."""
+"""Backend of a role whose scores or log-probs come from a service at a URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
 
 @register_backend("service")
 def service(spec: ModelSpec, layout: Layout) -> NullEngine:
-    """Build an engine whose outputs a service computes.
+    """Build an engine that gets its outputs from a service.
 
     Raises `ConfigError` for a role without a URL, and for a trained role.
     """

@@ -105,7 +105,7 @@ def planned(
     """Return a description of the engine on the mesh's first rank, from config.json alone.
 
     No weights are read, and the device need not exist. Without a tokenizer, the vocabulary is not
-    extended by added tokens. Raises `UserError` as `torch_backend` does.
+    extended by added tokens. Raises the same `UserError`s as `torch_backend`.
     """
     path = common.check_spec(spec)
     layout = mesh.layout
@@ -147,7 +147,7 @@ def _describe_network(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return facts about a rank's part of the network, except the numbers of parameters."""
+    """Return facts about one rank's part of the network, except the parameter counts."""
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
@@ -176,9 +176,9 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
-    """Return the maximum length of sequences whose shared prefix can be computed once.
+    """Return the maximum length of sequences that can share the computation of a prefix.
 
-    The result is 0 if the network cannot compute prefixes once.
+    The result is 0 if the network cannot compute a shared prefix once.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -187,12 +187,12 @@ def _find_longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _count_adapter_elements(network: Transformer) -> int:
-    """Return the mean number of elements per token that a layer's adapters keep.
+    """Return how many elements per token a layer's adapters keep for the backward pass, on average.
 
-    They are kept for the backward pass. Each adapter keeps its low-rank product. With dropout it
-    also keeps its input after dropout, in place of the input before dropout, and a mask of one byte
-    per element. An adapter without dropout on an MLP's last matrix also keeps its input, which is
-    recomputed if there is no adapter.
+    Each adapter keeps its low-rank product. With dropout, it also keeps a mask of one byte per
+    element, and its input after dropout instead of before dropout. An adapter without dropout on
+    the last matrix of an MLP also keeps its input, which would be recomputed if there were no
+    adapter.
     """
     experts = network.config.experts
     num_elements = 0
@@ -210,12 +210,12 @@ def _count_adapter_elements(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Return whether the block's MLP recomputes its activation; False for experts."""
+    """Return whether the block has an MLP that recomputes its activation; False for experts."""
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
+    """Return how many input elements per token the adapters of the MLP's last matrix keep.
 
     Only adapters without dropout are counted.
     """
@@ -226,9 +226,9 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of norm-result elements per token that only adapters with dropout read.
+    """Return how many elements per token of norm results are read only by adapters with dropout.
 
-    Each such adapter keeps its own copy after dropout instead.
+    These elements need not be kept, because each such adapter keeps its own copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -246,7 +246,7 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
-    """Return the fields of `weft.engine.memory.NetworkShape`, except the numbers of parameters."""
+    """Return the fields of `weft.engine.memory.NetworkShape`, except the parameter counts."""
     config = network.config
     lm = network.kind == "lm"
     experts = config.experts
@@ -272,11 +272,11 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
 
 
 def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
-    """Return the cost of a token in this rank's part of the network.
+    """Return the number of operations per token in this rank's part of the network.
 
     A token is multiplied by the matrices of `top_k` experts and by all other matrices. With
-    `frozen`, matrices get no gradient. With a load-balancing loss, all tokens pass through the last
-    layer; this additional work is not counted.
+    `frozen`, the matrices need no gradient. With a load-balancing loss, all tokens pass through the
+    whole last layer, but this additional work is not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])
@@ -305,10 +305,10 @@ def _save(
     config: TransformerConfig,
     tokenizer: Tokenizer,
 ) -> None:
-    """Write the model with merged adapters, and the adapters alone in `adapter/`.
+    """Write the model with merged adapters, and the adapters alone in the subdirectory `adapter/`.
 
-    The adapter's files name the base model. For a model with a prefix, only the prefix is written,
-    with the name of the model that it belongs to.
+    The adapter's files contain the name of the base model. For a model with a prefix, only the
+    prefix is written, with the name of its base model.
     """
     config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, network.kind))
     dtype = DTYPES[choose_dtype(spec)]
@@ -355,10 +355,10 @@ def _resolve_base_path(path: str) -> str:
 
 
 def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
-    """Count the parameters of the experts that a token is not routed to.
+    """Return the number of expert parameters that are not used for a token.
 
-    With expert parallelism, a token counts as routed to `top_k` of this rank's experts, because the
-    rank receives tokens from other ranks in return for those that it sends to them.
+    A token uses `top_k` experts. With expert parallelism, these are counted as experts of this
+    rank: the rank sends some of its tokens to other ranks, but receives about as many from them.
     """
     if config.experts is None:
         return 0

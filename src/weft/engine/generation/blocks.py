@@ -2,8 +2,8 @@
 
 The scheduler uses the interface `BlockManager`, which hides how memory is organized. `SlotManager`
 counts the memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow
-together by doubling, because gathering scattered parts costs several times a decode step on a CPU.
-A shared prefix is stored once, outside the slots.
+together by doubling, because gathering scattered parts would take several times as long as a decode
+step on a CPU. A shared prefix is stored once, outside the slots.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class BlockManager(Protocol):
     def expect(self, count: int, longest: int) -> None:
         """Announce the expected load, so that memory can be planned.
 
-        `count` is the number of submitted sequences, waiting ones included; none will have more
-        than `longest` tokens.
+        `count` is the number of submitted sequences, including waiting ones. No sequence will have
+        more than `longest` tokens.
         """
         ...
 
@@ -54,21 +54,21 @@ class BlockManager(Protocol):
         ...
 
     def release(self, key: Key) -> None:
-        """Free the room of a sequence or a prefix."""
+        """Free the memory reserved for a sequence or a prefix."""
         ...
 
 
 class SlotManager:
-    """Accounting in slots of equal size; implements `BlockManager` for `weft.models.kv.slots`.
+    """Accounting of a KV cache in slots of equal size; implements `BlockManager`.
 
-    There are at most `max_slots` slots of `capacity` tokens, a multiple of `unit`. Slots and shared
-    prefixes together have at most `max_tokens` tokens, and up to `unit` - 1 more, so that a
-    sequence of `max_tokens` fits wherever its prefix ends.
+    The slots are those of `weft.models.kv.slots`. There are at most `max_slots` slots of `capacity`
+    tokens, a multiple of `unit`. Slots and shared prefixes together have at most `max_tokens` +
+    `unit` - 1 tokens, so that a sequence of `max_tokens` tokens fits wherever its prefix ends.
 
     `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
-    sequences, because each change of the number copies all slots. Spare slots are freed if
-    something else needs the room. `ahead` is for memory that the operating system provides only
-    when it is written. Slots then have the length of the longest sequence from the start, if
+    sequences, because all slots are copied whenever their number changes. Spare slots are freed if
+    their memory is needed for something else. Set `ahead` if the operating system provides memory
+    only when it is written. Slots then have the length of the longest sequence from the start, if
     `max_slots` of them use at most half the limit.
 
     The cost of a step does not depend on the number of sequences, because the length of a running
@@ -106,7 +106,7 @@ class SlotManager:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens reserved for slots in use and for prefixes, without spare slots."""
+        """Number of tokens reserved for prefixes and for slots in use, without spare slots."""
         return len(self) * self.capacity + sum(self._prefixes.values())
 
     def expect(self, count: int, longest: int) -> None:
@@ -168,8 +168,8 @@ class SlotManager:
     def _fit(self, count: int, length: int) -> bool:
         """Grow the capacity to at least `length`, if the limit allows `count` slots of that size.
 
-        The capacity is doubled if the limit allows that, too. Returns False and changes nothing if
-        there is not enough room.
+        If possible, the capacity is doubled. Returns False and changes nothing if there is not
+        enough room.
         """
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
         capacity = max(self.capacity, min(self._expected[1], room)) or min(

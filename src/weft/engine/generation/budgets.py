@@ -28,8 +28,8 @@ def choose_default_budget(
 ) -> GenerationBudget:
     """Return the default limits of generation on a device.
 
-    The KV cache gets the bytes that `compute_kv_bytes` returns. `cache_bytes` is the number of
-    bytes that it already has.
+    The limit of the KV cache is the result of `compute_kv_bytes`. `cache_bytes` is the current size
+    of the cache in bytes.
     """
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),
@@ -44,16 +44,16 @@ def choose_default_budget(
 
 
 def compute_token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values."""
+    """Return the size in bytes of one token's keys and values."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_bytes: int = 0) -> int:
-    """Return the maximum bytes of the KV cache.
+    """Return the maximum size of the KV cache in bytes.
 
-    That is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
-    process can use on the device, and on a GPU at most nine tenths of the free memory.
-    `cache_bytes` bytes belong to the KV cache already, and count as free.
+    This is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
+    process can use on the device, and on a GPU at most nine tenths of the free memory. The
+    `cache_bytes` bytes that the KV cache already has count as free.
 
     Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
     """

@@ -1,6 +1,6 @@
 """Key-value caches of a generator, in the form that suits the device.
 
-The form determines the scheduler's accounting, the memory, and how a decode step runs. Keys and
+The forms differ in the scheduler's accounting, in memory, and in how a decode step runs. Keys and
 values are stored in pages (`models/kv/pages.py`) if the device's attention kernels can read them,
 otherwise in slots (`models/kv/slots.py`).
 """
@@ -61,7 +61,7 @@ class SequenceCache(Protocol):
 
 
 class GenerationCaches(Protocol):
-    """Key-value caches of one generator, and the network passes that use them.
+    """Interface of a generator's key-value caches and of the network passes that use them.
 
     A pass needs at least `min_rows` tokens.
     """
@@ -75,7 +75,7 @@ class GenerationCaches(Protocol):
     def create_cache(self, room: int | None = None) -> SequenceCache:
         """Create an empty cache.
 
-        With `room`, the cache has one row for up to `room` tokens. Without, it is the cache for the
+        With `room`, the cache has one row for up to `room` tokens. Otherwise it is the cache of the
         running sequences.
         """
         ...
@@ -85,9 +85,9 @@ class GenerationCaches(Protocol):
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
-        """Append `tokens` [R] to the first R rows of `cache`; return the hidden states [R, hidden].
+        """Append `tokens` [R] to the first R rows of `cache`, and compute a decode step.
 
-        The result is valid until the next call.
+        Returns the hidden states [R, hidden], which are valid until the next call.
         """
         ...
 
@@ -96,8 +96,8 @@ class GenerationCaches(Protocol):
     ) -> Callable[[], SampledRows] | None:
         """Run a decode step as `decode` does, and sample the next tokens in the same call.
 
-        Returns a function that waits for the sampled tokens. If these rows cannot be sampled in
-        this way, nothing is computed and the result is None.
+        Returns a function that waits for the sampled tokens. Returns None and computes nothing if
+        these rows cannot be sampled in the same call.
         """
         ...
 
@@ -108,11 +108,14 @@ class GenerationCaches(Protocol):
         ...
 
     def on_weights_changed(self) -> None:
-        """Discard everything that depends on the weights' values or addresses."""
+        """Discard everything that depends on the values or addresses of the weights."""
         ...
 
     def close(self) -> None:
-        """Free all memory of this object; caches that it created cannot be used afterwards."""
+        """Free all memory of this object.
+
+        Caches that it created cannot be used afterwards.
+        """
         ...
 
 
@@ -143,7 +146,7 @@ def _can_flash_read_pages(
 
 
 class SlotCaches:
-    """Key-value caches that store each sequence in a slot of its own.
+    """Key-value caches in which each sequence has its own slot.
 
     Passes with fewer than `min_rows` tokens are padded with extra rows.
     """
@@ -214,7 +217,7 @@ class SlotCaches:
 class PageCaches:
     """Key-value caches that store sequences in pages, and the CUDA graphs that read these pages.
 
-    The next generator can reuse both (`ReusablePageCaches`).
+    The next generator can reuse the pages and the graphs (`ReusablePageCaches`).
     """
 
     def __init__(
@@ -257,8 +260,8 @@ class PageCaches:
     def reuse(self, network: Decoder, budget: GenerationBudget) -> bool:
         """Prepare the pages and graphs for another generator.
 
-        Returns False if they cannot be reused: for another network or dtype, or if more pages are
-        allocated than the budget allows.
+        Returns False if they cannot be reused, because the network or dtype is different, or
+        because more pages are allocated than the budget allows.
         """
         blocks = self._build_blocks(budget)
         dtype = next(network.parameters()).dtype
@@ -287,8 +290,8 @@ class PageCaches:
     def _reserve(self) -> None:
         """Allocate all pages that are expected to be needed, and widen the block table accordingly.
 
-        Graphs and compiled kernels are specific to one number of pages and one table width, so both
-        are changed rarely.
+        Each change of the number of pages or of the table's width makes graphs and compiled kernels
+        useless, so both are changed rarely.
         """
         self._pool.reserve(self.blocks.num_expected)
         while self._width * self._page < self.blocks.longest:
@@ -342,10 +345,10 @@ class PageCaches:
         return self._network.compute_hidden(self._pool.build_packed(step))
 
     def _sample_tokens(self, step: Tensor, *, greedy: bool = False) -> Tensor:
-        """Return the token and the log-prob of each row, float64 [B, 2] on the host.
+        """Return the token and the log-prob of each row, float64 [B, 2] in host memory.
 
-        The values are valid once the device has finished its work. Each row of `step` begins with
-        the row's random number and temperature, two float64 values stored in four int32 columns.
+        The values are valid once the device has finished its work. The first four int32 columns of
+        `step` are each row's random number and temperature, as two float64 values.
         """
         uniforms, temperatures = (
             step[:, :SAMPLING_COLUMNS]
@@ -363,10 +366,10 @@ class PageCaches:
 
 
 class ReusablePageCaches:
-    """Pages and captured graphs that one generator of an engine passes on to the next.
+    """Pages and captured graphs that the generators of one engine reuse, one after another.
 
-    Capturing the graphs takes as long as many decode steps. While no generator is open, pages and
-    graphs stay allocated until `drop` is called.
+    Capturing the graphs takes as long as many decode steps. Therefore pages and graphs stay
+    allocated when no generator is open, until `drop` is called.
     """
 
     def __init__(self) -> None:
@@ -405,7 +408,7 @@ class ReusablePageCaches:
 def identify_storage(network: Decoder) -> Hashable:
     """Return a value that changes whenever graphs captured for the network become invalid.
 
-    They become invalid if they would read other memory or compute something else. The value
+    Graphs become invalid if the memory that they read or the computation changes. The value
     consists of the addresses of the tensors and the active adapters.
     """
     tensors = [kernels.get_address(x) for x in network.parameters()]

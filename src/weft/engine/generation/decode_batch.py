@@ -20,10 +20,10 @@ UNIFORMS_PER_BLOCK = 64
 
 
 class DecodeBatch:
-    """State of the running sequences, as columns with one row per sequence.
+    """State of the running sequences, with one row per sequence in each column.
 
-    `count` is the number of sampled tokens, `keys` seed the random numbers, and `settings` are
-    indices into a `SettingsTable`.
+    `count` contains the numbers of sampled tokens, `keys` the seeds of the random numbers, and
+    `settings` indices into a `SettingsTable`.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class DecodeBatch:
 
     @property
     def min_remaining(self) -> int:
-        """Minimum number of tokens that any row can still get before it reaches its limit."""
+        """Minimum over all rows of the number of tokens that a row can still get."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
         """Return random numbers [m, n] in [0, 1) for the next m tokens of each row.
 
         m is the number of tokens for which all rows have random numbers, at least 1 and at most
-        `most`. The random numbers are those of `weft.randomness` for the row's key at positions
+        `most`. The random numbers are drawn with `weft.randomness` for the row's key at positions
         `count`, `count` + 1, ...
         """
         count = self.count[: len(self)]
@@ -102,7 +102,8 @@ class DecodeBatch:
     ) -> None:
         """Append one sampled token to every row.
 
-        `supports` are the ids that the sampling limits kept, if they are recorded.
+        `supports` contains, for each row, the ids that the sampling limits kept, or is None if
+        these are not recorded.
         """
         rows = np.arange(len(self))
         count = self.count[: len(self)]
@@ -118,9 +119,9 @@ class DecodeBatch:
                 row_supports.append(support)
 
     def remove(self, row: int) -> Live:
-        """Remove a row and return its sequence with the sampled tokens.
+        """Remove a row, and return its sequence with the sampled tokens.
 
-        The last row moves to the index that becomes free.
+        The last row is moved to the index of the removed row.
         """
         live = self.sequences[row]
         last = len(self) - 1

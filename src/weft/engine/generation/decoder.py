@@ -20,33 +20,36 @@ class Decoder(Protocol):
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return whether attention supports separately stored prefixes.
+        """Return whether attention supports prefixes that are stored separately.
 
-        `longest` is the largest number of tokens of a sequence.
+        `longest` is the maximum number of tokens in a sequence.
         """
         ...
 
     @property
     def prefix_tokens(self) -> int:
-        """Number of placeholder tokens that begin each sequence (`weft.models.network.prefix`)."""
+        """Number of placeholder tokens for a trained prefix at the start of each sequence.
+
+        Trained prefixes are explained in `weft.models.network.prefix`.
+        """
         ...
 
     @property
     def can_read_pages(self) -> bool:
-        """True if keys and values can be stored in pages, because attention is weft's own."""
+        """True if keys and values can be stored in pages, which only weft's own attention reads."""
         ...
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return the logits of hidden states.
 
-        `wide` is the result of `kernels.prepare_wide` for `output_matrix`.
+        `wide` is the float32 copy of `output_matrix` that `kernels.prepare_wide` returns.
         """
         ...
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """Matrix that maps states to logits; None if another rank has it."""
+        """Matrix that maps hidden states to logits, or None if this rank does not have it."""
         ...
 
     def parameters(self) -> Iterator[Tensor]: ...
@@ -55,10 +58,10 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class DeferringDecoder(Protocol):
-    """Decoder whose passes, if called without `rows`, can return before they are complete."""
+    """Decoder that can defer work: passes without `rows` may return before they are complete."""
 
     def catch_up(self) -> None:
-        """Compute the deferred work.
+        """Complete the deferred work.
 
         Must be called before anything that a pass wrote is copied or moved.
         """

@@ -60,14 +60,14 @@ def open_generator(
     agree_on_tokens: TokenAgreement = sample_locally,
     reusable_caches: ReusablePageCaches | None = None,
 ) -> Iterator[BatchGenerator]:
-    """Open a generator on `network`, which stays in evaluation mode until the generator is closed.
+    """Open a generator on `network`, which is in evaluation mode until the generator is closed.
 
     `version` is the weight version that is recorded with each token. A completion ends with one of
-    `eos_ids`, `spec.stop_ids` or `spec.stop`; stop texts need the spec's tokenizer (`ConfigError`
-    without one). `budget` defaults to what the device's memory allows. `reusable_caches` stores
-    pages and graphs for the network's next generator.
+    `eos_ids`, `spec.stop_ids` or `spec.stop`. Stop texts require the spec's tokenizer; without one,
+    `ConfigError` is raised. The default of `budget` depends on the device's memory.
+    `reusable_caches` stores pages and graphs for the network's next generator.
 
-    Ranks that generate together run the same steps: they need equal budgets, and an
+    Ranks that generate together run the same steps. They need equal budgets, and an
     `agree_on_tokens` that returns the same tokens on all of them.
     """
     if spec.stop and spec.tokenizer is None:
@@ -100,8 +100,8 @@ def open_generator(
 class LogitsHead:
     """Output layer of a network.
 
-    On devices where each product would convert the matrix to float32, the conversion is done only
-    once.
+    On devices where each matrix product would first convert the matrix to float32, the matrix is
+    converted only once.
     """
 
     def __init__(self, network: Decoder) -> None:
@@ -176,9 +176,9 @@ class BatchGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
-        Raises `DataError` for a prompt that is empty, too long or has unknown ids, and for
-        `generated` tokens that belong to another completion or leave nothing to sample; `RunError`
-        for a request submitted twice; `ConfigError` for invalid sampling settings of a request.
+        Raises `DataError` if a prompt is empty, too long or has unknown ids, or if `generated`
+        tokens belong to another completion or leave nothing to sample. Raises `RunError` if a
+        request is submitted twice, and `ConfigError` if its sampling settings are invalid.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]
@@ -206,7 +206,7 @@ class BatchGenerator:
                     self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token for each running sequence and for each prompt that this step completes.
+        """Sample one token for each running sequence and for each prompt that becomes complete.
 
         Returns no events if the generator is idle, or if the step computes only a part of a long
         prompt.
@@ -274,7 +274,7 @@ class BatchGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Use new weights, and record `version` with the tokens sampled from now on.
+        """Use the new weights, and record `version` with the tokens sampled from now on.
 
         Keys and values are computed again with the new weights, unless `keep_kv` is set.
         """
@@ -292,8 +292,8 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns tensors [m, hidden] with the hidden states of these sequences' last prompt tokens.
-        The sequences are the last rows, in the same order.
+        Returns tensors [m, hidden] with the hidden states of the last prompt tokens of these
+        sequences, which are the last rows, in the same order.
         """
         states = []
         leaders = []
@@ -388,7 +388,7 @@ class BatchGenerator:
         return self._agree_on_tokens(draw, len(self._batch))
 
     def _sample(self, states: Tensor) -> SampledRows:
-        """Sample one token from each of the hidden `states`, which belong to the last rows."""
+        """Sample one token from each hidden state in `states`, which are those of the last rows."""
         rows = self._batch
         count = len(states)
         own = slice(len(rows) - count, len(rows))
@@ -445,7 +445,7 @@ class BatchGenerator:
         return self._cache
 
     def _close_caches(self, holders: list[PromptPrefix | Prefill]) -> None:
-        """Close the caches of these prefixes and unfinished prompts."""
+        """Close the caches of these shared prefixes and unfinished prompts."""
         for holder in holders:
             self._prefill_caches.pop(holder).close()
 
@@ -468,7 +468,7 @@ class BatchGenerator:
     def _remove_row(self, row: int) -> Live:
         """Remove a row, release its slot, and return its sequence.
 
-        The last row moves to the index that becomes free.
+        The last row is moved to the index of the removed row.
         """
         assert self._cache is not None
         if self._multi_step is not None:
@@ -485,7 +485,7 @@ class BatchGenerator:
 
 
 def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version: int) -> None:
-    """Raise `NotFinite` for a row whose log-prob is NaN or infinite."""
+    """Raise `NotFinite` if the log-prob of any row is NaN or infinite."""
     if not math.isfinite(logprobs.sum()):
         row = int(np.isfinite(logprobs).argmin())
         raise NotFinite(
@@ -503,7 +503,7 @@ def _find_text_stops(
 ) -> npt.NDArray[np.bool_]:
     """Return, for each row, whether the new token completes one of the row's stop texts.
 
-    A row never stops while it has fewer tokens than `least` requires for its settings.
+    The result is False for rows with fewer tokens than `least` requires for the row's settings.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

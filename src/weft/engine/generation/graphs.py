@@ -38,9 +38,9 @@ CaptureFunction = Callable[[StepFunction, Tensor], tuple[Callable[[], object], T
 
 
 def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
-    """Return the number of rows of the graph that is used for a step of `rows` rows.
+    """Return the size of the graph for a step of `rows` rows, as a number of rows.
 
-    It is the first of `sizes` that is large enough, or else a multiple of `LARGE_SIZE_STEP`.
+    This is the first of `sizes` that is large enough, or else a multiple of `LARGE_SIZE_STEP`.
     """
     return next(
         (size for size in sizes if size >= rows), -(-rows // LARGE_SIZE_STEP) * LARGE_SIZE_STEP
@@ -49,7 +49,7 @@ def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A captured graph with its input and output buffers, and the host copy of its input."""
+    """Captured graph with its input and output buffers, and a copy of the input in host memory."""
 
     inputs: Tensor
     host: Tensor
@@ -57,7 +57,7 @@ class CapturedGraph:
     output: Tensor
 
     def __call__(self, step: StepArray) -> Tensor:
-        """Run the graph on a step with at most as many rows as the graph, and return the output."""
+        """Run the graph on a step with at most as many rows as the graph, and return its output."""
         self.host.zero_()
         self.host[: len(step)] = torch.from_numpy(step)
         self.inputs.copy_(self.host, non_blocking=True)
@@ -66,16 +66,16 @@ class CapturedGraph:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, by kind and number of rows.
+    """CUDA graphs of decode steps, by kind of step and number of rows.
 
-    `runs[kind]` is a function of a step, int32 [B, C] on the device, with output [B, ...]; none of
-    its other inputs may change between calls. A step runs in the smallest captured graph that is
-    large enough. If there is none, one is captured immediately, large enough for the expected
-    number of rows. A size that has run `after` times in a larger graph gets its own graph.
+    `runs[kind]` is a function that maps a step, int32 [B, C] on the device, to an output [B, ...];
+    none of its other inputs may change between calls. A step runs in the smallest captured graph
+    that is large enough. If there is none, a graph for the expected number of rows is captured
+    immediately. A size that has run `after` times in a larger graph gets its own graph.
 
     Without `capture`, steps are not captured. If a capture fails, one `RuntimeWarning` is issued
-    and stored in `note`, and later steps run without graphs. `counts` has the numbers of "eager"
-    and "replayed" steps, and of "captured" sizes.
+    and stored in `note`, and later steps run without graphs. `counts` contains the numbers of
+    "eager" and "replayed" steps, and of "captured" sizes.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:
-        """Return the output of a step [R, C] of this kind; it is valid until the next call.
+        """Run a step [R, C] of this kind and return its output, valid until the next call.
 
         `form` identifies the memory that the step reads; if it changes, all graphs are discarded.
         `expected` is the largest number of rows that later steps will have.
@@ -122,7 +122,7 @@ class DecodeGraphs:
         return self._runs[kind](inputs)[: len(step)]
 
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
-        """Return the graph to run a step in, or None if it runs without one."""
+        """Return the graph in which a step runs, or None if the step runs without a graph."""
         size = find_graph_size(len(step), self._sizes)
         captured_size = min(
             (own for of, own in self._graphs if of == kind and own >= size), default=None
@@ -172,10 +172,9 @@ class DecodeGraphs:
 def build_cuda_capture(device: torch.device) -> CaptureFunction:
     """Return a function that captures graphs on a CUDA device.
 
-    Graphs share a memory pool, since no two outputs are needed at the same time. torch 2.11
-    requires that a pool that a new graph joins still has a graph, but a cuBLAS workspace can keep a
-    pool alive after its graphs are gone. Therefore the first capture after all graphs are gone uses
-    a new pool.
+    All graphs share a memory pool, since no two outputs are needed at the same time. In torch 2.11,
+    a new graph can only join a pool that still has a graph, but a cuBLAS workspace can keep a pool
+    alive without graphs. Therefore the first capture after all graphs are gone uses a new pool.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

@@ -88,7 +88,7 @@ class InterleavedGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         """Submit requests as `BatchGenerator.submit` does.
 
-        A new id goes to the least busy generator.
+        The requests of a new id are submitted to the least busy generator.
         """
         loads = Counter(dict.fromkeys(range(len(self._generators)), 0))
         for id, left in self._num_unfinished.items():
@@ -102,9 +102,9 @@ class InterleavedGenerator:
             loads[home] += 1
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token of each sequence in the generator whose step started first.
+        """Start steps in all generators, and finish the step that was started first.
 
-        Before that, the steps of all other generators are started.
+        Returns the events of that step, or those of steps that `abort` had to finish.
         """
         if self._events:
             events = self._events
@@ -119,8 +119,8 @@ class InterleavedGenerator:
     def abort(self, ids: Iterable[str]) -> list[Partial]:
         """Abort requests as `BatchGenerator.abort` does.
 
-        Steps in progress are finished first. Their tokens are part of the result, and their events
-        are returned by later steps.
+        Steps in progress are finished first. Their tokens are included in the result, and their
+        events are returned by later calls of `step`.
         """
         self._finish_all()
         wanted = list(ids)
@@ -150,7 +150,7 @@ class InterleavedGenerator:
         return events
 
     def _forget(self, id: str) -> None:
-        """Reduce the number of unfinished completions of an id by one."""
+        """Decrease the number of unfinished completions of `id` by one."""
         self._num_unfinished[id] -= 1
         if not self._num_unfinished[id]:
             del self._num_unfinished[id], self._generator_by_id[id]

@@ -1,10 +1,10 @@
 """Decode steps on a CPU, several of them in one call of the kernel.
 
 Between two calls, the host's work takes a tenth to a quarter as long as a step of a small network,
-mostly because the step's weights have replaced the host's data in the caches. Therefore the kernel
+mostly because the step's weights have replaced its data in the CPU's caches. Therefore the kernel
 continues with the tokens that it draws itself, up to the first token that ends a completion. The
 generator takes the results one step at a time. Steps that it has not taken yet are discarded if
-anything else happens in between; they exist only in memory of the cache that no slot uses yet.
+anything else happens in between; they exist only in memory of the KV cache that no slot uses yet.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class MultiStepDecoder:
         self._seconds = MAX_SECONDS  # of a step
 
     def drop(self) -> None:
-        """Discard the steps that were computed, but not returned."""
+        """Discard the steps that were computed but not returned."""
         self._credit -= len(self._pending_tokens)
         self._pending_tokens = []
 
     def take(self, cache: Any, joined: bool) -> SampledRows | None:
         """Return the tokens [n] and log-probs [n] of the next step of all rows.
 
-        The rows are slots 0 to n - 1 of the `KVCache`, which includes the step's keys and values
-        from now on. Returns None if the step must be computed on its own, for example because other
-        rows have `joined`.
+        The rows are slots 0 to n - 1 of `cache`, a `KVCache`, in which the step's keys and values
+        are then valid. Returns None if the step must be computed separately, for example because
+        other rows have `joined`.
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):
@@ -81,8 +81,8 @@ class MultiStepDecoder:
     def _samples_whole_vocabulary(self, kind: int) -> bool:
         """Return whether rows with these settings are sampled from the whole vocabulary.
 
-        Only stop ids may be excluded, before the minimum length is reached. Rows with stop texts,
-        recorded ids or reported alternatives do not qualify.
+        Stop ids may be excluded until the minimum length is reached. Rows with stop texts, recorded
+        ids or reported alternatives do not qualify.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

@@ -13,7 +13,7 @@ from weft.engine.generation.blocks import Key
 
 
 class PageManager:
-    """Accounting in pages of `page` tokens; implements `BlockManager`.
+    """Accounting of a KV cache in pages of `page` tokens; implements `BlockManager`.
 
     The pages have room for `max_tokens` tokens in total. The cost of a step does not depend on the
     number of sequences, because they are grouped by the step, modulo `page`, in which they need
@@ -82,14 +82,14 @@ class PageManager:
             self.num_used -= self._count_pages(distance + self._clock)
 
     def _count_pages(self, length: int) -> int:
-        """Return the largest number of pages that `length` tokens can be spread over."""
+        """Return the maximum number of pages over which `length` tokens can be spread."""
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
         """Return the value of clock % page at which the sequence needs another page.
 
-        `distance` is the sequence's length minus the clock. `_count_pages` grows at 2, page + 2,
-        ... tokens.
+        `distance` is the sequence's length minus the clock. The result of `_count_pages` increases
+        at lengths 2, page + 2, ...
         """
         return (2 - distance) % self.page
 

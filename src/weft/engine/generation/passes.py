@@ -69,7 +69,7 @@ FIELD_RULES: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
 
 
 def supports_config(config: TransformerConfig) -> bool:
-    """Return whether the kernel supports networks of this configuration."""
+    """Return whether the CPU kernel supports networks of this configuration."""
     for field in fields(config):
         if field.name not in FIELD_RULES:
             if getattr(config, field.name) != field.default:
@@ -80,7 +80,7 @@ def supports_config(config: TransformerConfig) -> bool:
 
 
 def has_slot_kernel(network: object) -> bool:
-    """Return whether attention reads only the positions of a slot that have been written."""
+    """Return whether the network's attention reads only the positions of a slot that are in use."""
     if not isinstance(network, Transformer):
         return False
     config = network.config
@@ -91,7 +91,7 @@ def has_slot_kernel(network: object) -> bool:
 
 @dataclass
 class _PreparedForward:
-    """A network in the form that the kernel reads, for one cache."""
+    """Network in the form that the CPU kernel reads, for one cache."""
 
     forward: CachedForward
     num_moves: int  # `KVCache.num_moves` at the time of preparation
@@ -102,7 +102,7 @@ class _PreparedForward:
 class DecoderPasses:
     """Forward passes of one network, without gradients.
 
-    The addresses of weights and caches are remembered until `forget` is called.
+    The addresses of weights and caches are stored until `forget` is called.
     """
 
     def __init__(self, network: Decoder) -> None:
@@ -148,12 +148,15 @@ class DecoderPasses:
         return prepared is not None and prepared.forward.weights.head is not None
 
     def is_ready(self, cache: KVCache) -> bool:
-        """Return whether the cache and the weights have the same addresses as in the last pass."""
+        """Return whether weights and cache are still at the addresses that the last pass used."""
         prepared = self._prepared.get(cache)
         return prepared is not None and prepared.num_moves == cache.num_moves
 
     def forget(self) -> None:
-        """Discard the addresses of weights and caches; call this when weights change or move."""
+        """Discard the addresses of weights and caches.
+
+        Must be called when weights change or move.
+        """
         self._prepared.clear()
         self._is_supported = _supports_network(self._network)
 
@@ -185,7 +188,10 @@ class DecoderPasses:
     def _build_prefixes(
         self, prepared: _PreparedForward, context: Cached
     ) -> tuple[PrefixRows, ...]:
-        """Return the prefixes of a pass; decode steps with the same prefixes reuse them."""
+        """Return the shared prefixes of a pass.
+
+        Decode steps with the same prefixes reuse the previous result.
+        """
         if context.max_len > 1:
             return tuple(
                 _build_prefix_rows(cache, rows) for cache, rows in context.tokens_by_prefix
@@ -221,7 +227,7 @@ class DecoderPasses:
 
 
 def _supports_network(network: Decoder) -> bool:
-    """Return whether the kernel computes everything that the network's modules do.
+    """Return whether the CPU kernel computes everything that the network's modules do.
 
     Returns False for a network with hooks, adapters or quantized layers, and for one whose results
     have to be reduced over ranks.

@@ -18,10 +18,10 @@ PrefixLevel = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 @dataclass(eq=False)
 class PromptPrefix:
-    """First tokens shared by several sequences.
+    """Prefix shared by several sequences.
 
-    `is_ready` is set once the keys and values of these tokens are computed. `num_users` is the
-    number of admitted sequences that begin with them.
+    `is_ready` is set once the keys and values of its tokens are computed. `num_users` is the number
+    of admitted sequences that begin with the prefix.
     """
 
     tokens: tuple[int, ...]
@@ -32,7 +32,7 @@ class PromptPrefix:
 
 @dataclass
 class PrefixIndex:
-    """Counts, for each prefix of a prompt, how many current sequences begin with it."""
+    """Index that counts, for each prefix of a prompt, how many current sequences begin with it."""
 
     # minimum tokens that a new prefix must save: its length times the sequences after the first
     min_saved_tokens: int

@@ -11,9 +11,9 @@ from weft.errors import DataError
 def compute_limit(network: Decoder, request: Request, most: int) -> int:
     """Return the maximum number of new tokens of a completion.
 
-    It is the smaller of `most` and the request's own limit. In a network with learned positions it
-    is at most the number of positions that the prompt leaves free. Raises `DataError` for a prompt
-    that is empty, too long or has ids that the model does not know.
+    This is the smaller of `most` and the request's own limit. In a network with learned positions,
+    it is at most the number of positions that the prompt leaves free. Raises `DataError` for a
+    prompt that is empty, too long or has ids that the model does not have.
     """
     config = network.config
     vocab_size = network.vocab_size
@@ -51,15 +51,15 @@ def compute_limit(network: Decoder, request: Request, most: int) -> int:
 
 
 def build_prompt(network: Decoder, request: Request) -> tuple[int, ...]:
-    """Return the prompt's tokens, after placeholders for the tokens of the network's prefix."""
+    """Return the prompt's tokens, preceded by placeholders for the network's trained prefix."""
     return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 
 
 def check_partial(done: Partial, live: Sequence) -> None:
-    """Raise `DataError` if `done` cannot be continued as this completion.
+    """Raise `DataError` if the completion `live` cannot continue from the tokens in `done`.
 
-    That is the case if it belongs to another completion, lacks a log-prob or version of a token, or
-    leaves nothing to sample.
+    The reason can be that these belong to another completion, lack log-probs or versions, or leave
+    nothing to sample.
     """
     if (done.id, done.k) != live.key:
         raise DataError(

@@ -1,8 +1,8 @@
 """Sampling of tokens from logits.
 
 Each token is drawn with one uniform random number, by inverting the CDF over the ids in vocabulary
-order. The ids that take part are the n likeliest, ties going to the lower id. n is set by top-k,
-then by top-p over the ids that top-k left, then by min-p (the order of `transformers`).
+order. Only the n likeliest ids can be drawn; of equally likely ids, lower ones come first. n is set
+by top-k, then by top-p over the ids that top-k left, then by min-p (the order of `transformers`).
 
 Log-probs are those of the distribution that training recomputes: at `temperature`, normalized over
 the kept ids if a limit is set, and over the whole vocabulary otherwise. Ids that `min_new_tokens`
@@ -33,7 +33,7 @@ MAX_PROBABILITIES = (
 class SampledTokens:
     """Sampled tokens of R rows.
 
-    `tokens` are int64 [R] and `logprobs` float32 [R]. `support_mask` is a bool mask [R, V] of the
+    `tokens` is int64 [R] and `logprobs` float32 [R]. `support_mask` is a bool mask [R, V] of the
     ids that the sampling limits kept, or None without limits.
     """
 
@@ -51,7 +51,7 @@ class SampledTokens:
 class TokenBan:
     """Ids that must not be sampled in some rows.
 
-    `ids` are int64 [B]. `rows` is a bool mask [R] of the rows in which these ids are excluded.
+    `ids` is int64 [B]. `rows` is a bool mask [R] of the rows in which these ids are excluded.
     """
 
     rows: Tensor
@@ -61,7 +61,7 @@ class TokenBan:
         return TokenBan(self.rows[part], self.ids)
 
     def apply(self, scores: Tensor) -> Tensor:
-        """Return `scores` [R, V] with minus infinity for the excluded ids."""
+        """Return `scores` [R, V], with minus infinity for excluded ids."""
         allowed = scores.clone()
         allowed[:, self.ids] = scores[:, self.ids].masked_fill(self.rows.unsqueeze(-1), -math.inf)
         return allowed
@@ -123,8 +123,8 @@ def find_top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
 
-    Ids are int64 [R, n] and log-probs float32 [R, n], in the distribution that `sample` samples
-    from. Ids that cannot be sampled have log-prob minus infinity.
+    Ids are int64 [R, n]. Log-probs are float32 [R, n] and belong to the distribution that `sample`
+    samples from. Ids that cannot be sampled have log-prob minus infinity.
     """
     if logits.is_mps:
         logits = logits.cpu()
@@ -143,7 +143,7 @@ def find_top_logprobs(
 def sample_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> SampledTokens:
     """Sample from the whole vocabulary as `sample` does, but with one temperature per row.
 
-    `temperatures` are [R]; rows with temperature 0 are padding. If `temperatures` is None, the
+    `temperatures` is [R]; rows with temperature 0 are padding. If `temperatures` is None, the
     likeliest ids are returned. The computation does not depend on the host, so a CUDA graph can
     capture it.
     """
@@ -252,9 +252,9 @@ def list_supports(mask: Tensor) -> list[list[int]]:
 def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the scores of each row's likeliest ids, and how many of these ids are kept.
 
-    Scores are [R, w], best first; the numbers of kept ids are [R]. `limit` is the value of top-k.
-    The `RANKED_IDS` likeliest ids nearly always have `top_p` of the probability; whole rows are
-    sorted only if they do not.
+    Scores are [R, w], best first; the counts of kept ids are [R]. `limit` is the value of top-k.
+    The `RANKED_IDS` likeliest ids nearly always have a total probability of at least `top_p`; whole
+    rows are sorted only if they do not.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values
@@ -271,7 +271,7 @@ def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]
 
 
 def _compute_running_sums(x: Tensor) -> Tensor:
-    """Return running sums along the last dimension of [R, n].
+    """Return running sums of x [R, n] along its last dimension.
 
     With deterministic algorithms on CUDA, torch refuses `cumsum`, whose order of summation can
     vary; a product with a triangular matrix of ones is used instead.
@@ -284,7 +284,8 @@ def _compute_running_sums(x: Tensor) -> Tensor:
 def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the first index [R] at which the running sums `ends` [R, n] exceed `target` [R].
 
-    If rounding leaves no sum above the target, it is the first index of the largest sum.
+    If no sum exceeds the target because of rounding, the result is the first index of the largest
+    sum.
     """
     return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
 

@@ -4,7 +4,7 @@ Sequences wait in the order of submission. A step first reserves room for one mo
 running sequence. If memory is short, the youngest sequence is preempted: it waits again, and its
 keys and values are computed again later. Then waiting sequences are admitted, oldest first, and
 their prompts are computed up to the prefill budget of the step. A longer prompt takes several
-steps, in each of which every running sequence gets its token. Sequences with equal first tokens
+steps, in each of which every running sequence gets one token. Sequences with equal first tokens
 share their computation: a prefix that is worth storing separately (`PromptPrefix`) is computed and
 stored once; sequences with exactly the same tokens after it are computed once and copied.
 """
@@ -22,7 +22,7 @@ from weft.errors import RunError
 
 @dataclass(frozen=True)
 class GenerationBudget:
-    """Limits on the work that a generator does at once."""
+    """Limits on the work that a generator does at the same time."""
 
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # maximum tokens in the KV cache
@@ -61,10 +61,10 @@ class Sequence:
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens to compute in one or more steps, after the prefix `parent_prefix`.
+    """Tokens whose keys and values are to be computed in one or more steps, after `parent_prefix`.
 
-    They are the tokens of the new prefix `new_prefix`, or else the remaining tokens of `sequences`,
-    which are equal for all of them.
+    They are either the tokens of `new_prefix`, or the remaining tokens of `sequences`, which are
+    equal for all these sequences.
     """
 
     tokens: tuple[int, ...]
@@ -76,7 +76,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `start` to `stop` of a prefill, which are computed in one step."""
+    """Tokens `start` to `stop` - 1 of a prefill, which are computed in one step."""
 
     prefill: Prefill
     start: int
@@ -95,9 +95,9 @@ class PrefillChunk:
 class StepPlan:
     """Work of one decoding step.
 
-    First the memory of the `preempted` sequences is freed. Then the last token of each sequence in
-    `decodes` and the `chunks` of prompts are computed. Each sequence in `decodes`, and each one
-    whose last chunk is computed, gets one new token.
+    First the memory of the `preempted` sequences is freed. Then the last tokens of the sequences in
+    `decodes` and the prompt tokens in `chunks` are computed. Each sequence in `decodes` gets one
+    new token, and so does each sequence whose last chunk is computed.
     """
 
     preempted: list[Sequence]
@@ -108,8 +108,8 @@ class StepPlan:
 class Scheduler:
     """Scheduler of waiting and running sequences.
 
-    `running` contains the running sequences in order of admission, and `prefilling` the pending
-    prefills of admitted sequences.
+    `running` contains the running sequences in order of admission. `prefilling` contains the
+    pending prefills of admitted sequences.
     """
 
     def __init__(self, budget: GenerationBudget, blocks: BlockManager) -> None:
@@ -157,7 +157,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan_step(self) -> StepPlan:
-        """Return the work of the next step; planned work counts as done from now on."""
+        """Return the work of the next step, and update the state as if this work were done."""
         preempted = self._make_room()
         decodes = list(self.running.values())
         if not preempted:  # their tokens may not be recorded yet, and memory is full
@@ -166,7 +166,7 @@ class Scheduler:
         return StepPlan(preempted, decodes, self._split_prefills())
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a running sequence that has ended."""
+        """Remove a running sequence whose last token has been sampled."""
         del self.running[sequence.key]
         self._release(sequence)
         self._forget(sequence)
@@ -195,7 +195,7 @@ class Scheduler:
         return aborted_sequences
 
     def restart(self) -> None:
-        """Return all admitted sequences to the head of the queue.
+        """Move all admitted sequences back to the head of the queue.
 
         Their keys and values will be computed again.
         """
@@ -251,9 +251,9 @@ class Scheduler:
         self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
-        """Free the prefixes that no admitted sequence begins with; return whether there were any.
+        """Free the prefixes that no admitted sequence uses, and return whether there were any.
 
-        Computed prefixes whose hashes are in `keep` remain.
+        Computed prefixes whose hashes are in `keep` are not freed.
         """
         unused = []
         for prefix in self.prefixes.values():
@@ -298,10 +298,10 @@ class Scheduler:
             count += 1
 
     def _allocate(self, sequence: Sequence) -> list[Prefill] | None:
-        """Allocate memory for a sequence and return the prefills that it needs.
+        """Allocate memory for a sequence, and return the prefills that it needs.
 
-        These are the prefill of a new prefix, if there is one, and that of the sequence's own
-        tokens. Returns None and allocates nothing if there is not enough room.
+        There is one for the sequence's own tokens, and one for a new prefix, if there is one.
+        Returns None and allocates nothing if there is not enough room.
         """
         fills = []
         known = sequence.list_tokens()

@@ -32,7 +32,7 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
     """Sample on this rank, and return a function that returns the result.
 
-    This is the `TokenAgreement` of a network on one rank.
+    This is the `TokenAgreement` for a network on a single rank.
     """
     drawn = draw()
     return lambda: drawn
@@ -42,8 +42,8 @@ def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], S
 class GraphSampling:
     """Sampling parameters of a captured graph.
 
-    With `greedy`, each row gets its likeliest token. Otherwise each row is sampled from the whole
-    vocabulary at its temperature, `temperatures` [R].
+    With `greedy`, the likeliest token of each row is chosen. Otherwise each row is sampled from the
+    whole vocabulary at its temperature in `temperatures` [R].
     """
 
     greedy: bool
@@ -51,7 +51,7 @@ class GraphSampling:
 
 
 def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
-    """Concatenate the sampled rows of `first` and `second`."""
+    """Return the sampled rows of `first`, followed by those of `second`."""
     supports = [[()] * len(drawn[0]) if drawn[2] is None else drawn[2] for drawn in (first, second)]
     recorded = first[2] is not None or second[2] is not None
     return (
@@ -64,8 +64,8 @@ def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
 class SettingsTable:
     """Sampling settings of a generator and of its requests, by index.
 
-    `specs[i]` are settings i. `is_stop[i]` is a bool mask [V] of the ids that end a completion, and
-    `min_new_tokens[i]` the minimum number of tokens before it may end.
+    `specs[i]` is the spec with index i. `is_stop[i]` is a bool mask [V] of the ids that end a
+    completion, and `min_new_tokens[i]` the minimum number of tokens before a completion may end.
     """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
@@ -85,10 +85,11 @@ class SettingsTable:
         return self._default_spec.seed
 
     def find_index(self, given: GenerationSpec | None) -> int:
-        """Return the index of a request's settings, or 0, the generator's own, for None.
+        """Return the index of the settings of a request, or 0 if `given` is None.
 
-        The seed, the tokenizer and the recorded outputs are always the generator's, and its stop
-        ids apply to all requests. Raises `ConfigError` for values out of range.
+        Index 0 is that of the generator's own settings. Seed, tokenizer and recorded outputs are
+        always the generator's, and its stop ids apply to all requests. Raises `ConfigError` for
+        values out of range.
         """
         if given is None:
             return 0
@@ -123,7 +124,8 @@ class SettingsTable:
         """Sample rows of `logits` [R, V], each with its `settings` [R] after `done` [R] tokens.
 
         Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits kept.
-        If settings request likely alternatives, `take_top_logprobs` returns them afterwards.
+        If any settings request likely alternatives, call `take_top_logprobs` afterwards to get
+        them.
         """
         self._top_logprobs = self._find_top_logprobs(logits, settings, done)
         if (settings == settings[0]).all():
@@ -159,10 +161,9 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likely alternatives of each of `count` rows, and forget them.
+        """Return the likely alternatives for each of `count` rows, and discard the stored ones.
 
-        The last of these rows were sampled by the last call of `sample`; the others have no
-        alternatives.
+        Only the last rows, which the last call of `sample` sampled, can have alternatives.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -177,8 +178,8 @@ class SettingsTable:
     ) -> list[TopLogprobs] | None:
         """Return the likeliest ids of each row of `logits` [R, V], with log-probs.
 
-        Rows whose settings do not request alternatives have none. Returns None if no row requests
-        them.
+        The result is empty for rows whose settings do not request alternatives, and None if no row
+        requests them.
         """
         kinds = []
         for kind in np.unique(settings).tolist():
@@ -227,7 +228,10 @@ class SettingsTable:
     def _build_ban(
         self, kind: int, done: npt.NDArray[np.int64], device: torch.device
     ) -> sampling.TokenBan | None:
-        """Return a ban on the stop ids in the rows with too few tokens to end, or None."""
+        """Return a ban on the stop ids in rows below their minimum length.
+
+        Returns None if there are no such rows or no stop ids.
+        """
         early = done < self.min_new_tokens[kind]
         if not early.any():
             return None
@@ -248,7 +252,7 @@ class SettingsTable:
 
 
 def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return settings in which each stop text that is one special token becomes a stop id.
+    """Return settings in which stop texts that are single special tokens are stop ids instead.
 
     An example is `<|im_end|>`. Stop ids need no decoding.
     """

@@ -10,8 +10,8 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 class StopTextDetector:
     """Detector of stop texts in one completion.
 
-    Text is decoded as it becomes stable, so that a stop text, or a character, can span several
-    tokens. Special tokens count as text.
+    Text is decoded as soon as later tokens cannot change it, so a stop text or a character can span
+    several tokens. Special tokens are part of the text.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
@@ -24,7 +24,7 @@ class StopTextDetector:
     def feed(self, token: int) -> bool:
         """Return whether this token completes a stop text.
 
-        A stop text that was complete before does not count again.
+        Stop texts that earlier tokens completed are not reported again.
         """
         text = self._tail + self._decoder.feed([token])
         self._tail = text[max(0, len(text) - self._keep) :]

@@ -2,7 +2,7 @@
 
 A decoder that gets its attention function from `AttentionInterface` gets
 `compute_packed_attention`, which reads the pass (which tokens attend to which) from the attention
-module that calls it. Nothing else in the module changes. A trial (`trial.py`) first tests whether
+module that calls it. Nothing else in the module changes. A trial (`weft.engine.hf.trial`) first tests whether
 this is exact for the decoder, which may also mix tokens outside of attention.
 """
 
@@ -35,7 +35,7 @@ class UnsupportedAttention(Exception):
 class AttentionPass:
     """Data about one forward pass that an attention module needs.
 
-    `layer` is the index of the module in the order of the calls.
+    `layer` is the index of the module in the order in which the attention modules are called.
     """
 
     context: AttentionContext
@@ -45,10 +45,9 @@ class AttentionPass:
 
 @dataclass
 class AttentionRecorder:
-    """Stand-in for an `AttentionPass` during the trial of a decoder; records its attention calls.
+    """Stand-in for an `AttentionPass` that records the attention calls during a decoder's trial.
 
-    `callers` are the attention modules in the order of their calls, `shapes` the shapes of their
-    inputs.
+    `callers` are the attention modules in call order, and `shapes` the shapes of their inputs.
     """
 
     context: AttentionContext
@@ -64,7 +63,7 @@ def compute_packed_attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute weft's attention in the form of an attention function of `transformers`.
+    """Compute weft's attention with the signature of an attention function of `transformers`.
 
     `query` is `[1, heads, T, dim]`, `key` and `value` are `[1, kv_heads, T, dim]`, and the result
     is `[1, T, heads, dim]`.
@@ -109,9 +108,10 @@ def _record(
 def get_window_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """Return the window's size in place of a mask [..., T, T], or None if there is no window.
+    """Return the size of the attention window instead of a mask, or None if there is no window.
 
-    `_record` compares the size with the attention function's `sliding_window`.
+    `transformers` passes the result to the attention function, where `_record` compares it with the
+    argument `sliding_window`.
     """
     if local_size is None:
         return None

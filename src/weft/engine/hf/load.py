@@ -38,8 +38,9 @@ HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Load the module of a model directory or hub name, or build a new one from its config.json.
 
-    The module is on `device` and has the dtype `dtype`. Raises `UserError` for an incomplete
-    directory, an architecture that is no decoder, or one that needs code from its directory.
+    The module is on `device` and has the dtype `dtype`. Raises `UserError` if the directory is
+    incomplete, if the architecture is not a decoder, or if it needs code from the directory that is
+    not allowed to run.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
@@ -104,10 +105,10 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def build_device_arguments(device: torch.device) -> dict[str, Any]:
-    """Return arguments with which `transformers` moves each tensor to the device once it is read.
+    """Return the arguments that make `transformers` move each tensor to the device once it is read.
 
-    The whole model is then never in host memory. This needs the package accelerate; without it, the
-    result is empty.
+    The whole model is then never in host memory. This requires the package accelerate; without it,
+    the result is empty.
     """
     if device.type == "cpu" or not is_accelerate_available():
         return {}
@@ -115,9 +116,9 @@ def build_device_arguments(device: torch.device) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError`, with the file's name, if a file is missing or truncated.
+    """Raise `CheckpointError` with the name of a file that is missing or truncated.
 
-    The error of `transformers` doesn't name the file.
+    The error that `transformers` raises doesn't contain the file's name.
     """
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)
@@ -149,9 +150,10 @@ def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Return the names of newly initialized parameters, which can only be the head's.
+    """Return the names of newly initialized parameters, which can only be those of the head.
 
-    Raises `CheckpointError` for any other parameter that is missing or left over.
+    Raises `CheckpointError` for any other parameter that is missing, unexpected or of another
+    shape.
     """
     missing = sorted(report["missing_keys"])
     unexpected = sorted(report["unexpected_keys"])
@@ -209,7 +211,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence progress bars and log messages of `transformers`; weft makes the necessary checks."""
+    """Hide progress bars and log messages of `transformers`; weft checks the files itself."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -224,7 +226,10 @@ def silence_transformers() -> Iterator[None]:
 
 @contextmanager
 def _hold_seed(seed: int) -> Iterator[None]:
-    """Seed torch's generator, which initializes new weights, and restore its state at the end."""
+    """Seed torch's generator, which initializes new weights, within the context.
+
+    The generator's state is restored at the end.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

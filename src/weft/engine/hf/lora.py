@@ -1,8 +1,9 @@
 """Low-rank adapters on a `transformers` module (Hu et al. 2021, "LoRA", section 4.1).
 
-An adapted layer computes y = W x + scale B A drop(x), where W is frozen. Targets are the module's
-own names of its linear layers (`q_proj`, `query_key_value`, ...); if none are named, all of them
-but the output layer. `weft.models.network.lora` does the same for weft's decoder.
+An adapted layer computes y = W x + scale B A drop(x), where W is frozen. Targets are the names of
+linear layers in the module (`q_proj`, `query_key_value`, ...). If no targets are set, all linear
+layers except the output layer are adapted. `weft.models.network.lora` does the same for weft's
+decoder.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ BASE = ".base"  # part that wrapping adds to a parameter's name
 class HFAdaptedLinear(nn.Module):
     """Linear layer with an adapter.
 
-    The base layer is an `nn.Linear`, or GPT-2's transposed `Conv1D`. Its `weight` and `bias` stay
-    readable, because module code may access them.
+    The base layer is an `nn.Linear`, or GPT-2's transposed `Conv1D`. Its `weight` and `bias` can be
+    read as attributes of this module, because code of the model may access them.
     """
 
     def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
@@ -72,10 +73,11 @@ class HFAdaptedLinear(nn.Module):
 
 
 def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
-    """Add adapters to the target layers, and freeze everything else but a value or score head.
+    """Add adapters to the target layers, and freeze everything else except a value or score head.
 
-    Matrix A is drawn uniformly between -1/sqrt(in) and 1/sqrt(in), from `seed` and the layer's name
-    alone; B is 0. Raises `ConfigError` for a target that the module lacks.
+    Matrix A is drawn uniformly between -1/sqrt(in) and 1/sqrt(in), with random numbers that depend
+    only on `seed` and the layer's name; B is 0. Raises `ConfigError` for a target that the module
+    lacks.
     """
     output = module.get_output_embeddings()
     layers = {}
@@ -109,7 +111,7 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
 
 @contextmanager
 def disable_adapters(module: nn.Module) -> Iterator[None]:
-    """Disable the adapters within the context, so that the module computes as its base does."""
+    """Disable the adapters within the context, so that the module behaves like its base model."""
     adapted = []
     for layer in module.modules():
         if isinstance(layer, HFAdaptedLinear):

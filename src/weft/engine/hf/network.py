@@ -1,8 +1,8 @@
 """Network of the engine that computes log-probs, values and scores with a `transformers` decoder.
 
 A decoder whose attention uses `AttentionInterface` computes whole packs with weft's attention.
-Other decoders compute the sequences of one length at a time as a batch without padding, which is
-exact for every architecture. `trial.py` determines which of the two a decoder needs.
+Other decoders compute sequences of equal length as a batch without padding, which is exact for
+every architecture. `weft.engine.hf.trial` determines which of the two a decoder needs.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class HFNetwork(nn.Module):
     """Network of the engine that runs a decoder of `transformers`.
 
     `module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
-    with one label. If the decoder computes packs, `callers` are its attention modules in the order
-    of their calls. If it computes the sequences of one length at a time, there are none. `caches`
-    is True if keys and values fit weft's cache. Otherwise the cache contains tokens, and generation
-    computes all of them again for each new token. The generator and the cost estimate read
-    `config`.
+    with one label. If the decoder supports packed sequences, `callers` are its attention modules in
+    call order; otherwise `callers` is empty, and sequences of equal length are batched. `caches` is
+    True if weft's cache can store the decoder's keys and values. Otherwise the cache contains token
+    ids, and the whole sequence is computed again for each new token. `config` describes the network
+    for the generator and the cost estimate.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class HFNetwork(nn.Module):
         return {name: compute_row_values(states, layer.weight) + bias}
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return False, because a module's trial does not cover shared prefixes."""
+        """Return False, because shared prefixes are not tested in the trial of a decoder."""
         return False
 
     @property
     def prefix_tokens(self) -> int:
-        """Number of tokens of a trained prefix: 0, because only weft's own network supports one."""
+        """Number of tokens of a trained prefix: 0, because only weft's own network can have one."""
         return 0
 
     @property
@@ -130,7 +130,10 @@ class HFNetwork(nn.Module):
         return self._caches
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return the head's input `[T, hidden]`, or only its rows `rows`, int64 `[N]`."""
+        """Return the hidden states `[T, hidden]` that are the head's input.
+
+        If `rows`, int64 `[N]`, is given, only these rows are returned, `[N, hidden]`.
+        """
         states = self._compute_states(x)
         return states if rows is None else states[rows]
 
@@ -147,7 +150,7 @@ class HFNetwork(nn.Module):
         return self._compute_by_length(x)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits `[R, V]`, before temperature, of states `[R, hidden]`.
+        """Return float32 logits `[R, V]`, before temperature, of hidden states `[R, hidden]`.
 
         `wide` is the float32 copy of the output matrix, as in `Transformer.next_token_logits`.
         """
@@ -155,7 +158,7 @@ class HFNetwork(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """Matrix that maps states to logits, as in `Transformer.output_matrix`."""
+        """Matrix that maps hidden states to logits, as in `Transformer.output_matrix`."""
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -179,9 +182,9 @@ class HFNetwork(nn.Module):
         return torch.cat(states)[torch.argsort(order)]
 
     def _recompute_cached(self, x: Packed, context: Cached) -> Tensor:
-        """Return hidden states of new tokens for a decoder whose keys and values are not cached.
+        """Return hidden states of new tokens for a decoder whose keys and values cannot be cached.
 
-        The cache contains the tokens themselves, and all of them are computed again.
+        The cache contains token ids, and the whole sequences are computed again.
         """
         shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
@@ -229,10 +232,10 @@ def _get_trunk(module: PreTrainedModel) -> nn.Module:
 
 
 def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, AttentionRecorder]:
-    """Compute a pack with weft's attention; return hidden states `[T, hidden]` and a recorder.
+    """Compute a pack with weft's attention, and record the calls of the attention modules.
 
-    The recorder has the calls of the attention modules. Raises `UnsupportedAttention` for a module
-    that weft's attention cannot compute.
+    Returns the hidden states `[T, hidden]` and the recorder. Raises `UnsupportedAttention` if a
+    module needs something that weft's attention does not compute.
     """
     assert isinstance(x.attention, Dense)
     recorder = AttentionRecorder(x.attention, [], [])
@@ -248,9 +251,9 @@ def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Attent
 
 @contextmanager
 def _hold_seed(keys: DropoutKeys | None) -> Iterator[None]:
-    """Seed torch's generator with the pack's keys, because the module's dropout uses it.
+    """Seed torch's generator, which the module's dropout uses, with the keys of the pack.
 
-    The generator's state is restored at the end.
+    The generator's state is restored at the end of the context.
     """
     if keys is None:
         yield

@@ -1,4 +1,4 @@
-"""Trial of a `transformers` decoder before use: how its head computes, and if it supports packs.
+"""Trial of a `transformers` decoder before use: what its head computes, and if it supports packs.
 
 A decoder that uses `AttentionInterface` may still compute a pack differently from its sequences
 alone: it may mix neighboring tokens in convolutions, count positions itself, or use another mask. A
@@ -36,10 +36,10 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class DecoderTrial:
-    """Result of trying out a decoder.
+    """Result of the trial of a decoder.
 
-    `callers` and `shapes` are those of `AttentionRecorder`. They are empty, and `reason` is set, if
-    the decoder cannot compute packs and runs the sequences of one length at a time.
+    `callers` and `shapes` are those of `AttentionRecorder`. If the decoder does not support packed
+    sequences, both are empty, `reason` is set, and only sequences of equal length are batched.
     """
 
     head: HeadLayer
@@ -53,8 +53,8 @@ class DecoderTrial:
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
     """Run the decoder on a pack and on single sequences, and compare the results.
 
-    If they agree, the decoder uses weft's attention from now on; otherwise it is left as it was.
-    Raises `ConfigError` for a head whose computation weft doesn't know.
+    If the results agree, the decoder uses weft's attention from now on; otherwise it is not
+    changed. Raises `ConfigError` for a head whose computation weft doesn't know.
     """
     register()
     own = module.config._attn_implementation
@@ -94,9 +94,10 @@ def _run_trial(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderT
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """Compute the probes as a pack; return the attention modules and their shapes.
+    """Compute the sequences `probes` as one pack; return the attention modules and their shapes.
 
-    Raises `UnsupportedAttention` if the results differ from those of the single sequences.
+    Raises `UnsupportedAttention` if the results differ from those of the single sequences
+    (`alone`), or if a sequence depends on others in the pack.
     """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
@@ -120,7 +121,7 @@ def _compute_pack(
 
 
 def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
-    """Raise `ConfigError` if a token sees later ones, because its log-prob would be meaningless."""
+    """Raise `ConfigError` if a token attends to later ones, which makes log-probs meaningless."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
     if _compute_difference(prefix, alone[longest][:-1]) > TOLERANCE:
@@ -133,7 +134,7 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
 def _check_head(
     module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]
 ) -> HeadLayer:
-    """Return the output layer separately, so that log-probs can be computed in chunks of rows.
+    """Return the output layer, so that log-probs can be computed in chunks of rows.
 
     Raises `ConfigError` if the head is not a linear layer followed by a known function.
     """
@@ -185,10 +186,10 @@ def _check_head(
 def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
     """Replace half-precision parameters by float32 ones with the same values, within the context.
 
-    With `by_block`, the parameters of a block are replaced only while the block runs, so that at
-    most one block exists twice; parameters outside all blocks are replaced throughout. Otherwise,
-    all parameters are replaced throughout. Buffers stay as they are: those of rotary embeddings are
-    float32 anyway.
+    With `by_block`, the parameters of a block are replaced only while the block runs, so that there
+    are two copies of at most one block; parameters outside all blocks are replaced throughout.
+    Otherwise, all parameters are replaced throughout. Buffers are not changed: those of rotary
+    embeddings are float32 anyway.
     """
     blocks = list(_iterate_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -222,7 +223,7 @@ def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class _ParameterLocation:
-    """Parameter, with the module `owner` that has it as the attribute `name`."""
+    """Parameter that the module `owner` has as its attribute `name`."""
 
     owner: nn.Module
     name: str
@@ -230,9 +231,10 @@ class _ParameterLocation:
 
 
 def _widen(module: nn.Module, but: Container[int]) -> list[_ParameterLocation]:
-    """Replace half-precision parameters by float32 copies; return the originals with their places.
+    """Replace half-precision parameters by float32 copies, and return the originals.
 
-    Parameters whose `id` is in `but` are left alone. Tied parameters stay tied.
+    Each original is returned with its location. Parameters whose `id` is in `but` are not replaced.
+    Tied parameters stay tied.
     """
     locations: list[_ParameterLocation] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -255,7 +257,7 @@ def _put_back(places: Iterable[_ParameterLocation]) -> None:
 
 
 def _compute_difference(got: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference in the L2 norm; if `wanted` is 0, the norm of `got`."""
+    """Return the L2 norm of the difference, relative to the norm of `wanted` unless that is 0."""
     size = float(wanted.double().norm())
     if size > 0:
         return float((got.double() - wanted.double()).norm()) / size

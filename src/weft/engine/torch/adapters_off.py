@@ -25,9 +25,9 @@ T = TypeVar("T")
 class BaseWeightsEngine:
     """Implementation of `weft.engine.base.Engine` for the frozen base weights of `engine`.
 
-    `off()` returns a context in which the adapters are disabled. The base weights are shared with
-    `engine`, so offloading them is left to that engine, and this one can't be trained or written
-    to. A reference whose weights change needs a separate engine.
+    `off()` returns a context in which the adapters are disabled. The base weights belong to
+    `engine`, which also offloads them; they can't be trained or written to through this object. A
+    reference model whose weights change needs a separate engine.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class BaseWeightsEngine:
         """Do nothing: the weights belong to the engine of the trained role."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Do nothing: the engine of the trained role loads its weights itself when it computes."""
+        """Do nothing: the engine of the trained role loads the weights when it computes."""
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         _refuse("saved")
@@ -124,9 +124,9 @@ class BaseWeightsEngine:
 
 
 def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
-    """Return True if `reference` can be computed by `trained` with its adapters disabled.
+    """Return True if `trained` with its adapters disabled computes the same as `reference`.
 
-    Such a frozen role needs no separate engine on the same devices.
+    A separate engine for this frozen role is then not needed on the same devices.
     """
     same = (
         "path",

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the role's dtype, which the backend must already have set."""
+    """Return the role's dtype, which the backend must have set before."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
@@ -78,12 +78,13 @@ def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
 
 @dataclass(frozen=True)
 class BuiltNetwork:
-    """The network and related functions that a backend builds from a `ModelSpec`.
+    """Network that a backend builds from a `ModelSpec`, with related functions.
 
-    `network` is called as `network(x: Packed, want, temperature, support) -> {output: tensor}`. For
-    generation it also has `compute_hidden` and `next_token_logits`. It is on the device. If the
-    role is trained, the network is float32 and the parameters to train require gradients; otherwise
-    it has the role's dtype. `save` writes a Hugging Face directory.
+    `network` is on the device, and is called as `network(x: Packed, want, temperature, support) ->
+    {output: tensor}`. For generation it also has the methods `compute_hidden` and
+    `next_token_logits`. If the role is trained, the network is float32, and the parameters to train
+    require gradients; otherwise the network has the role's dtype. `save` writes a Hugging Face
+    directory.
     """
 
     network: nn.Module
@@ -104,8 +105,8 @@ class BuiltNetwork:
 class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
-    Contains this rank's slice of each parameter, and functions that create the communication with
-    other ranks and the generator.
+    It consists of this rank's slice of each parameter, and of functions that create the
+    communication with other ranks and the generator.
     """
 
     shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
@@ -121,9 +122,9 @@ class RankShard:
 
 
 def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return the host device if masters and optimizer state are offloaded, else None.
+    """Return the host's device if masters and optimizer state are offloaded, else None.
 
-    On a CPU the result is None, because the network is in host memory already.
+    For a role on a CPU the result is None, because everything is in host memory already.
     """
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
@@ -224,13 +225,14 @@ class TorchEngine:
         """Return the outputs named in `want` for each id, in float32 on the CPU.
 
         For a completion of L tokens, the shape is [L] for logprobs, entropy and top1, [L + 1] for
-        values, and [1] for scores. It is [L, K] for top_ids (int32), [L, K + 1] for top_logprobs,
-        and [L, K] for given_logprobs, which are those of the ids in the batch's key `given_ids`.
+        values, and [1] for scores. It is [L, K] for top_ids (int32) and [L, K + 1] for
+        top_logprobs. It is also [L, K] for given_logprobs, the log-probs of the ids in the batch's
+        key `given_ids`.
 
         Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
-        the log-probs of labels are normalized over its ids only. `top` selects the ids of top_ids
-        and top_logprobs. Raises `ConfigError` for an output that the head doesn't provide, or for a
-        sequence longer than `max_tokens`.
+        the log-probs of labels are normalized only over the ids in `support`. `top` selects the ids
+        of top_ids and top_logprobs. Raises `ConfigError` for an output that the head doesn't
+        provide, or for a sequence longer than `max_tokens`.
         """
         self.onload("weights")
         how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
@@ -255,7 +257,8 @@ class TorchEngine:
 
         A minibatch is skipped, with the reason in its `StepStats`, if it has no trained tokens, if
         `veto` returns a reason, or if its loss is not finite and the role has `on_nonfinite=skip`.
-        With `on_nonfinite=stop` such a loss raises `RunError` with the ids of its samples.
+        With `on_nonfinite=stop`, a loss that is not finite raises `RunError` with the ids of its
+        samples.
         """
         if self._optimizer is None:
             raise ConfigError(
@@ -345,7 +348,10 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return `own` of every data-parallel rank, in rank order; all ranks must call it."""
+        """Return the values `own` of all data-parallel ranks, in rank order.
+
+        All ranks must call it.
+        """
         return self._collectives.gather_values(own)
 
     # -- parameters
@@ -417,7 +423,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write those tensors of `held` that this rank is responsible for."""
+        """Write those tensors of `held` that this rank must save."""
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
@@ -433,7 +439,7 @@ class TorchEngine:
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
     def load_state(self, d: Path) -> None:
-        """Load the state that `save_state` wrote, with the same layout or another.
+        """Load the state that `save_state` wrote, possibly with a different layout.
 
         Raises `CheckpointError` if the state belongs to another kind of role or is damaged.
         """
@@ -486,9 +492,9 @@ class TorchEngine:
     def description(self) -> Mapping[str, Any]:
         """Facts about the network.
 
-        The keys are family, vocab_size, num_layers, flops_per_token, dtype, device and notes. The
-        keys num_parameters and num_trainable count the parameters of the whole network,
-        held_parameters and held_trainable those of this rank's part.
+        The keys are `family`, `vocab_size`, `num_layers`, `flops_per_token`, `dtype`, `device` and
+        `notes`, and four parameter counts: `num_parameters` and `num_trainable` for the whole
+        network, `held_parameters` and `held_trainable` for this rank's part.
         """
         part = self._built.part
         held = self._masters.exact_tensors

@@ -20,7 +20,7 @@ from weft.kernels import CopyMark, CopyQueue, get_storage, resize_storage
 
 @dataclass
 class _TensorStorage:
-    """Storage that one or more tensors share; `tensor` is one of them."""
+    """Storage that is used by one or more tensors; `tensor` is one of them."""
 
     tensor: Tensor
     group: int
@@ -40,7 +40,7 @@ class _TensorStorage:
 class HostMemory:
     """Copies of device tensors in pinned host memory, in groups that are fetched separately.
 
-    Tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
+    The tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
     gathered parameters, so views, optimizers and hooks stay valid. The values of `constant` tensors
     are copied to the host only once, until `mark_changed` is called. Host memory is allocated once
     and kept.
@@ -117,7 +117,10 @@ class HostMemory:
         self._arriving.clear()
 
     def fetch(self, *numbers: int) -> None:
-        """Start copying the given groups (default: all) to the device; skip those already there."""
+        """Start copying the given groups (default: all) to the device.
+
+        Groups that are already on the device are skipped.
+        """
         wanted = []
         for number in numbers or range(len(self._groups)):
             if number in self._away:
@@ -138,7 +141,7 @@ class HostMemory:
     def hold(self, *numbers: int) -> None:
         """Make later work on the current stream wait for the given groups.
 
-        Without arguments, it waits for all groups that were fetched.
+        Without arguments, the stream waits for all groups that were fetched.
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
@@ -165,14 +168,14 @@ class HostMemory:
 
 
 class BlockFetcher:
-    """Fetches the tensors of a network block by block, overlapping with the forward pass.
+    """Fetches the tensors of a network block by block while the forward pass runs.
 
     The groups of `memory` are: tensors needed before the first block, one group for each block, and
-    tensors that the forward pass doesn't need. The first forward pass of a block after `come` waits
-    for that block's group only.
+    tensors that the forward pass doesn't need. After `come`, the first forward pass of each block
+    waits only for that block's group.
 
     With `gathered`, parameters are gathered on a separate stream ahead of the pass. The host then
-    waits for a group, instead of the device's stream.
+    waits for a group; otherwise the device's stream does.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

@@ -39,11 +39,11 @@ class MasterWeights:
     `home`, every trained parameter has a master on that device, whatever its dtype and even while
     the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
 
-    `places` maps each parameter to the slice of it that this rank has (default: all of it). If the
-    network is sharded (`shards`), parameters are this rank's rows. Trained rows are float32; FSDP2
-    casts them when it gathers them.
+    `places` maps each parameter to the slice that this rank has (default: the whole parameter). If
+    the network is sharded (`shards`), parameters are this rank's rows. Trained rows are float32;
+    FSDP2 casts them when it gathers them.
 
-    Copies between device and host go through `lane`. `blocks` are the modules of the forward pass
+    `lane` performs the copies between device and host. `blocks` are the modules of the forward pass
     in order. When parameters are fetched back, those of each block arrive before the block is
     called, and all others before the pass starts.
     """
@@ -119,7 +119,7 @@ class MasterWeights:
         return move
 
     def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that adds a copy's gradient to the master's gradient in host memory.
+        """Return a hook that adds the gradient of a compute copy to the master's in host memory.
 
         For a sharded parameter, FSDP2 calls the hook after it has reduced the gradient of this
         rank's rows.
@@ -157,7 +157,10 @@ class MasterWeights:
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
-        """Tensors that may differ from the model directory: trained ones, and those written to."""
+        """Tensors whose values may differ from the model directory.
+
+        These are the trained tensors, and those that were written to.
+        """
         parts = self._iterate_exact()
         written = self._written
         tensors: dict[str, Tensor] = {}
@@ -180,14 +183,17 @@ class MasterWeights:
         return dict(self._iterate_exact())
 
     def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
-        """Iterate over (canonical name, parameter); offloaded ones are read from host memory."""
+        """Iterate over (canonical name, parameter).
+
+        Offloaded parameters are read from host memory.
+        """
         self.wait_for_copies()
         for name, part in self._canonical.items():
             parameter = self._masters.get(part.name, part.parameter)
             yield name, StoredParameter(part.name, self._resolve_parameter(parameter), part.rows)
 
     def _resolve_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter, or its copy in host memory while it is offloaded."""
+        """Return the parameter or, while it is offloaded, its copy in host memory."""
         if self._mover is None:
             values = None
         else:
@@ -218,9 +224,9 @@ class MasterWeights:
         self._values.hold()
 
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
-        """Start copying masters that the optimizer just updated to the device.
+        """Start copying those masters to the device that the optimizer has just updated.
 
-        Only for masters with a `home`. The copies overlap with the update of other masters;
+        This is only for masters with a `home`. The copies overlap with the update of other masters;
         `refresh` must be called after the last update.
         """
         names = {id(master): name for name, master in self._masters.items()}
@@ -264,7 +270,10 @@ class MasterWeights:
             self._mover.wait_for_all()
 
     def _group_tensors(self) -> list[list[Tensor]]:
-        """Return the tensors in groups: outside all blocks, one group per block, masters."""
+        """Return the tensors in groups, in the order in which they are fetched.
+
+        The groups are the tensors outside all blocks, those of each block, and the masters.
+        """
         groups = []
         for block in self._blocks:
             groups.append([*map(self._select_rank_rows, block.parameters()), *block.buffers()])
@@ -298,8 +307,8 @@ class MasterWeights:
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
         """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
 
-        If eta is not 1, a half-precision parameter gets a float32 master first: in bfloat16 a
-        moving average would never change, because a small update is less than half of the last bit.
+        If eta is not 1, a half-precision parameter first gets a float32 master. A moving average in
+        bfloat16 would never change, because a small update is less than half of the last bit.
         Raises `ConfigError` for unknown names and wrong shapes.
         """
         stored = self.stored_parameters

@@ -31,7 +31,7 @@ PIECE = 2**24
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """Adam update of step `number`, counted from 1.
+    """Adam update of step `number`, where the first step is 1.
 
     Source: Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
     """
@@ -51,20 +51,24 @@ class AdamUpdate:
 
 
 class MomentFormat(Protocol):
-    """Storage format of a parameter's two Adam moments; also performs the update in that format."""
+    """Storage format of a parameter's two Adam moments, with the update in that format."""
 
     def create_state(self, parameter: nn.Parameter) -> State:
-        """Return moments that are all zero."""
+        """Return a state in which all moments are zero."""
         ...
 
     def update(self, parameter: nn.Parameter, state: State, rule: AdamUpdate) -> None: ...
 
     def encode_state(self, state: State) -> State:
-        """Return moments in the parameter's shape, and any data needed to restore them exactly."""
+        """Return the state in its saved form.
+
+        It contains the moments in the parameter's shape, and any data needed to restore them
+        exactly.
+        """
         ...
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
-        """Return a state in this format from values saved in any format."""
+        """Return a state in this format from a saved state, which any format may have saved."""
         ...
 
 
@@ -88,12 +92,12 @@ class PlainMoments:
 class BFloat16Moments:
     """Moments in bfloat16 with stochastic rounding, whose expected value is exact.
 
-    Source: Gupta et al. 2015, arXiv:1502.02551. With beta2 = 0.999 a moving average moves by a
-    thousandth of the difference, which is less than half of bfloat16's last bit: with rounding to
-    nearest it would never change. A compensated sum would avoid that, but its second tensor needs
-    the memory that bfloat16 saves. Random numbers are seeded by the parameter's name and the step,
-    so that copies of a parameter on several ranks stay equal and a resumed run draws the same
-    numbers.
+    Source: Gupta et al. 2015, arXiv:1502.02551. With beta2 = 0.999, one step changes a moving
+    average by a thousandth of its difference to the new value. This is less than half of bfloat16's
+    last bit, so with rounding to nearest the average would never change. A compensated sum would
+    avoid that, but its second tensor needs the memory that bfloat16 saves. Random numbers are
+    seeded by the parameter's name and the step, so that copies of a parameter on several ranks stay
+    equal and a resumed run draws the same numbers.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -130,9 +134,8 @@ class EightBitMoments:
     """Moments in 8 bits, as stored and updated by `bitsandbytes`.
 
     Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
-    al. 2022, arXiv:2110.02861). Saved states contain float32 values, which can be loaded in any
-    layout, and the scales. If the blocks start at the same elements, the loaded codes are
-    identical.
+    al. 2022, arXiv:2110.02861). Saved states contain the scales and float32 values, which can be
+    loaded in any layout. If the blocks begin at the same elements, the loaded codes are identical.
     """
 
     def __init__(self) -> None:
@@ -180,7 +183,7 @@ class EightBitMoments:
             )
 
     def get_levels(self, name: str, device: torch.device) -> Tensor:
-        """Return the values that the 256 codes have at scale 1, `[256]`, in ascending order."""
+        """Return the values of the 256 codes at scale 1, `[256]`, in ascending order."""
         if (name, device) not in self._levels:
             levels = self._library.create_dynamic_map(signed=name == MOMENTS[0])
             self._levels[name, device] = levels.to(device=device, dtype=torch.float32)
@@ -208,7 +211,10 @@ class EightBitMoments:
 
 
 class NarrowAdamW(EagerOptimizer):
-    """AdamW without weight decay; `moments_of` returns the storage format for a parameter."""
+    """AdamW without weight decay, for moments in several formats.
+
+    `moments_of` returns the storage format of a parameter's moments.
+    """
 
     def __init__(
         self,
@@ -262,10 +268,10 @@ def make(
 ) -> NarrowAdamW:
     """Return an AdamW optimizer with moments in `state_dtype` (`bfloat16` or `8bit`).
 
-    `parameters` maps each parameter to its name. With `8bit`, moments of embeddings stay in
-    float32, because the gradient of a rare token's row differs much from those of neighbouring
-    rows. Moments of parameters with fewer than `LEAST_CODED` elements stay in the parameter's
-    dtype.
+    `parameters` maps each parameter to its name. With `8bit`, moments of `embeddings` stay in
+    float32, because the gradient of a rare token's row differs much from the gradients of
+    neighbouring rows. Moments of parameters with fewer than `LEAST_CODED` elements stay in the
+    parameter's dtype.
     """
     if state_dtype == "bfloat16":
         narrow: MomentFormat = BFloat16Moments(
@@ -290,7 +296,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round to bfloat16 stochastically.
 
     A value is rounded up with a probability equal to the discarded fraction of the last bit. Values
-    of other dtypes than float32 are cast to float32 first.
+    that are not float32 are cast to float32 first.
     """
     bits = values.float().view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 2**16, generator=generator)
@@ -298,9 +304,9 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """Return the value of each code, its level times the scale of its block, in float32.
+    """Return the values of `codes` in float32, in the shape of `codes`.
 
-    The result has the shape of `codes`.
+    The value of a code is its level times the scale of its block.
     """
     values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     per_piece = zip(
@@ -314,8 +320,8 @@ def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
 def encode_values(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes nearest to the values, and the scales of the blocks.
 
-    A block keeps its given scale if that reproduces its values exactly; otherwise its scale is its
-    largest magnitude.
+    If a scale is given and reproduces the values of its block exactly, the block keeps it.
+    Otherwise the scale is the largest magnitude in the block.
     """
     flat = values.reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=values.device)
@@ -345,7 +351,7 @@ def _find_nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
 
 
 def _repeat_scales(scales: Tensor, count: int) -> Tensor:
-    """Return the scale of each of `count` elements, given the scales of the blocks."""
+    """Return the scale of each of `count` elements; `scales` contains one scale per block."""
     return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 

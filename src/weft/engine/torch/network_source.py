@@ -31,10 +31,10 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank's coordinates in a layout, without communication with other ranks.
+    """Coordinates of a rank in a layout, without communication with other ranks.
 
     A network built for these coordinates has the sizes of the rank's part, but isn't connected to
-    the other parts.
+    the parts of other ranks.
     """
 
     layout: Layout
@@ -71,15 +71,15 @@ class NetworkSource:
 
     @property
     def is_tied(self) -> bool:
-        """True if the embedding is also the output matrix."""
+        """True if the embedding matrix is also the output matrix."""
         return self.config.tied and self.head == "lm"
 
     def build_network(
         self, mesh: RankMesh | RankCoordinates | None, *, experts_apart: bool = True
     ) -> Transformer:
-        """Return the whole network or, with a `mesh`, one rank's part of it, on the meta device.
+        """Build the whole network or, with a `mesh`, one rank's part of it, on the meta device.
 
-        Adapters are included. For a `RankMesh` the part is connected to the parts of other ranks.
+        Adapters are included. For a `RankMesh`, the part is connected to the parts of other ranks.
         Without `experts_apart`, every rank has all experts, whatever the layout.
         """
         config = self.config
@@ -148,7 +148,7 @@ class NetworkSource:
         return network.eval()
 
     def list_stages(self, mesh: RankMesh | RankCoordinates) -> dict[int, range]:
-        """Return the range of blocks of each pipeline stage on a rank, by stage index."""
+        """Return the range of blocks in each pipeline stage of a rank, by stage index."""
         placement = mesh.layout.placement
         config = self.config
         stages: dict[int, range] = {}
@@ -193,9 +193,10 @@ class NetworkSource:
     def _with_new_rows(
         self, reader: hf_io.ParameterReader, name: str, where: Slice, added_from: int
     ) -> Tensor:
-        """Return rows of a vocabulary matrix; new rows are the mean of the directory's rows.
+        """Return rows of a vocabulary matrix, including rows for added tokens.
 
-        The mean leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
+        Each added row, from index `added_from`, is the mean of the rows in the model directory.
+        This leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
         "Initializing new word embeddings for pretrained language models").
         """
         rows, *rest = where
@@ -209,7 +210,7 @@ class NetworkSource:
 
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
-    """Raise `ConfigError` for a layout that this network or this version of weft can't use."""
+    """Raise `ConfigError` for a layout that the network or this version of weft doesn't support."""
     try:
         _check_layout(spec, layout, config)
     except ConfigError as error:
@@ -259,7 +260,7 @@ def _check_experts(layout: Layout, config: TransformerConfig) -> None:
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:
-    """Replace the dropout rates of the configuration by one rate."""
+    """Set all dropout rates of the network to `rate`, which replaces the configuration's rates."""
     network.config = network.config.with_dropout(rate)
     for block in network.blocks:
         assert isinstance(block, Block)

@@ -36,7 +36,7 @@ CLIP_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grads_with_norm
 
 
 def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, where the first step is 0.
 
     The warm-up is linear and reaches `lr` on its last step, so that no step has rate 0
     (`transformers` starts at 0). After the warm-up, the rate falls from `lr` towards `last_lr`,
@@ -113,16 +113,16 @@ class Optimizer:
 
     `trained` maps canonical names to stored parameters. `decay` contains the names of the
     parameters with weight decay, `embeddings` the names of those whose states are never stored in 8
-    bits. `steps` counts the steps taken. State is saved and loaded by canonical name, however
-    parameters are stored.
+    bits. `steps` is the number of steps taken. The state is saved and loaded by canonical name,
+    however parameters are stored.
 
     `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
     is multiplied by `loss_scale` before the backward pass, and the gradients are divided by it; the
     scale is halved when gradients overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 
-    State can be offloaded to host memory through `lane`. The next step fetches it in buckets: one
-    is copied while the previous one is updated. `updated` is called with the masters of each
-    updated bucket, to copy their new values while the next bucket is updated.
+    The state can be offloaded to host memory through `lane`. The next step fetches the state in
+    buckets: one bucket is copied while the previous one is updated. `updated` is called with the
+    masters of each updated bucket, to copy their new values while the next bucket is updated.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ class Optimizer:
     def collect_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of all masters that have one, by canonical name.
 
-        Divides the gradients by the loss scale first, so it must be called only once per step.
+        The gradients are first divided by the loss scale in place, so this must be called only once
+        per step.
         """
         if self._scaled:
             torch._foreach_div_(
@@ -192,7 +193,7 @@ class Optimizer:
     def step(self, norm: Tensor) -> None:
         """Clip the gradients, apply weight decay and update the masters.
 
-        `norm` is the gradient's norm, which is clipped to `max_grad_norm`. Weight decay is
+        `norm` is the norm of the gradient before clipping to `max_grad_norm`. Weight decay is
         decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
         """
         if self.spec.max_grad_norm > 0.0:
@@ -216,7 +217,7 @@ class Optimizer:
             self._calm_steps = 0
 
     def _update(self) -> None:
-        """Update all masters, bucket by bucket if states or new values have to be copied."""
+        """Update all masters, in buckets if states or new values have to be copied."""
         if self._memory is not None and self._memory.is_offloaded:
             memory = self._memory
         else:
@@ -240,7 +241,8 @@ class Optimizer:
     def _clip(self, norm: Tensor) -> None:
         """Clip the gradients to `max_grad_norm`.
 
-        On a GPU the fused AdamW divides gradients as it reads them, which saves a pass over them.
+        On a GPU, the fused AdamW divides the gradients when it reads them, which saves a pass over
+        them.
         """
         if isinstance(self._optimizer, AdamW) and self._parameters[0].device.type == "cuda":
             self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]
@@ -250,7 +252,7 @@ class Optimizer:
     def handle_overflow(self) -> bool:
         """Halve the loss scale after a gradient that is not finite.
 
-        Returns False if the loss isn't scaled or the scale can't get smaller.
+        Returns False if the loss isn't scaled or the scale can't be reduced further.
         """
         if not self._scaled or self.loss_scale <= 1.0:
             return False
@@ -264,7 +266,10 @@ class Optimizer:
     # -- state
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Return the state tensors, named `{parameter}/{slot}`; empty before the first step."""
+        """Return the state tensors, named `{parameter}/{slot}`.
+
+        Before the first step, the result is empty.
+        """
         return optimizer_states.to_named_tensors(
             self._trained, {p: self._encode_state(p) for p in self._parameters}, BLOCK
         )
@@ -291,7 +296,7 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Load what `collect_tensors` and `collect_values` returned, bit for bit.
+        """Load the results of `collect_tensors` and `collect_values`, bit for bit.
 
         Raises `CheckpointError` for an unknown parameter.
         """
@@ -336,7 +341,7 @@ class Optimizer:
         }
 
     def _resolve_tensor(self, value: Tensor) -> Tensor:
-        """Return the tensor, or its copy in host memory while it is offloaded."""
+        """Return the tensor or, while it is offloaded, its copy in host memory."""
         away = None if self._memory is None else self._memory.on_host(value)
         return value if away is None else away
 
@@ -361,21 +366,24 @@ class Optimizer:
         self._memory.leave()
 
     def come(self) -> None:
-        """Fetch the state back to the device now instead of during the next step."""
+        """Start fetching the state to the device now instead of during the next step."""
         if self._memory is not None:
             self._memory.fetch()
             self._memory.hold()
 
 
 def clip_divisor(norm: Tensor, most: float) -> Tensor:
-    """Return the divisor that reduces a gradient of norm `norm` to norm `most`; at least 1."""
+    """Return the number by which to divide a gradient of norm `norm` to clip its norm to `most`.
+
+    The result is at least 1.
+    """
     return ((norm.float() + CLIP_EPS) / most).clamp(min=1.0)
 
 
 def _split_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split parameters, in order, into buckets of up to `BUCKET` elements.
 
-    A larger parameter has a bucket of its own.
+    A larger parameter is in a bucket by itself.
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0

@@ -31,8 +31,8 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A stored parameter may contain several canonical ones. Its scales are for blocks of `block`
-    elements; each canonical parameter gets the scales of all blocks in which it has elements.
+    A stored parameter may contain several canonical ones. It has one scale per block of `block`
+    elements; each canonical parameter gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -46,8 +46,8 @@ def from_named_tensors(
 ) -> dict[nn.Parameter, State]:
     """Return the states of stored parameters from the tensors that `to_named_tensors` returned.
 
-    If only some of a stored parameter's canonical parameters have scales, those of the others are
-    0.
+    If only some of the canonical parameters in a stored parameter have scales, the scales of the
+    others are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -76,7 +76,7 @@ def _slice_state(part: StoredParameter, slot: str, value: Tensor, block: int) ->
 
 
 def _find_blocks(part: StoredParameter, block: int) -> slice:
-    """Return the range of the stored parameter's blocks that contain elements of `part`."""
+    """Return the range of blocks of the stored parameter that contain elements of `part`."""
     if part.rows is None:
         return slice(0, count_blocks(part.parameter.numel(), block))
     row = math.prod(part.parameter.shape[1:])
@@ -86,7 +86,7 @@ def _find_blocks(part: StoredParameter, block: int) -> slice:
 def rename_for_writing(
     tensors: Mapping[str, Tensor], places: Mapping[str, Slice]
 ) -> dict[str, Tensor]:
-    """Rename tensors for writing: the name of a scale is extended by its parameter's slice.
+    """Extend the name of each tensor of scales by the slice of its parameter, for writing.
 
     Other names are unchanged. Scales can only be loaded for the same slice.
     """
@@ -97,7 +97,7 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return whether a tensor has its parameter's shape and can therefore be sliced like it."""
+    """Return whether a tensor has the shape of its parameter, so that it can be sliced like it."""
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
@@ -106,7 +106,8 @@ def read(
 ) -> dict[str, Tensor]:
     """Return this rank's slice of every saved tensor.
 
-    Parameters that only other ranks have (`elsewhere`) and scales of other slices are left out.
+    Tensors of parameters in `elsewhere`, which only other ranks have, and scales of other slices
+    are left out.
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)
@@ -123,7 +124,10 @@ def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict
 
 
 def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
-    """Map saved names to this rank's names; scales of other slices are left out."""
+    """Map the names of saved tensors to this rank's names.
+
+    Scales of slices that this rank does not have are left out.
+    """
     own_names = {}
     for written_as in keys:
         own = written_as.partition("@")[0]

@@ -33,10 +33,10 @@ DEFAULT_LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class PassSettings:
-    """Settings of a micro-batch's pass through the network.
+    """Settings for the pass of a micro-batch through the network.
 
-    `extra` rows follow each completion's last token. `dropout` is None for a pass without dropout.
-    `trained_only` skips rows whose loss mask is 0.
+    `extra` is the number of additional rows after each completion's last token. `dropout` is None
+    for a pass without dropout. With `trained_only`, rows whose loss mask is 0 are skipped.
     """
 
     want: Want
@@ -50,18 +50,19 @@ class PassSettings:
 
 
 class PrefixSharingNetwork(Protocol):
-    """Network that can compute a prefix shared by several sequences once."""
+    """Interface of a network that can compute a prefix once for several sequences."""
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return whether prefixes are computed once for sequences of at most `longest` tokens."""
+        """Return whether prefixes can be shared by sequences of at most `longest` tokens."""
         ...
 
 
 def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
-    """Return the layout with shared prompts, for a batch with these keys.
+    """Return the layout in which completions of the same id share their prompt.
 
-    Sampled completions share prompts exactly where the generator did, so that their log-probs are
-    rounded in the same way.
+    If `keys`, the keys of the batch, include `logprobs`, the completions were sampled. Prompts are
+    then shared exactly where the generator shared them, so that log-probs are rounded in the same
+    way.
     """
     if "logprobs" in keys:
         return layout.share_by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
@@ -71,11 +72,11 @@ def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
 def share_training_prefixes(
     layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
 ) -> PackLayout:
-    """Return the layout with shared prefixes for a `sample` that is trained.
+    """Return the layout in which sequences share prefixes, for training on `sample`.
 
-    Different ids may share a prefix too, such as a template or system prompt. If another pass
-    scored the same tokens, prompts are shared by id only, as in that pass, so that both round in
-    the same way.
+    Sequences of different ids may also share a prefix, such as a template or system prompt. But if
+    `keys`, the keys of the batch, show that another pass has scored the same tokens, prompts are
+    shared only within an id, as in that pass, so that both passes round in the same way.
     """
     if not any(key in keys for key in SCORED):
         across = layout.share_by_prefix(sample)
@@ -90,7 +91,7 @@ def share_training_prefixes(
 def mask_read_rows(
     part: SequenceSample, layout: PackLayout, how: PassSettings
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask `[N]` of the rows whose output is read.
+    """Return a mask `[N]` of the rows whose output is needed.
 
     These rows exist and, with `trained_only`, have a nonzero loss mask.
     """
@@ -106,8 +107,8 @@ def prepare(
     """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
     Outputs are 0 for rows that don't exist and, with `how.trained_only`, for rows with loss mask 0.
-    A pass with dropout shares no prompts, because dropout differs between the completions of a
-    prompt.
+    Prompts are not shared in a pass with dropout, because dropout differs between the completions
+    of a prompt.
     """
     # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)
@@ -172,7 +173,7 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 
 @dataclass(frozen=True)
 class ScoringProcessor:
-    """`MicrobatchProcessor` for scoring, which returns the outputs of a micro-batch by id."""
+    """`MicrobatchProcessor` for scoring, whose results are the outputs of a micro-batch by id."""
 
     network: nn.Module
     how: PassSettings

@@ -46,9 +46,9 @@ def build_rank_shard(
     mesh: RankMesh,
     device: torch.device,
 ) -> RankShard:
-    """Allocate and fill `network`, this rank's part of the whole network `every`.
+    """Allocate and fill `network`, which is this rank's part of the whole network `every`.
 
-    All ranks of the mesh must call it.
+    All ranks of the mesh must call this function.
     """
     # Shard the network; trained parameters that are not in float32 yet are cast first.
     shards = None
@@ -150,9 +150,9 @@ def _list_stages(
 
 
 def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -> RankShard:
-    """Return the part of a data-parallel rank that has a copy of the whole network.
+    """Return the shard of a data-parallel rank that has a copy of the whole network.
 
-    The network may consist of modules of any kind.
+    The network may consist of any modules, not only weft's.
     """
     stored = find_canonical_parameters(network)
     shapes = {name: tuple(part.data.shape) for name, part in stored.items()}
@@ -190,8 +190,9 @@ def _open_generator(
     """Open a generator on this rank's part of the network.
 
     Ranks of one data-parallel part generate in lockstep; different parts generate independently.
-    `held` are the pipeline stages of `network`. If parameters are gathered for generation, no KV
-    pages are kept for the next call, because the next call gathers the weights into other memory.
+    `held` contains the pipeline stages of `network`. If parameters are gathered for generation, no
+    KV pages are kept for the next call, because the next call gathers the weights into other
+    memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     # Gather sharded parameters and experts, and agree on the size of the KV cache.
@@ -249,16 +250,16 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Make all ranks of a pipeline agree on the tokens of a step, as `decoder.agree_on_tokens` does.
+    """Return a function that returns the tokens on which all ranks of a pipeline agree.
 
-    If several pipelines generate the same sequences, all of them use the first one's tokens
-    (`alike`).
+    The ranks agree as `decoder.agree_on_tokens` does. If several pipelines generate the same
+    sequences, all of them use the tokens of the first one, which `alike` distributes.
     """
     return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
-    """Return the budget with the fewest cache tokens among the ranks that generate together."""
+    """Return the budget `own` with the smallest cache limit of the ranks that generate together."""
     axes = ("tensor", "context", "pipeline")
     if mesh.count_ranks(*axes) == 1:
         return own
@@ -273,7 +274,7 @@ def _gather_network(
 ) -> Transformer:
     """Return the network with whole parameters and all experts, in the compute dtype.
 
-    With whole parameters, ranks needn't wait for each other at every layer of every token.
+    Ranks then needn't wait for each other at every layer of every token.
     """
     whole = source.build_network(mesh, experts_apart=False)
     if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:

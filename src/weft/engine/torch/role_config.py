@@ -20,9 +20,9 @@ def adapt_config(
 ) -> TransformerConfig:
     """Return the configuration with the vocabulary, prefix and `rope_scaling` of the role.
 
-    The vocabulary is extended for the tokens that `tokenizer.add_tokens` created. Raises
-    `CheckpointError` if the tokenizer already had ids without an embedding, `ConfigError` if the
-    prefix doesn't fit or `rope_scaling` can't be applied.
+    The vocabulary is extended by the tokens that `tokenizer.add_tokens` created. Raises
+    `CheckpointError` if the tokenizer already had ids without an embedding. Raises `ConfigError` if
+    the prefix doesn't fit or `rope_scaling` can't be applied.
     """
     if tokenizer.added_from is None:
         before = tokenizer.vocab_size
@@ -38,7 +38,7 @@ def adapt_config(
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
     """Return the configuration with the prefix that the role trains, or else the directory's.
 
-    Raises `ConfigError` if the two conflict.
+    Raises `ConfigError` if the prefix conflicts with the directory's or does not fit the model.
     """
     there = config.prefix_tokens
     num_tokens = spec.prefix.num_tokens
@@ -67,9 +67,9 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
 def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
     """Return the configuration with `rope_scaling` applied.
 
-    `linear` divides positions by the factor (Chen et al. 2023, "Position interpolation"), `ntk`
-    raises the base to base * alpha^(d / (d - 2)), `dynamic` does so as a sequence outgrows the
-    trained length (bloc97 2023).
+    `linear` divides positions by the factor (Chen et al. 2023, "Position interpolation"). `ntk`
+    raises the base to base * alpha^(d / (d - 2)), and `dynamic` raises it in this way only when a
+    sequence is longer than those in training (bloc97 2023).
     """
     rope = config.rope
     value = spec.rope_scaling

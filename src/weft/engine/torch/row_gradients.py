@@ -1,7 +1,7 @@
 """Gradients of losses that declare `Loss.by_row`, and a check of that declaration.
 
-The gradient of such a loss by the outputs of one row doesn't depend on the outputs of other rows,
-so the output head can compute gradients during the forward pass.
+The gradient of such a loss with respect to the outputs of one row doesn't depend on the outputs of
+other rows, so the output head can compute gradients during the forward pass.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in roun
 def build_row_gradient(
     loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
 ) -> RowGradient:
-    """Return a function that computes the gradient of `scale` times the loss by the outputs.
+    """Return a function that computes the gradient of `scale` times the loss from the outputs.
 
-    The function maps outputs to their gradients. In its input, the outputs of rows that are not
-    computed yet are 0.
+    The gradient is with respect to these outputs. When the function is called, the outputs of rows
+    that are not computed yet are 0.
     """
 
     def compute_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
@@ -45,9 +45,10 @@ def is_row_separable(
     """Check that the gradient of each row doesn't depend on the outputs of other rows.
 
     The gradient over all rows is compared with gradients for which the outputs of half of the rows
-    are set to 0. Returns False if these rows allow no conclusion: a single row, no gradient, or a
-    gradient that is not finite. Raises `ConfigError` with the loss's name if the gradients differ,
-    because training would then be wrong, and on an accelerator without any error.
+    are set to 0. Returns False if nothing can be concluded from these rows, because there is a
+    single row, no gradient, or a gradient that is not finite. Raises `ConfigError` with the loss's
+    name if the gradients differ, because training would then be wrong, and on an accelerator
+    without any error.
     """
     plain = {}
     for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():
@@ -93,7 +94,7 @@ def _compute_gradients(
     total: Mapping[str, float],
     scale: float,
 ) -> dict[Output, Tensor]:
-    """Return the gradient of `scale` times the loss by each output that the loss depends on."""
+    """Return the gradient of `scale` times the loss with respect to each output it depends on."""
     with torch.enable_grad():
         known = {key: value.detach().requires_grad_() for key, value in out.items()}
         zeros = torch.zeros_like(rows.mask)

@@ -1,6 +1,6 @@
 """Copies of gradients to host memory and of masters to the device, overlapped with computation.
 
-Gradients are copied during the backward pass, masters while others are updated. Both use a few
+Gradients are copied during the backward pass, and masters while others are updated. Both use a few
 pinned buffers of one size in turn, so that masters and gradients themselves needn't be pinned: this
 bounds pinned memory. A buffer isn't reused before its copy is done.
 """
@@ -22,9 +22,9 @@ SLOT_BYTES = 2**25  # bytes of a pinned buffer: SLOTS buffers are 128 MiB in eac
 
 @dataclass(frozen=True)
 class _PendingGradient:
-    """A piece of a gradient that is being copied to the host.
+    """Piece of a gradient that is being copied to the host.
 
-    `source` is the tensor that is copied, referenced so that its device memory isn't freed meanwhile.
+    `kept` references the source of the copy, so that its device memory isn't freed before the end.
     """
 
     mark: CopyMark
@@ -51,9 +51,9 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def add(self, gradient: Tensor, into: Tensor, *, fresh: bool) -> None:
-        """Copy `gradient` to `into` if `fresh`, else add it to `into`, in the background.
+        """Copy `gradient` to `into` if `fresh`, otherwise add it to `into`, in the background.
 
-        Both have the same shape. The gradient must not be written to afterwards.
+        Both tensors have the same shape. The gradient must not be written to afterwards.
         """
         flat = gradient.reshape(-1)
         sums = into.view(-1)
@@ -80,7 +80,7 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Wait for the piece that was sent first, and add it to its sum."""
+        """Wait for the piece whose copy was started first, and add it to its sum."""
         piece, buffer = self._coming.popleft()
         piece.mark.wait()
         if piece.fresh:
@@ -91,9 +91,9 @@ class HostGradientAccumulator:
 
 
 class MasterUploader:
-    """Copies masters to the device, rounded on the host to the target's dtype.
+    """Copies masters to the device, after rounding them on the host to the target's dtype.
 
-    `put` starts a copy, and returns once a buffer contains its last values. `hold` makes later work
+    `put` starts a copy, and returns as soon as all values are in buffers. `hold` makes later work
     of the device wait for the copies.
     """
 
@@ -133,7 +133,7 @@ class MasterUploader:
 
 
 def _iterate_pieces(flat: Tensor, most: int) -> Iterator[tuple[int, int]]:
-    """Iterate over (first, end) of pieces of at most `most` bytes."""
+    """Iterate over (start, end) of consecutive pieces of at most `most` bytes."""
     step = most // flat.itemsize
     for low in range(0, flat.numel(), step):
         yield low, min(low + step, flat.numel())

@@ -39,7 +39,7 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of a minibatch's micro-batches; tensors stay on the device until collected."""
+    """Results of the micro-batches of a minibatch; tensors stay on the device until `collect`."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
@@ -50,7 +50,10 @@ class PassResults:
     seen: list[SequenceSample] = field(default_factory=list)  # outputs of `chosen`, by micro-batch
 
     def collect(self, norm: Tensor | None = None) -> tuple[MinibatchSums, float]:
-        """Return the results as plain values, and the gradient's norm; the host waits only once."""
+        """Return the results and the gradient norm as Python numbers.
+
+        The host waits for each device only once.
+        """
         operations = sum(self.operations)
         read = BatchedReadback()
         losses = [read.register(loss) for loss in self.losses]
@@ -76,7 +79,7 @@ class PassResults:
 class MinibatchSums:
     """Sums of one rank over the micro-batches of a minibatch.
 
-    `not_finite` are the ids of micro-batches whose loss is NaN or infinite.
+    `not_finite` contains the ids of the samples in micro-batches whose loss is NaN or infinite.
     """
 
     loss: float
@@ -108,13 +111,13 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Collects numbers on devices, and copies them to the host in one copy for each device."""
+    """Collects numbers on devices, and reads all numbers on a device with a single copy."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, _PendingNumber]] = []
 
     def register(self, value: Any) -> _PendingNumber:
-        """Return a placeholder that has the number's value once `read_all` has been called."""
+        """Return a placeholder that contains the number's value after `read_all`."""
         placeholder = _PendingNumber()
         if isinstance(value, Tensor):
             self._waiting.append((value.detach(), placeholder))
@@ -164,7 +167,7 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 class AuxLoss:
     """Weight of the experts' load-balancing loss, and the number of ranks that compute this loss.
 
-    The loss is a mean over sequences. The gradients of the `ranks` ranks are summed.
+    The loss is a mean over sequences. The gradients of all `ranks` ranks are summed.
     """
 
     weight: float = 0.0
@@ -174,9 +177,9 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the weighted loss for the imbalance `uneven`.
+        """Return the loss, which is the weight times the imbalance `uneven`.
 
-        The gradient is divided by the number of ranks.
+        Its gradient is divided by the number of ranks.
         """
         value = self.weight * uneven
         if self.ranks == 1:
@@ -191,7 +194,8 @@ NO_AUX_LOSS = AuxLoss()
 class OptimizerStep:
     """Callable that runs one optimizer step of a role on a minibatch.
 
-    `on_nonfinite` is "stop" (raise `NotFinite`) or "skip" (no update; counted in the metrics).
+    If `on_nonfinite` is "stop", a loss or gradient that is not finite raises `NotFinite`. If it is
+    "skip", the weights are not updated, and the step is counted in the metric `nonfinite`.
     """
 
     network: nn.Module
@@ -254,7 +258,10 @@ class OptimizerStep:
         return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
 
     def _sum_denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
-        """Return the loss's denominators summed over all ranks, or None if nothing is trained."""
+        """Return the sum over all ranks of each denominator of the loss.
+
+        Returns None if nothing is trained.
+        """
         own = loss.denominators(minibatch)
         reads_tokens = "scores" not in loss.outputs
         trained = np.count_nonzero(count_trained_rows(minibatch)) if reads_tokens else 0
@@ -272,9 +279,9 @@ class OptimizerStep:
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
-        """Return the reason to skip the update, or None.
+        """Return the reason to skip the update, or None if there is none.
 
-        Removes values that are not finite from `metrics`. Raises `NotFinite` if the loss or the
+        Values that are not finite are removed from `metrics`. Raises `NotFinite` if the loss or the
         gradient is not finite and `on_nonfinite` is "stop".
         """
         ids = list(not_finite)
@@ -306,8 +313,8 @@ class OptimizerStep:
 class _TrainingProcessor:
     """`MicrobatchProcessor` for training, which collects the results in `passes`.
 
-    `finish` returns the micro-batch's contribution to the loss, times the optimizer's loss scale.
-    `total` contains the denominators of the loss.
+    `finish` returns the micro-batch's contribution to the loss, multiplied by the optimizer's loss
+    scale. `total` contains the denominators of the loss.
     """
 
     step: OptimizerStep
@@ -398,8 +405,9 @@ class _TrainingProcessor:
 def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
 
-    Returns None without an auxiliary loss. The list of layers is cleared, because layers that are
-    recomputed in the backward pass add to it again and must not be counted twice.
+    Returns None without an auxiliary loss. The data recorded by the layers is discarded afterwards,
+    because layers that are recomputed in the backward pass record it again and must not be counted
+    twice.
     """
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:

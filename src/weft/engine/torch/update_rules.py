@@ -15,26 +15,26 @@ from torch import nn
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that never load torch's compiler."""
+    """Base class of optimizers that do not load torch's compiler."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class AdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW without the decorators."""
+    """AdamW of torch, without the decorators for `torch.compile`."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class SGD(EagerOptimizer, torch.optim.SGD):
-    """torch's SGD without the decorators."""
+    """SGD of torch, without the decorators for `torch.compile`."""
 
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
 class Lion(EagerOptimizer):
-    """Optimizer that steps by the sign of an interpolated momentum.
+    """Optimizer whose steps have the sign of an interpolated momentum.
 
     Implements algorithm 2 of Chen et al. 2023, arXiv:2302.06675.
     """
