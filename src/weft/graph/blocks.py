@@ -1,6 +1,6 @@
-"""State per id, stored once for each block of ids that share it.
+"""State per id, stored once for each block of ids that share the same state.
 
-Its cost therefore grows with the number of blocks, not with the number of ids.
+The cost therefore grows with the number of blocks, not with the number of ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StateBlock(Generic[T]):
 class StateBlocks(Generic[T]):
     """Map from ids to states, in which all ids of a block share one state.
 
-    `new` creates the state of new ids; `copy` copies a state when ids are split off from a block.
+    `new` creates the state of new ids. `copy` copies a state when ids are split off from a block.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
@@ -68,7 +68,7 @@ class StateBlocks(Generic[T]):
         return []
 
     def group_by_block(self, ids: Sequence[str]) -> dict[StateBlock[T] | None, list[str]]:
-        """Group the ids by block, keeping their order; ids without a block are grouped under None."""
+        """Group the ids by block, in their given order. Ids without a block are grouped under None."""
         get = self._block_of_id.get
         parts = dict[StateBlock[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
@@ -87,10 +87,10 @@ class StateBlocks(Generic[T]):
         return parts
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
-        """Return one state per block of these ids, which the caller can modify.
+        """Return one state for each block of these ids, which the caller may modify.
 
-        Blocks that also contain other ids are split first, so that the states belong to exactly
-        these ids. New ids get a new block.
+        Blocks that also contain other ids are split first, so that a change of a returned state
+        affects only `ids`. New ids get a new block.
         """
         states = []
         for block, chosen in self.group_by_block(ids).items():
@@ -109,7 +109,10 @@ class StateBlocks(Generic[T]):
         return states
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
-        """Remove the ids; yield (state, removed ids, True if the block is now empty) per block."""
+        """Remove the ids, and yield a tuple for each block that contained some of them.
+
+        A tuple has the state of the block, the removed ids, and True if the block is now empty.
+        """
         for block, chosen in self.group_by_block(
             [id for id in ids if id in self._block_of_id]
         ).items():

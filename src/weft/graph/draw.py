@@ -1,9 +1,9 @@
 """SVG drawing of a dataflow graph, without graphviz.
 
 Model function calls are colored by role, host functions are hexagons, and edges are labeled with
-keys. Solid lines carry keys. Pale lines also carry keys, but lead to a node that is reachable
-through other nodes as well; their keys are shown on hover. Dashed lines show which calls wait for
-new weights, and dotted lines show parameter syncs.
+keys. Solid lines carry keys. Pale lines also carry keys, but lead to a node that can also be
+reached through other nodes; the keys of pale lines are shown on hover. Dashed lines show which
+calls wait for new weights, and dotted lines show parameter syncs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def to_svg(graph: DataflowGraph) -> str:
 
 @dataclass(frozen=True)
 class _SideLine:
-    """Line that runs outside the layers, from the side of node `source` to the side of `target`."""
+    """Line outside the layers that leads from the side of node `source` to the side of `target`."""
 
     source: str
     target: str
@@ -144,9 +144,10 @@ class _GraphDrawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """Return the side of each side line, -1 (left) or 1 (right).
+        """Return the side on which each side line runs: -1 (left) or 1 (right).
 
-        A line is on the side that is nearer to its ends; ties are resolved alternately.
+        A line runs on the side that is nearer to its ends or, if both are equally near, on the side
+        with fewer lines.
         """
         sides: list[int] = []
         for lane in self._side_lines:
@@ -171,9 +172,10 @@ class _GraphDrawing:
         return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(title)}</title></path>'
 
     def _render_label(self, pair: Pair) -> str:
-        """Return the label with the keys of the edge `pair`.
+        """Render the label with the keys of the edge `pair`.
 
-        It is placed near the end at which fewer edges meet, where lines are further apart.
+        The label is near the end of the edge where fewer edges meet, because lines are further
+        apart there.
         """
         points = self._compute_points(pair)
         fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._implied_edges)
@@ -255,7 +257,7 @@ class _GraphDrawing:
         return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
 
     def _render_legend(self, y: float) -> Iterator[str]:
-        """Yield the legend entries of the line styles in use, at height `y`."""
+        """Yield the legend entries of the line styles that the drawing uses, at height `y`."""
         kinds = [("edge", "keys")] if self._edges else []
         kinds += [("edge pale", "keys read later")] if self._implied_edges else []
         kinds += (
@@ -289,7 +291,7 @@ class _GraphDrawing:
 
 
 def describe(node: Node | None) -> str:
-    """Return a description of a node in words, with the keys that it reads and outputs."""
+    """Describe a node in words, with the keys that it reads and outputs."""
     if node is None:
         return "dataset: the rows"
     if isinstance(node, HostFunction):
@@ -312,7 +314,10 @@ def shorten_keys(keys: Sequence[str]) -> str:
 
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
-    """Yield a line per version edge; for an edge caused by a parameter sync, a line for the sync."""
+    """Yield one line for each version edge.
+
+    If a parameter sync caused the edge, the line represents the sync.
+    """
     roles = {}
     for node in graph.nodes:
         if isinstance(node, MFCDef):
@@ -380,7 +385,7 @@ def _draw_cylinder(x: float, y: float) -> str:
 
 
 def _fit(text: str, letter: float) -> str:
-    """Return SVG attributes that squeeze `text` if it is wider than its node, else nothing.
+    """Return SVG attributes that squeeze `text` if it is wider than its node, otherwise "".
 
     `letter` is the assumed width of a letter.
     """
@@ -415,7 +420,7 @@ STYLE = (
 
 
 def _build_color_rules(hues: Mapping[str, ColourPair], ground: str) -> str:
-    """Return the CSS color rules for a `ground` (background) that is "light" or "dark"."""
+    """Return the CSS color rules for a "light" or "dark" background (`ground`)."""
     dark = ground == "dark"
     paper, ink, quiet, line, pale = (
         ("#191b21", "#eceef2", "#a3a9b6", "#868d9b", "#4a505d")

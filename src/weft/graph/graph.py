@@ -14,7 +14,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class KeyEdge:
-    """Edge for the keys that `consumer` reads from `producer`, a node or `dataset`."""
+    """Edge with the keys that `consumer` reads from `producer`, which is a node or `dataset`."""
 
     producer: str
     consumer: str
@@ -38,8 +38,8 @@ class VersionEdge:
 class DataflowGraph:
     """Dataflow graph: nodes connected by the keys that they read and output.
 
-    `dataset_keys` are the keys of the dataset's rows. If a node outputs a key of the same name,
-    other nodes read the node's output.
+    `dataset_keys` are the keys of the dataset's rows. If a node outputs a key with the name of a
+    dataset key, other nodes read the node's output.
 
     The constructor raises `GraphError` for duplicate node names, a key that two nodes output, a key
     that a node requires but nothing provides (the message lists all keys), a cycle, or a parameter
@@ -68,19 +68,19 @@ class DataflowGraph:
         )
 
     def get_node(self, name: str) -> Node:
-        """Return the node called `name`. Raises `ConfigError`, which suggests similar names."""
+        """Return the node called `name`. If there is none, raises `ConfigError` with similar names."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise build_unknown_name_error("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """Return the graph with `new` inserted after the node `name`.
+        """Return the graph with the node `new` inserted after the node `name`.
 
-        If both nodes output a key, the graph's key comes from `new`. The key of node `name` is then
-        called `{key}_before_{new.name}` on the edges, under which name `new` reads it. If `new` has
-        `batch_size` 0, it gets the batch size of node `name`. Raises `GraphError` if `new` reads
-        none of the keys of node `name`.
+        If both nodes output the same key, other nodes read the key of `new`. The key of node `name`
+        is then called `{key}_before_{new.name}` on the edges, and `new` reads it under this name.
+        If `new` has `batch_size` 0, it gets the batch size of node `name`. Raises `GraphError` if
+        `new` reads none of the keys of node `name`.
         """
         old = self.get_node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
@@ -110,9 +110,9 @@ class DataflowGraph:
         return replace(self, nodes=nodes)
 
     def find_producers(self, consumer: str) -> tuple[str, ...]:
-        """Return the nodes whose keys `consumer` reads, in topological order.
+        """Return the names of the nodes whose keys `consumer` reads, in topological order.
 
-        Includes the producers of optional keys.
+        The producers of optional keys are included.
         """
         producers = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
         return tuple(name for name in self.order if name in producers)
@@ -136,7 +136,7 @@ class DataflowGraph:
         return filters[0] if filters else None
 
     def _find_consumers(self, name: str) -> set[str]:
-        """Return all nodes that depend on keys of node `name`, directly or through other nodes."""
+        """Return the nodes that depend on keys of node `name`, directly or through other nodes."""
         consumers = set[str]()
         front = [name]
         while front:
@@ -151,7 +151,10 @@ class DataflowGraph:
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))
 
     def find_required_dataset_keys(self) -> dict[str, str]:
-        """Return the required keys that no node outputs, each with the first node that reads it."""
+        """Return the keys that the dataset must have, each with the first node that reads the key.
+
+        These are the required keys that no node outputs.
+        """
         produced_keys = set(_find_makers(self.nodes))
         required: dict[str, str] = {}
         for node in self.nodes:
@@ -196,7 +199,7 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def _find_makers(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return the node that outputs each key, by the key's name on the edges.
+    """Map each key, under its name on the graph's edges, to the name of the node that outputs it.
 
     Raises `GraphError` if two nodes output the same key.
     """
@@ -243,7 +246,7 @@ def _build_missing_key_error(
 
 
 def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tuple[str, ...]:
-    """Return the node names in topological order; independent nodes keep their given order.
+    """Return the node names in topological order. Independent nodes keep their given order.
 
     Raises `GraphError` if the graph has a cycle.
     """
@@ -263,10 +266,10 @@ def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tupl
 
 
 def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]) -> GraphError:
-    """Return the error for a graph with a cycle, which it describes.
+    """Return an error that describes a cycle of the graph.
 
-    `waiting` maps each remaining node to its remaining producers. Every such node has at least one,
-    so walking backwards from any of them finds a cycle.
+    `waiting` maps each remaining node to its remaining producers. Every such node has at least one
+    producer, so walking backwards from any of these nodes finds a cycle.
     """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:
@@ -280,7 +283,7 @@ def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
-    """Return the sync after checks; an empty `after` becomes the node that trains the source role.
+    """Check a sync and return it; an empty `after` becomes the node that trains the source role.
 
     Raises `GraphError` for an invalid sync.
     """

@@ -1,8 +1,8 @@
 """Order in which scheduled firings start. The caller owns clocks and threads.
 
 `weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
-starts as soon as its inputs exist. Calls start in the order of these decisions, so that the order
-of requests to a worker group does not depend on timing. If some calls tolerate staleness
+starts as soon as its inputs exist. Calls start in the order in which they were decided, so that the
+order of requests to a worker group does not depend on timing. If some calls tolerate staleness
 (`max_staleness`), the order is kept separately for each role; calls that have their own copy of the
 weights are ordered separately from the other calls of their role.
 """
@@ -21,10 +21,10 @@ from weft.graph.ready import Firing, IdBuffer
 class FiringLaunch:
     """Firing that can start now.
 
-    For calls with their own copy of the weights, `version` is the version to use: the number of
-    firings of the training node after which the weights were copied. An interruptible call may use
-    newer weights. `needs_old_weights` is True if the firing trains and waiting calls still need the
-    weights from before it.
+    If the call has its own copy of the weights, `version` is the version of the weights to use,
+    which is the number of firings of the training node that produced them. An interruptible call
+    may use newer weights. `needs_old_weights` is True if the firing trains and waiting calls still
+    need the weights from before it.
     """
 
     firing: Firing
@@ -47,9 +47,9 @@ class LaunchQueue:
     """Queue of firings that are scheduled but have not started.
 
     `over[node]` is the number of the node's firings that have finished, including their syncs; the
-    caller updates it. `lanes` maps calls that have their own copy of the weights
-    (`weft.runtime.separate_copies`) to the lane in which they start in order, independently of
-    other calls of their role.
+    caller updates it. `lanes` maps each call that has its own copy of the weights
+    (`weft.runtime.separate_copies`) to the name of a lane. Calls in one lane start in order,
+    independently of other calls of their role.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LaunchQueue:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: IdBuffer) -> None:
-        """Add a firing that has been recorded by `buffer.start`.
+        """Add a firing after `buffer.start` has recorded it.
 
         It will start after earlier firings of the same node, after the firings that produce its
         keys, and after the training steps whose weights it uses.
@@ -100,7 +100,7 @@ class LaunchQueue:
         self._waiting.append(_QueuedFiring(firing, after, lane, version, wants))
 
     def take(self) -> list[FiringLaunch]:
-        """Remove the firings that can start now, and return them in order."""
+        """Remove and return the firings that can start now, in order."""
         begin: list[_QueuedFiring] = []
         left: list[_QueuedFiring] = []
         held = set[str]()

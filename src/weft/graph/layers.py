@@ -1,4 +1,4 @@
-"""Layered layout of a graph for drawing: top to bottom, with few crossings, edges around nodes."""
+"""Layered layout for drawing a graph top to bottom, with few crossings and edges around nodes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lay_out_graph(
 
 
 def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node: one below its lowest source, or 0 without sources."""
+    """Return the layer of each node: one below its lowest source, or 0 if the node has no sources."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(
@@ -141,9 +141,10 @@ def _compute_coordinates(
     widths: Mapping[str, float],
     bend_width: float,
 ) -> dict[str, float]:
-    """Return the x coordinate of every node and bend; the drawing starts at x = 0.
+    """Return the x coordinate of every node and bend, such that the drawing starts at x = 0.
 
-    Each is near the mean of its neighbors, keeps its order in the row, and does not overlap others.
+    Nodes and bends are close to the mean of their neighbors, keep their order in the row, and do
+    not overlap.
     """
     room = {}
     for row in rows:
@@ -182,10 +183,10 @@ def _compute_mean(values: Sequence[float], default: float) -> float:
 def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
-    """Set the positions `x` of a row as close to the `wished` ones as order and width allow.
+    """Set the positions `x` of a row as close to the positions `wished` as order and width allow.
 
-    The distance is measured by least squares; `room` has the width of each node. Nodes that would
-    overlap are merged into blocks that move together.
+    The sum of the squared distances is minimized. `room` has the width of each node. Nodes that
+    would overlap are merged into blocks that move together.
     """
     blocks: list[tuple[list[str], float]] = []  # (names, x of the first name)
     for name in row:

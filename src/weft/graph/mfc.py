@@ -11,9 +11,9 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Hook that offloads weights or optimizer state (`what`) to host memory after a call.
+    """Hook that moves weights or optimizer state (`what`) to host memory after a call.
 
-    As a hook before a call, it loads them back to the device.
+    A hook that runs before a call loads them back to the device instead.
     """
 
     what: Literal["weights", "optimizer"] = "weights"
@@ -75,7 +75,7 @@ class EdgeKeyNames:
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Optional input keys, as named on the graph's edges; they are read if they exist."""
+        """Optional input keys, as named on the graph's edges. They are read if they exist."""
         return _rename_keys(self.optional_keys, self.input_key_remap)
 
     @property
@@ -91,13 +91,13 @@ class MFCDef(EdgeKeyNames):
     `input_keys` and `output_keys` are the names that the interface uses; a remap maps them to names
     on the graph's edges (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read if the dataset
     or another node provides them. `batch_size` is the number of ids per firing; with 0, a firing
-    takes one batch of the loader as it is (used for batches laid out by a token budget).
+    processes one batch of the loader as it is (used for batches laid out by a token budget).
 
     `cache` stores the outputs of a frozen role's inference on disk, so that each id is computed
     once per run, or once for all runs that share `dataset.cache_dir`. `layout` and `device_mesh`
-    override the role's own for this call; a call that trains uses the role's
-    (`Experiment.get_mesh`). `max_staleness` is the number of train steps by which the weights in
-    use may be outdated. An `interruptible` call may get newer weights while it runs.
+    override those of the role for this call; a call that trains uses those of the role
+    (`Experiment.get_mesh`). `max_staleness` is the maximum number of train steps by which the
+    weights may be outdated. An `interruptible` call may get newer weights while it runs.
     """
 
     name: str
@@ -133,11 +133,11 @@ class HostFunction(EdgeKeyNames):
     `function` is a registered name (see `docs/host-functions.md`). A function that returns fewer
     ids than it received is a filter; the loader then provides more rows.
 
-    `refill_rounds` applies to calls before a filter that wait for new weights. If it is above 0,
-    these calls take whole batches until the training node has a full one, in at most
-    `refill_rounds` rounds per step. If it is 0, they take only as many ids as are missing, in ever
-    smaller rounds. `tokenizer_role` names the role whose tokenizer is `context.tokenizer`, for
-    functions that read text.
+    `refill_rounds` controls how ids that a filter removed are replaced, if the calls before the
+    filter wait for new weights. If `refill_rounds` is above 0, these calls process whole batches
+    until the training node has a full batch, in at most `refill_rounds` rounds per step. If it is
+    0, each round processes only as many ids as are still missing. `tokenizer_role` names the role
+    whose tokenizer is `context.tokenizer`, for functions that read text.
     """
 
     name: str

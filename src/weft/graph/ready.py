@@ -1,6 +1,6 @@
-"""Scheduling: find the nodes that can run next, and the ids to run them on.
+"""Scheduling: finds the nodes that can run next, and the ids to run them on.
 
-All functions work without tensors and clocks.
+The functions use neither tensors nor clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.graph.mfc import HostFunction
 class Firing:
     """One run of the node `node` on `ids`, which are in loader order.
 
-    `step` counts the node's firings from 0.
+    `step` is the index of this firing among the node's firings.
     """
 
     node: str
@@ -32,9 +32,9 @@ class Firing:
 class IdState:
     """Progress of an id through the graph.
 
-    `keys` are the keys that exist for the id. `started` maps each node that has taken the id to the
-    index of the firing that took it (`Firing.step`), and `finished` lists the nodes that have
-    finished processing it.
+    `keys` are the keys that exist for the id. `started` maps each node that has started to process
+    the id to the index of the firing that did so (`Firing.step`), and `finished` lists the nodes
+    that have finished processing it.
     """
 
     batch: int = 0  # number of the loader's batch
@@ -87,7 +87,7 @@ class IdBuffer:
             own.finished = entry.finished
 
     def start(self, firing: Firing) -> None:
-        """Record that a node has taken the ids of `firing`."""
+        """Record that a node has started to process the ids of `firing`."""
         for entry in self.entries.separate_states(firing.ids):
             entry.started[firing.node] = firing.step
         self.num_ids_started[firing.node] += len(firing.ids)
@@ -101,7 +101,7 @@ class IdBuffer:
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs any more; none may be in a running firing."""
+        """Remove ids that no node needs any more. They must not be in a running firing."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
@@ -179,11 +179,11 @@ def find_ready_firings(
 ) -> list[Firing]:
     """Return all firings that can start now, sorted by their oldest ids, then by the graph's order.
 
-    A node can fire when `batch_size` ids have its inputs and its version edges allow them; it takes
-    the oldest such ids. If nothing is running, no batch is full and more rows from the loader would
-    not help (`needs_rows`), then the first node in the graph's order that can take any ids fires
-    with a smaller batch. This happens at the end of an epoch, and when ids dropped by a filter are
-    replaced.
+    A node can fire when its inputs exist for `batch_size` ids and its version edges allow these
+    ids; it processes the oldest such ids. A smaller batch is allowed only if nothing is running, no
+    batch is full, and more rows from the loader would not help (`needs_rows`). In that case, the
+    first node in the graph's order that can process any ids fires. This happens at the end of an
+    epoch, and when ids dropped by a filter are replaced.
 
     `versions[node]` counts the firings of `node` whose weights are available. A node in `running`
     does not fire again before it has finished. The arguments are not modified.
@@ -210,7 +210,7 @@ def needs_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Return whether another batch of rows could let a node fire that reads only rows.
+    """Return whether another batch of rows could enable a node that reads only rows to fire.
 
     `among` restricts the nodes that are considered.
     """
@@ -220,10 +220,10 @@ def needs_rows(
 
 @dataclass(frozen=True)
 class _AvailableIds:
-    """Oldest ids that a node can take now.
+    """Oldest ids that a node can process now.
 
-    `is_full` is True if they are a complete batch. `needs_rows` is True if more rows from the
-    loader could complete it.
+    `is_full` is True if these ids are a complete batch. `needs_rows` is True if more rows from the
+    loader could complete the batch.
     """
 
     ids: tuple[str, ...]
@@ -274,7 +274,7 @@ def _find_available_ids(
 
 
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """Return the maximum number of ids that a version edge allows before new weights.
+    """Return the maximum number of ids that a call may process before it needs newer weights.
 
     Returns 0 if the loader's batches determine the batch size.
     """
@@ -289,13 +289,13 @@ def _count_allowed(
     able: Sequence[str],
     another: int = 0,
 ) -> int:
-    """Return the number of ids of `able` that a node may take before its weights would be too old.
+    """Return the number of ids of `able` that a node may process before its weights are too old.
 
-    `able` are the ids whose inputs exist, and `edges` the node's version edges. If `another` is 1,
-    an id of the loader's next batch is added to `able` at the end. The limit is the number of ids
-    that the training node can still process before the weights are too old. Ids that the node has
-    taken and the training node has not yet taken count towards it, and so do firings of the
-    training node whose weights are not yet available.
+    `able` are the ids whose inputs exist, and `edges` are the node's version edges. If `another` is
+    1, an id of the loader's next batch is added to `able` at the end. The limit is the number of
+    ids that the training node can still process before the weights are too old. Ids that the node
+    has started and the training node has not yet started count towards this limit, and so do
+    firings of the training node whose weights are not yet available.
     """
     count = len(able) + another
     for edge in edges:
@@ -319,7 +319,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the edge's call has taken and its training node has not."""
+    """Return the blocks of ids that the edge's call has started and its training node has not."""
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -339,11 +339,11 @@ def _count_refill(
     missing: int,
     pending: Sequence[StateBlock[IdState]],
 ) -> int:
-    """Return the number of ids that a call may take for a training node that lacks `missing` ids.
+    """Return how many ids a call may process for a training node that lacks `missing` ids.
 
-    This is usually `missing`. After the first round, if a filter between call and training node
-    refills in whole batches, it is 0 until the filter has processed all pending ids, then a whole
-    batch, and 0 after the last round.
+    Usually this is `missing`. It differs after the first round if a filter between the call and the
+    training node refills in whole batches: it is 0 while the filter still has to process ids, then
+    a whole batch, and 0 after the last round.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
@@ -361,7 +361,7 @@ def _count_refill(
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
     """Return the ids that refill rounds processed in excess, after `producer` has fired.
 
-    The weights used for these ids would be too old for the next firing of `producer`.
+    The weights that were used for these ids would be too old for the next firing of `producer`.
     """
     surplus: dict[str, None] = {}
     for edge in graph.version_edges:

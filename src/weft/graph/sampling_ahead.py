@@ -21,9 +21,9 @@ def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing
     """Return the firings to schedule first.
 
     These are the calls that tolerate staleness, since other calls of their role would delay them.
-    If there are none, they are all firings that do not train, since calls that are scheduled after
-    a training step wait for its weights. If there are none of these either, they are the firings
-    that train.
+    If there are no such calls, these are all firings that do not train, since calls that are
+    scheduled after a training step wait for its weights. If all firings train, these are all
+    firings.
     """
     lagging = _find_stale_calls(graph)
     sampling = [firing for firing in firings if firing.node in lagging]
@@ -58,7 +58,7 @@ def may_load(
 
 
 def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
-    """Return the firing with the oldest ids; the first one in `firings` if several have the same.
+    """Return the firing with the oldest ids, or the first of several with equally old ids.
 
     Scheduling it first prevents sampling ahead from delaying training.
     """

@@ -29,8 +29,8 @@ def compute_input_half(
 ) -> list[Group]:
     """Compute the gradient of `states`, and return the groups of weights for `compute_weight_half`.
 
-    `gradients` are the gradients of the roots; None, for a scalar root, counts as 1. The roots
-    cannot be used afterwards.
+    `gradients` are the gradients of the roots. None is allowed for a scalar root and counts as 1.
+    The roots cannot be used afterwards.
     """
     if not roots:
         return []
@@ -83,10 +83,10 @@ def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _accumulate(group: Group) -> None:
-    """Add the gradients of one group of weights, starting from those stored at the group's nodes.
+    """Add the gradients of one group of weights, starting from the gradients stored at its nodes.
 
-    Unlike torch's `stage_backward_weight`, which sets the gradients itself, this runs the hooks of
-    parameters too.
+    Unlike torch's `stage_backward_weight`, which sets the gradients itself, this also runs the
+    hooks of parameters.
     """
     edges = []
     gradients = []

@@ -38,7 +38,7 @@ def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks. The gradient is summed over the ranks too.
+    """Return the sum of x over the ranks. The gradient is also summed over the ranks.
 
     Used if each rank computes a different part of the result from the sum.
     """
@@ -74,8 +74,8 @@ class RowAssignment:
     ) -> RowAssignment:
         """Assign `count` rows to the ranks in consecutive runs of equal length.
 
-        The last rank that gets any rows may get fewer than the others, and the ranks after it get
-        none.
+        If the rows do not divide evenly, the last rank with any rows has fewer than the others, and
+        the ranks after it have none.
         """
         most = -(-count // group.size())
         places = torch.arange(count, device=device)
@@ -98,7 +98,10 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment of the rows `rows`, int64 [n], to the same ranks. Rows may repeat."""
+        """Return the assignment of the rows with the indices `rows`, int64 [n], to the same ranks.
+
+        An index may occur several times.
+        """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -113,9 +116,10 @@ class RowAssignment:
 
 @_disable_dynamo
 def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are summed.
+    """Return all rows [rows, ...], given each rank's own rows x [n, ...].
 
-    Used if each rank computes a different part of the result from the rows.
+    The backward pass sums the gradients over the ranks. Used if each rank computes a different part
+    of the result from the rows.
     """
     y: Tensor = _GatherRows.apply(x, rows, True)
     return y
@@ -123,10 +127,10 @@ def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
 
 @_disable_dynamo
 def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are not summed.
+    """Return all rows [rows, ...], given each rank's own rows x [n, ...].
 
-    Used if all ranks compute the same result from the rows, so that each rank already has the
-    complete gradient of its own rows.
+    The backward pass does not sum the gradients over the ranks. Used if all ranks compute the same
+    result from the rows, so that each rank already has the complete gradient of its own rows.
     """
     y: Tensor = _GatherRows.apply(x, rows, False)
     return y

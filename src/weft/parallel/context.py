@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group split the tokens of every pack, so long sequences fit.
+"""Context parallelism: the ranks of a group split the tokens of every pack to fit long sequences.
 
     join(network, group)             # the whole network, or the same stage of a pipeline
     network(packed, want)            # same pack on all ranks; every rank gets all outputs
@@ -44,9 +44,9 @@ from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Split the tokens of every pack over the ranks of `group`, which all have the same network.
 
-    Sequences then do not share common prefixes: each has its own copy. A pipeline stage receives
-    and sends only the states of this rank's tokens. Generation does not call `forward` and is not
-    affected.
+    Common prefixes of sequences are then not shared: each sequence has its own copy. A pipeline
+    stage receives and sends only the states of this rank's tokens. Generation does not call
+    `forward` and is not affected.
     """
     sharing = _TokenSharing(group)
     network.register_forward_pre_hook(sharing.enter)
@@ -57,7 +57,7 @@ def join(network: Transformer, group: ProcessGroup) -> None:
 def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
     """Return the tokens of a pack that a rank has, as at most two non-empty ranges (start, stop).
 
-    `length` is the number of tokens of the pack, and `size` the number of ranks. `stop` is
+    `length` is the number of tokens in the pack, and `size` is the number of ranks. `stop` is
     exclusive.
     """
     bounds = _compute_bounds(length, size)
@@ -70,20 +70,21 @@ def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int],
 
 
 def count_tokens(length: int, group: ProcessGroup) -> int:
-    """Return how many tokens of a pack of `length` tokens this rank has."""
+    """Return the number of tokens that this rank has of a pack of `length` tokens."""
     return sum(stop - start for start, stop in find_token_runs(length, group.size(), group.rank()))
 
 
 def _compute_bounds(length: int, size: int) -> list[int]:
     """Return the 2 * `size` + 1 boundaries of the pieces of a pack of `length` tokens.
 
-    The sizes of the pieces differ by at most one token, so ranks differ by a token or two.
+    The sizes of the pieces differ by at most one token, so the token counts of ranks differ by at
+    most two.
     """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
 def _assign_owners(length: int, size: int, device: torch.device) -> Tensor:
-    """Return the rank that has each token, int64 [length]."""
+    """Return the rank to which each token belongs, int64 [length]."""
     pieces = [stop - start for start, stop in pairwise(_compute_bounds(length, size))]
     ranks = torch.tensor([min(piece, 2 * size - 1 - piece) for piece in range(2 * size)])
     return ranks.repeat_interleave(torch.tensor(pieces)).to(device)
@@ -102,7 +103,7 @@ class _TokenSharing:
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of `forward` with the pack reduced to this rank's tokens.
 
-        Rows, labels and supports are reduced to those of this rank's outputs.
+        The rows, labels and supports in the arguments are reduced to those of this rank's outputs.
         """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
@@ -135,7 +136,8 @@ class _TokenSharing:
     ) -> dict[str, Tensor] | Tensor:
         """Return the outputs of all ranks, in the order of the pack's rows.
 
-        Hidden states, the result of a stage that is not the last one, are returned unchanged.
+        If the network is a stage other than the last one, `outputs` are hidden states, and are
+        returned unchanged.
         """
         own = self._outputs
         self._outputs = None
@@ -147,7 +149,10 @@ class _TokenSharing:
 
 
 def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
-    """Return this rank's tokens of the pack. Scores are read at the local tokens `last`."""
+    """Return the part of the pack with this rank's tokens.
+
+    `last` has the local positions of the tokens at which scores are computed.
+    """
     assert isinstance(x.attention, Dense), "packs whose sequences share no prefixes"
     group = tokens.group
     runs = find_token_runs(len(x.tokens), group.size(), group.rank())
@@ -173,12 +178,11 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
 def draw_on_first_rank(
     draw: Callable[[], DrawnTokens], rows: int, group: ProcessGroup
 ) -> Callable[[], DrawnTokens]:
-    """Draw tokens on the first rank of the group, and broadcast them to the others.
+    """Draw tokens on the first rank of the group, and broadcast them to the other ranks.
 
     Used by ranks that must generate the same tokens
-    (`weft.engine.generation.settings.TokenAgreement`), which rounding could otherwise make
-    different. Returns a function that returns the tokens. `group` is a process group for host
-    tensors.
+    (`weft.engine.generation.settings.TokenAgreement`) although rounding could make their results
+    differ. Returns a function that returns the tokens. `group` is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

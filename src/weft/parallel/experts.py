@@ -27,9 +27,9 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Reduce every stack of experts to this rank's experts and connect it to those of other ranks.
+    """Reduce every stack of experts to this rank's experts, and connect it to other ranks' experts.
 
-    The memory of the new stacks is allocated later.
+    The memory of the reduced stacks is allocated later.
     """
     for module in network.modules():
         if isinstance(module, MoE):
@@ -82,7 +82,7 @@ class GroupExpertExchange:
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
-        `sent` and `taken` are the numbers of tokens sent to each rank and received from it.
+        `sent` and `taken` are the number of tokens sent to, and received from, each rank.
         """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
@@ -91,9 +91,9 @@ class GroupExpertExchange:
 
 
 def _exchange_rows(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """Send `sent[r]` consecutive rows of x to each rank r; return the `taken[r]` rows from each.
+    """Send `sent[r]` consecutive rows of x to each rank r, and return the rows received.
 
-    Gradients are sent in the opposite direction.
+    `taken[r]` rows are received from each rank r. Gradients are sent in the opposite direction.
     """
     y: Tensor = _AllToAll.apply(x, sent, taken, group)
     return y

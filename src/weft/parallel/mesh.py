@@ -39,20 +39,20 @@ def choose_backend(device: torch.device) -> str:
 
 
 class ProcessGroups:
-    """Cache of the process groups that this process belongs to, by their ranks.
+    """Cache of the process groups that this process belongs to, keyed by their ranks.
 
-    Ranks that have several groups in common must request these in the same order.
+    Ranks that belong to several common groups must request these groups in the same order.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """Create an empty cache; `seconds` is the timeout of a collective (None: torch's default)."""
+        """Create an empty cache. `seconds` is the timeout of a collective (None: torch's default)."""
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def get_group(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Return the group of these ranks. The first call creates it and waits for all of them.
+        """Return the group of these ranks. The first call creates it and waits for all its ranks.
 
-        With `host`, return a separate gloo group for host tensors, whose messages are ordered
+        If `host` is True, return a separate gloo group for host tensors. Its messages are ordered
         independently of those in the other group.
         """
         if (ranks, host) not in self._groups:
@@ -71,8 +71,8 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
     """Name groups that are created in the block after their ranks and a counter.
 
     The counter is the number of earlier groups of the same ranks. torch itself derives the name
-    from the ranks and the number of all groups of the process. Ranks that belong to different
-    numbers of groups would then wait for each other under different names.
+    from the ranks and the number of all groups of the process. With torch's names, ranks that
+    belong to different numbers of groups would wait for each other under different names.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(
@@ -90,9 +90,10 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """View that one rank has of a layout on its devices.
+    """Layout on its devices, as seen by one of its ranks.
 
-    All ranks of the mesh must construct it, because the constructor creates the process groups.
+    All ranks of the mesh must construct this object, because the constructor creates the process
+    groups.
     """
 
     def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
@@ -140,16 +141,16 @@ class RankMesh:
 
     @property
     def ends_group(self) -> ProcessGroup | None:
-        """Group of the ranks with the first and the last stage of this rank's pipeline.
+        """Group of the two ranks with the first and the last stage of this rank's pipeline.
 
-        None if this rank has neither of these stages, or if one rank has both.
+        None if this rank has neither of these stages, or if a single rank has both.
         """
         if self.rank in self._ends and len(set(self._ends)) == 2:
             return self._groups.get_group(self._ends)
         return None
 
     def get_host_group(self, axis: str) -> ProcessGroup:
-        """Return the group for host tensors of the ranks along `axis`, "pipeline" or "context"."""
+        """Return the group for host tensors of the ranks along `axis` ("pipeline" or "context")."""
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 
     @property
@@ -159,7 +160,10 @@ class RankMesh:
 
     @property
     def expert_copies_group(self) -> ProcessGroup | None:
-        """Group of the ranks with the same experts but other tokens; None if there are no others."""
+        """Group of the ranks that hold the same experts but process other tokens.
+
+        None if no other rank holds the same experts.
+        """
         ranks = self._find_expert_copies()
         return self._groups.get_group(ranks) if len(ranks) > 1 else None
 
@@ -171,9 +175,10 @@ class RankMesh:
     def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
         """Return the device mesh over which FSDP2 shards parameters.
 
-        Its dimensions are `r`, the replicas, if there are several, and `f`, the shards of one
-        replica. Must be called for sharded layouts only. With `experts`, return the mesh for the
-        parameters of experts: only the ranks that hold the same experts.
+        The mesh has the dimension `f`, the shards of one replica, and the dimension `r`, the
+        replicas, if there are several. Must be called for sharded layouts only. If `experts` is
+        True, the mesh is that of the experts' parameters, and contains only ranks that hold the
+        same experts.
         """
         e = self.layout.expert if experts else 1
         inner, outer = self._find_shard_ranks(e)
@@ -203,7 +208,8 @@ class RankMesh:
     def _find_strided_ranks(self, e: int) -> tuple[int, ...]:
         """Return every e-th rank along the data axis, including this rank.
 
-        If something is split over each e consecutive ranks, these ranks have the same part of it.
+        If something is split over each `e` consecutive ranks, the returned ranks all have the same
+        part.
         """
         return self.mesh.list_ranks_along(self.rank, "data")[self.coordinates.data % e :: e]
 

@@ -53,7 +53,7 @@ TransferKey = tuple[int, int, int]
 
 
 class Pipeline:
-    """Pipeline on one rank; `networks` maps stage indices to this rank's stages."""
+    """One rank's part of a pipeline; `networks` maps the indices of its stages to networks."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Pipeline:
     ) -> None:
         """Check that `networks` are the stages that the schedule `kind` assigns to this rank.
 
-        `group` has the ranks of the pipeline in order; None if this is the only rank. `dtype` is
-        that of the hidden states, by default the parameters' dtype. Under context parallelism,
-        `count_of` maps a pack's number of tokens to this rank's. Sharded gradients are summed over
-        the ranks after each backward pass, so that a rank stores only those of its rows. With
-        `sums_once`, they are summed only after a stage's last backward pass, which needs less
-        communication but stores whole gradients. Raises `ConfigError` if the schedule assigns other
-        stages to this rank.
+        `group` has the ranks of the pipeline in order, and is None if this is the only rank.
+        `dtype` is the dtype of the hidden states, by default that of the parameters. Under context
+        parallelism, `count_of` maps the number of tokens in a pack to the number that this rank
+        has. Sharded gradients are summed over the ranks after each backward pass, so that a rank
+        stores only the gradients of its own rows. With `sums_once`, they are summed only after a
+        stage's last backward pass, which needs less communication but stores whole gradients.
+        Raises `ConfigError` if the schedule assigns other stages to this rank.
         """
         self.networks = dict(networks)
         self.kind = kind
@@ -119,8 +119,8 @@ class Pipeline:
     ) -> None:
         """Run the forward and backward pass of every micro-batch.
 
-        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank and
-        returns what a stage itself adds to the loss, such as the load-balancing loss of its
+        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank, and
+        returns what the stage itself adds to the loss, such as the load-balancing loss of its
         experts. Raises `RunError` if another rank does not send or receive within the group's
         timeout.
         """
@@ -132,7 +132,7 @@ class Pipeline:
     def forward(self, microbatches: Sequence[Microbatch]) -> list[Outputs] | None:
         """Return each micro-batch's outputs on the rank of the last stage, and None on other ranks.
 
-        Raises `RunError` like `train`.
+        Raises `RunError` under the same conditions as `train`.
         """
         outputs: dict[int, Outputs] = {}
 
@@ -149,7 +149,7 @@ class Pipeline:
         return None
 
     def share_outputs(self, outputs: Sequence[Outputs] | None) -> list[Outputs]:
-        """Return the outputs of the last stage on every rank.
+        """Return, on every rank, the outputs of the last stage.
 
         Each kind of output needs one broadcast, for all micro-batches together.
         """
@@ -179,9 +179,9 @@ class Pipeline:
         return shared_outputs
 
     def share_values(self, values: T) -> T:
-        """Return the `values` of the rank with the last stage on every rank.
+        """Return, on every rank, the `values` of the rank with the last stage.
 
-        They are small plain data, such as statistics.
+        `values` are small plain data, such as statistics.
         """
         if self.group is None:
             return values
@@ -305,11 +305,12 @@ class _PipelineRun:
         self._pass_back(stage, microbatch, passed)
 
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
-        """Compute the gradient of the stage's input, but not those of the weights.
+        """Compute the gradient of the stage's input, but not the gradients of the weights.
 
-        `_run_backward_weight` computes those. The first stage has no input, so its whole backward
-        pass runs later. If activations are recomputed, the whole backward pass runs now; otherwise
-        the blocks would be recomputed once for each group of weights.
+        `_run_backward_weight` computes those of the weights. The first stage has no input gradient
+        to compute, so its whole backward pass runs later. If activations are recomputed, the whole
+        backward pass runs now; otherwise the blocks would be recomputed once for each group of
+        weights.
         """
         if stage == 0:
             return
@@ -338,7 +339,7 @@ class _PipelineRun:
     def _count_backward(self, stage: int) -> bool:
         """Count a backward pass, and return whether it sums the stage's gradients over the ranks.
 
-        The last backward pass of a stage always does.
+        The last backward pass of a stage always sums the gradients.
         """
         self._backward_left[stage] -= 1
         return self._backward_left[stage] == 0 or not self._pipeline.sums_once
@@ -397,7 +398,7 @@ class _PipelineRun:
         (self._sends if message.direction == "SEND" else self._receives)[ends] = tensor, work
 
     def _take(self, ends: TransferKey) -> Tensor:
-        """Return a neighbouring stage's result, and wait for it if it comes from another rank."""
+        """Return the result of a neighbouring stage, waiting for it if another rank sends it."""
         if ends not in self._receives:
             return self._local_tensors.pop(ends)
         tensor, work = self._receives.pop(ends)
@@ -431,9 +432,9 @@ class _PipelineRun:
 
 
 def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> Transformer | None:
-    """Return the first stage if the last stage, on the same rank, reads its embedding matrix.
+    """Return the first stage if the last stage, on the same rank, uses its embedding matrix.
 
-    Returns None if this rank does not have both stages or the embeddings are not tied.
+    Returns None if this rank does not have both stages or if the embeddings are not tied.
     """
     if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
         return None

@@ -48,9 +48,9 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 
 @dataclass
 class _DecoderPass:
-    """Forward pass over `x`, of which this rank still has to compute the stages `left`.
+    """Forward pass over `x`, for which this rank still has to compute the stages `left`.
 
-    `output` is the result, which the last stage fills in.
+    `made` is the result, which is set when the last stage is computed.
     """
 
     x: Packed
@@ -61,7 +61,7 @@ class _DecoderPass:
 
 
 class StagedDecoder:
-    """`Decoder` for the stages that one rank of a pipeline has (`weft.engine.generation.decoder`).
+    """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.decoder`).
 
     `config` counts only this rank's blocks. At the end of its `with` block, the decoder waits until
     the other ranks have received everything that it sent.
@@ -78,7 +78,7 @@ class StagedDecoder:
     ) -> None:
         """Create the decoder of a rank whose `network` consists of `stages`, by stage index.
 
-        `dtype` is that of the hidden states, by default the parameters' dtype.
+        `dtype` is the dtype of the hidden states, by default that of the parameters.
         """
         parameter = next(network.parameters())
         self.network = network
@@ -183,7 +183,7 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
-        """Compute the next of this rank's stages in a forward pass."""
+        """Compute the next of this rank's stages in the forward pass `step`."""
         stage = step.left.popleft()
         network = self._stages[stage]
         states = step.states
@@ -250,8 +250,8 @@ class StagedDecoder:
     def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
         """Receive the tokens that the last rank drew.
 
-        Also waits until this rank's first `sent` outgoing tensors have been received, and releases
-        them.
+        Also waits until the first `sent` tensors that this rank sent have been received, and
+        releases them.
         """
         self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
@@ -263,7 +263,7 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Compute all deferred stages if this step has any left."""
+        """Compute all deferred stages if `step` has stages that are not computed yet."""
         if step is not None and step.left:
             self.catch_up()
 
@@ -306,9 +306,9 @@ class StagedDecoder:
 def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
     """Pack drawn tokens into two tensors for sending; `unpack_tokens` is the inverse.
 
-    The first is float64 [3, rows]: the token, the log-prob, and the number of ids that a limit such
-    as top-k keeps (-1 if these ids are not recorded). The second is int64 and has these ids, row by
-    row.
+    The first tensor is float64 [3, rows] and has, for each row, the token, its log-prob, and the
+    number of ids that a limit such as top-k keeps (-1 if these ids are not recorded). The second
+    tensor is int64 and has these ids, row by row.
     """
     tokens, logprobs, supports = drawn
     if supports is None:

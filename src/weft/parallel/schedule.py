@@ -51,10 +51,10 @@ class ComputeAction:
 
 @dataclass(frozen=True)
 class TransferAction:
-    """Transfer of a stage's result for one micro-batch to the neighbouring stage.
+    """Transfer of a stage's result for one micro-batch to a neighbouring stage.
 
-    If `target` is the next stage, hidden states are sent; if it is the previous one, their
-    gradient.
+    If `target` is the next stage, hidden states are sent; if `target` is the previous stage, the
+    gradient of its hidden states is sent.
     """
 
     direction: Literal["SEND", "RECV"]
@@ -71,8 +71,8 @@ def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) ->
     """Return the placement of the pipeline's stages on its ranks.
 
     Interleaved kinds have `stages_a_rank` stages per rank (default 2). For other kinds, the number
-    is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind or a number of stages that
-    the kind does not allow.
+    is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind, or for a number of stages
+    that the kind does not allow.
     """
     if kind not in get_args(Kind):
         raise ConfigError(
@@ -104,7 +104,7 @@ def plan_actions(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each rank, in order.
 
-    With `forward_only`, for inference, there are only forward passes.
+    With `forward_only`, which is used for inference, there are only forward passes.
     """
     order = build_order(kind, placement, num_microbatches)
     if forward_only:  # with fewer dependencies, the order can still be run
@@ -176,8 +176,8 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations that must precede an action.
 
-    A backward pass needs the same action ("B" or "I") of the next stage. An order has only one of
-    these two kinds.
+    A backward pass needs the same action ("B" or "I") of the next stage; an order contains only one
+    of these two kinds.
     """
     stage = action.stage
     microbatch = action.microbatch
@@ -206,7 +206,7 @@ def _order_gpipe(rank: int, count: int) -> list[ComputeAction]:
 def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
     """Return the computations of one rank in the 1F1B schedule.
 
-    The rank runs one forward pass for each rank after it, then alternates between forward and
+    The rank first runs one forward pass for each rank after it, then alternates between forward and
     backward passes.
     """
     ahead = min(count, ranks - 1 - rank)
@@ -219,9 +219,9 @@ def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     """Return the order of one of torch's schedules, which is built with stand-ins for the stages.
 
-    torch's interleaved tables accept only some numbers of micro-batches. The table is built for the
-    next number that is accepted, and the micro-batches beyond `count` are left out. The others do
-    not depend on them.
+    torch's interleaved tables accept only some numbers of micro-batches. The table is therefore
+    built for the next number that is accepted, and the micro-batches beyond `count` are removed,
+    which does not affect the others.
     """
     # Round up to a number of micro-batches that torch's table accepts.
     rounded = count

@@ -37,9 +37,9 @@ def shard(
 
     A parameter that several networks share is sharded with the first of them. With expert
     parallelism, experts are sharded over the ranks that hold the same experts. Gradients are summed
-    over the ranks, in at least float32; `dtype` is the dtype of computations. Without `reshard`,
-    whole parameters are kept from the forward to the backward pass, which needs more memory and
-    half the communication.
+    over the ranks, in at least float32. `dtype` is the dtype of computations. Without `reshard`,
+    whole parameters are kept from the forward to the backward pass, which needs more memory but
+    only half the communication.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
@@ -84,9 +84,9 @@ def shard(
 class LocalShards:
     """This rank's rows of a sharded network's parameters, as plain parameters.
 
-    `stored` maps canonical names to parameters that share memory with the network's shards. Names
-    of which this rank has no rows are left out. Backward passes add gradients to the network's
-    parameters; `take_gradients` moves them to `stored`.
+    `stored` maps canonical names to parameters that share memory with the network's shards.
+    Parameters of which this rank has no rows are left out. Backward passes add gradients to the
+    network's parameters; `take_gradients` moves these to `stored`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -112,7 +112,7 @@ class LocalShards:
             sharded.grad = None
 
     def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
-        """Return this rank's rows of a parameter of the network, possibly none."""
+        """Return this rank's rows of a parameter of the network. There may be none."""
         return self._pairs[id(sharded)][1]
 
     def get_local_gradient(self, sharded: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ class LocalShards:
 
 
 def _refresh_memory(module: FSDPModule) -> None:
-    """Make FSDP2 look up the memory of its parameters again.
+    """Make FSDP2 look up the memory of the module's parameters again.
 
-    A network that borrows a parameter can allocate its memory after FSDP2 first looked it up.
-    Without this call, FSDP2 would then allocate other memory for uneven rows in the first pass.
+    The memory of a borrowed parameter can be allocated after FSDP2 first looked it up. Without this
+    call, FSDP2 would then allocate other memory for uneven rows in the first pass.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -153,7 +153,7 @@ def _to_local(x: Tensor) -> Tensor:
 
 
 def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
-    """Return the index of the first of this rank's rows of a sharded parameter, and their number.
+    """Return the index of this rank's first row of a sharded parameter, and the number of its rows.
 
     All ranks have the same number of rows, except the last ones, which may have fewer or none.
     """
@@ -191,9 +191,10 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Set whether the next backward pass sums the gradients over the ranks.
+    """Set whether the next backward pass sums the gradients over the ranks (`on`).
 
-    Otherwise they are accumulated on each rank. Does nothing if the network is not sharded.
+    If it does not, gradients are accumulated on each rank. Does nothing if the network is not
+    sharded.
     """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(on)
@@ -202,9 +203,10 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
     """Iterate over the parts of a sharded network, each with whole parameters while it is used.
 
-    Used for the second half of a backward pass, which FSDP2's hooks do not see. After each part,
-    its gradients are accumulated (with `sums`, summed over the ranks), and its whole parameters are
-    freed. A network that is not sharded is yielded as one part, and nothing else is done.
+    Used for the second half of a backward pass, which FSDP2's hooks do not see. After a part has
+    been used, its gradients are accumulated on this rank or, with `sums`, summed over the ranks,
+    and its whole parameters are freed. A network that is not sharded is yielded as one part, and
+    nothing else is done.
     """
     if not isinstance(network, FSDPModule):
         yield network
@@ -221,8 +223,8 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass of a sharded network that FSDP2's hooks did not see.
 
-    This accumulates the gradients or, with `sums`, sums all accumulated gradients over the ranks.
-    Whole parameters are freed.
+    Accumulates the gradients on this rank or, with `sums`, sums all accumulated gradients over the
+    ranks. Frees the whole parameters.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _iterate_parts(network):

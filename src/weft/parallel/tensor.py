@@ -63,8 +63,8 @@ def join(
 ) -> None:
     """Connect this rank's part of a network to the parts of the other ranks of `group`.
 
-    `config` is that of the whole network. With `shares_rows`, the ranks also split the rows between
-    attention and MLP (sequence parallelism).
+    `config` is the configuration of the whole network. With `shares_rows`, the ranks also split the
+    rows between attention and MLP (sequence parallelism).
     """
     rank = group.rank()
     size = group.size()
@@ -140,7 +140,7 @@ def sum_gradients(
     *,
     shares_rows: bool,
 ) -> None:
-    """Sum the gradients of the parameters whose gradient each rank has only in part.
+    """Sum, over the ranks, the gradients that each rank has computed only in part.
 
     `stored` maps canonical names to parameters. All ranks of `group` must call this. The group
     communicates through `device`, and the gradients may be on another device.
@@ -201,7 +201,7 @@ def _sum_copies(
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Split `flat` and copy the values to `gradients`, which were concatenated in this order."""
+    """Split `flat` and copy its parts to `gradients`, from which it was concatenated."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

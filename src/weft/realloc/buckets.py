@@ -1,8 +1,8 @@
 """Grouping of a plan's pieces into messages of bounded size.
 
-The messages are planned in rounds. In a round, no rank sends or receives more bytes than a bucket
-has, and a rank sends at most one message to any other. There is no communication here: every rank
-computes the same rounds from the same plan.
+The messages are planned in rounds. In a round, no rank sends or receives more bytes than fit in
+a bucket, and a rank sends at most one message to any other rank. This needs no communication: every
+rank computes the same rounds from the same plan.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class MessagePiece:
 
 @dataclass
 class BucketMessage:
-    """Bytes that one rank sends to another in one round: the pieces in order, then the seal.
+    """Bytes that one rank sends to another in one round.
 
-    The seal is used to verify the message.
+    The message consists of the pieces in order, followed by a seal with which the receiver verifies
+    the message.
     """
 
     source: int
@@ -75,9 +76,9 @@ def plan_rounds(
 ) -> list[list[BucketMessage]]:
     """Return the messages of each round. Pieces that stay on their rank are in no message.
 
-    In each round, the pairs of ranks with the most bytes left are served first, so that all pairs
-    finish at about the same time. `itemsize` has the bytes per element of each parameter. Raises
-    `ConfigError` if the bucket is too small.
+    In each round, the pairs of ranks with the most remaining bytes are served first, so that all
+    pairs finish at about the same time. `itemsize` maps each parameter to its number of bytes per
+    element. Raises `ConfigError` if the bucket is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
@@ -121,7 +122,7 @@ def _fill_message(
 
 
 def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
-    """Split `piece` along its first dims into rectangles of at most `limit` elements each."""
+    """Split `piece` along its first dimensions into rectangles of at most `limit` elements each."""
     if _count_elements(piece) <= max(limit, 1):
         yield piece
         return

@@ -30,7 +30,7 @@ Dtypes = dict[str, torch.dtype]
 
 
 class ParameterSource(Protocol):
-    """Source of parameters, whose weights have the version number `version`.
+    """Source of parameters, such as an engine. `version` is the version number of its weights.
 
     For each parameter, `read` yields the name, the rectangle that the source has, in coordinates of
     the whole parameter, and the values.
@@ -86,10 +86,10 @@ def move(
 
 
 class Reallocation:
-    """Execution of a plan on one rank. It can be repeated, and the message schedule is cached.
+    """Execution of a plan on one rank. It can be repeated, and reuses the message schedule.
 
     Every rank of `group`, which includes both layouts, must have the same plan and bucket size.
-    Without a group, nothing leaves the process. If ranks share a host's memory, two buckets of
+    Without a group, only this process takes part. If ranks share a host's memory, two buckets of
     shared memory stay allocated for the lifetime of this object.
     """
 
@@ -130,13 +130,13 @@ class Reallocation:
         """Set target = eta * source + (1 - eta) * target for the parameters in the plan.
 
         The target gets the source's version. Every rank of the group must call this. `source` and
-        `target` are this rank's engines, or None if it has none. A piece is sent in the source's
-        dtype, or in the target's if that is smaller and `eta` is 1: the target would round it in
-        the same way.
+        `target` are this rank's engines; either is None if this rank does not have it. A piece is
+        sent in the source's dtype, or in the target's if that is smaller and `eta` is 1: the target
+        would round it in the same way.
 
-        Raises `RunError` if a rank is lost, exceeds the group's timeout, or has another plan or
-        another version of the weights, or if a message is corrupted. The targets must then not be
-        used: they may contain both old and new values under their old version.
+        Raises `RunError` if a rank is lost, exceeds the group's timeout, or has a different plan or
+        a different version of the weights, or if a message is corrupted. The targets must then not
+        be used: they may contain both old and new values under their old version.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._sent_names)}
@@ -175,8 +175,8 @@ class Reallocation:
         """Return the source's version, and the dtype in which each parameter is sent.
 
         The ranks first exchange a checksum of their plan and `eta`, whether they have a source, and
-        its version. Then they exchange the dtypes of their source and target parameters. Raises
-        `RunError` if these do not match.
+        the version of the source. Then they exchange the dtypes of their source and target
+        parameters. Raises `RunError` if these do not match.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         facts_by_rank = self._link.all_gather(
@@ -216,7 +216,7 @@ class Reallocation:
         }
 
     def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
-        """Return the messages of this rank by round, without rounds in which it has none."""
+        """Return this rank's messages by round, leaving out rounds in which it has none."""
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}

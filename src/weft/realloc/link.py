@@ -18,9 +18,9 @@ Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receiv
 
 @dataclass(frozen=True)
 class PendingMessage:
-    """Message on its way between `rank` and `others`.
+    """Message that is being sent or received between `rank` and `others`.
 
-    With NCCL, one object represents all messages of a call.
+    With NCCL, one object represents all messages of a call of `post_messages`.
     """
 
     work: Work
@@ -57,9 +57,10 @@ class ReallocationLink:
         self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
     def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Return the `facts` of every rank. They must have the same length on all ranks.
+        """Return the `facts` of every rank, which must have the same length on all ranks.
 
-        This is the first communication of the group, in which NCCL needs every rank to take part.
+        This is the first communication of the group. NCCL requires that every rank takes part in
+        it.
         """
         values_by_rank = {self.rank: list(facts)}
         if self._group is None:
@@ -75,7 +76,7 @@ class ReallocationLink:
         return values_by_rank | {rank: values.tolist() for rank, values in theirs}
 
     def share_memory(self, size: int) -> None:
-        """Set up shared memory of `size` bytes per rank between the ranks of this host.
+        """Set up shared memory of `size` bytes per rank among the ranks of this host.
 
         Does nothing after the first call, or on GPUs, where NCCL has its own transports.
         """

@@ -42,7 +42,7 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """Source engine on this rank, or None, and the rectangles of parameters that it has."""
+    """Source engine of this rank (None if there is none), with the rectangles of its parameters."""
 
     engine: VersionedWeights | None
     rectangles: Mapping[str, tuple[Slice, Tensor]]
@@ -85,8 +85,8 @@ class _StepInFlight:
 class MessageExchange:
     """Exchange of all messages of one rank in one reallocation.
 
-    `dtypes` has the dtype in which each parameter is sent. `version` is the expected version of the
-    source's weights.
+    `dtypes` maps each parameter to the dtype in which it is sent. `version` is the expected version
+    of the source's weights.
     """
 
     def __init__(
@@ -142,8 +142,9 @@ class MessageExchange:
     def _begin(self, at: int) -> None:
         """Pack the messages of the step at index `at`, and start to send and receive them.
 
-        The steps alternate between two buffers, because the previous step is still in flight. The
-        step before that must be acknowledged, so this waits for it.
+        Consecutive steps use different buffers, because the previous step is still in flight. The
+        step before the previous one used the same buffer, so this first waits until it is
+        acknowledged.
         """
         step = self._steps[at]
         slot = at % 2
@@ -241,9 +242,9 @@ def _wait(pending: Iterable[PendingMessage]) -> None:
 def _allocate_buffers(
     messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
-    """Return two buffers, for steps of even and odd index, each as large as its largest step.
+    """Return two buffers, for steps with even and odd index, each as large as its largest step.
 
-    If `within` is given, they are slices of this tensor.
+    If `within` is given, the buffers are slices of this tensor.
     """
     sizes = []
     for each in messages:

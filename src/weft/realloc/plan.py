@@ -1,8 +1,8 @@
 """Plan of a reallocation: which rank sends which piece of each parameter to which rank.
 
 The plan is computed from rectangles, without communication. If several ranks hold an element, the
-source is the target rank itself, else a rank on the same machine, else any rank. Among several such
-ranks, the one that has sent the least so far is chosen.
+source is the target rank itself, else a rank on the same machine, else any rank. If this leaves
+several ranks, the one that has sent the least so far is chosen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return, for each rank of a mesh, the rectangle of every parameter that it holds.
+    """Return the rectangles of the parameters that each rank of a mesh holds.
 
     `shapes` maps canonical names to shapes of whole parameters. Raises `ConfigError` if the layout
     does not fit the network.
@@ -113,7 +113,7 @@ def _to(
     """Return the transfers of one parameter to one rank.
 
     `cells` are the pieces that the rank needs, each with the ranks that have it. The number of
-    elements that each rank sends is added to `sent`.
+    elements that each rank sends is added to the totals in `sent`.
     """
     chosen: dict[int, list[Box]] = defaultdict(list)
     for cell, who in cells:
@@ -149,7 +149,7 @@ def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 def _split_cells(have: Sequence[Box], box: Box) -> Cells:
     """Split the rectangle `box` along the edges of the rectangles `have`.
 
-    Each resulting cell has the indices of the rectangles in `have` that cover it, if any.
+    Returns each resulting cell with the indices of the rectangles in `have` that cover it, if any.
     """
     met = [
         (number, common)

@@ -46,7 +46,7 @@ def create_buffer(size: int) -> SharedMemoryBuffer | None:
 
 
 def map_buffer(address: Sequence[int]) -> Tensor | None:
-    """Map another rank's buffer and return its memory; None if this process cannot open it."""
+    """Map another rank's buffer and return its memory, or None if this process cannot open it."""
     pid, file, size, token = address
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)

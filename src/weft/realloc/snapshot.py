@@ -25,9 +25,9 @@ class ParameterSnapshot:
     ) -> ParameterSnapshot:
         """Copy the parameters `names` of `giver` to host memory.
 
-        The parameters are copied one after the other, which needs no extra device memory.
-        Parameters in `others`, earlier snapshots of the same weights, are shared instead of copied.
-        The memory is freed with the last snapshot that uses it.
+        The parameters are copied one after the other, so that no extra device memory is needed.
+        `others` are earlier snapshots of the same weights; parameters in these are shared instead
+        of copied. Shared memory is freed together with the last snapshot that uses it.
         """
         there = {}
         for other in others:
@@ -40,12 +40,12 @@ class ParameterSnapshot:
         return cls(giver.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over these parameters, as (name, rectangle, values)."""
+        """Iterate over the parameters `names`, as (name, rectangle, values)."""
         yield from ((name, *self.parts[name]) for name in names)
 
 
 def _copy_to_host(values: Tensor) -> Tensor:
-    """Return a copy in host memory, pinned if `values` are on a GPU."""
+    """Return a copy of `values` in host memory, which is pinned if `values` are on a GPU."""
     return torch.empty(
         values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
     ).copy_(values)

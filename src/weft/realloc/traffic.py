@@ -1,4 +1,4 @@
-"""Cost of a reallocation in bytes: per rank, within and between machines, and the lower bound."""
+"""Cost of a reallocation in bytes: per rank, within and between machines, and a lower bound."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from weft.topology import Slice
 class ReallocationTraffic:
     """Bytes that a plan sends or leaves in place. Counters are by rank unless noted.
 
-    A piece that stays on its rank counts as `in_place` if it is all that the rank holds of the
-    parameter before and after the reallocation. It counts as `copied` if it becomes part of another
-    rectangle.
+    A piece that stays on its rank counts as `kept` if the rank holds the same rectangle of the
+    parameter before and after the reallocation, and as `copied` otherwise.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
@@ -49,8 +48,8 @@ def count_traffic(
 ) -> ReallocationTraffic:
     """Count the bytes that a plan from `source` to `target` sends or leaves in place.
 
-    `itemsize` has the bytes per element in which each parameter is sent. `node_of` returns the
-    machine of a rank.
+    `itemsize` maps each parameter to the number of bytes per element in which it is sent. `node_of`
+    returns the machine of a rank.
     """
     traffic = ReallocationTraffic()
     ways: Counter[bool] = Counter()

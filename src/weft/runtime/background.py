@@ -1,4 +1,4 @@
-"""Running of functions in background threads."""
+"""Helpers for running functions in background threads."""
 
 from __future__ import annotations
 

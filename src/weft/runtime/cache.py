@@ -1,9 +1,9 @@
 """On-disk cache of a frozen role's outputs, so that reference log-probs are computed once per id.
 
 Each combination of node and weights has two files. `values.bin` has one record per id.
-`index.jsonl` has one line per call, which identifies ids by a hash of the node's inputs. A call
-that a crash interrupts leaves no complete line, so it is repeated with the same batch, and a
-restarted run reads bitwise identical values.
+`index.jsonl` has one line per call, in which a hash of the node's inputs identifies each id. A call
+that a crash interrupts leaves no complete line. It is repeated with the same batch after a restart,
+so that the run reads bitwise identical values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class CacheRecord:
 
 
 class OutputCache:
-    """Cache of one node's outputs in `folder`. A file lock serializes writes by several processes."""
+    """Cache of one node's outputs, stored in `folder`.
+
+    A file lock serializes writes by several processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,10 @@ class OutputCache:
 
 
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
-    """Parse a line of the index. A line that a killed process left incomplete has no records."""
+    """Return the records in a line of the index, or {} if the line is incomplete.
+
+    A process that is killed can leave an incomplete line.
+    """
     try:
         entries = json.loads(line or b"{}")
     except json.JSONDecodeError:

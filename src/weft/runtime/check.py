@@ -17,9 +17,9 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
-    """Return all model function calls of an experiment, by the names that worker groups use.
+    """Return all model function calls of an experiment, keyed by the names that worker groups use.
 
-    Names of calls for the evaluation and for fixed prompts have the prefix `eval/`.
+    The names of calls for the evaluation and for fixed prompts have the prefix `eval/`.
     """
     calls = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
@@ -39,7 +39,10 @@ def implements_method(interface: str, method: str) -> bool:
 
 
 def get_minibatches(node: MFCDef) -> Minibatches:
-    """Return how the node's interface splits a batch into minibatches. By default it does not."""
+    """Return how the node's interface splits a batch into minibatches.
+
+    By default, the whole batch is one minibatch.
+    """
     if not node.trains or not implements_method(node.interface, "minibatches"):
         return Minibatches()
     wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()

@@ -1,6 +1,6 @@
 """Checkpoints of the saved roles in `checkpoints/{role}/step{N}/`.
 
-A checkpoint gets its final name once it is complete. Old checkpoints are removed.
+A checkpoint gets its final name when it is complete. Old checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MILESTONES = "milestones.json"
 class CheckpointStore:
     """Store of the checkpoints of `roles`.
 
-    The newest `limit` checkpoints of each role are kept, and all milestones. If `limit` is None,
-    all checkpoints are kept.
+    All milestones and the newest `limit` checkpoints of each role are kept. If `limit` is None, all
+    checkpoints are kept.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class CheckpointStore:
     def save(self, step: int, *, milestone: bool) -> list[Path]:
         """Save all roles after `step` completed steps, and return the directories.
 
-        Raises `RunError` if the disk is full or fails; earlier checkpoints remain.
+        A `milestone` is never removed by `prune`. Raises `RunError` if the disk is full or fails;
+        earlier checkpoints remain.
         """
         directories = []
         for role in self._roles:
@@ -56,7 +57,7 @@ class CheckpointStore:
     def prune(self) -> None:
         """Remove the oldest checkpoints if there are more than the limit.
 
-        A restart does not need them, since it reads only recovery points.
+        A restart does not need checkpoints, because it reads recovery points.
         """
         if self._limit is None:
             return

@@ -54,10 +54,10 @@ COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 class BuiltEngines:
     """Description of the engines that one device built.
 
-    `facts` and `trained` have an entry for each role whose own mesh includes the device. `trained`
-    maps a role to the names of the parameters that its train steps change, or to None if the engine
-    does not report them. `copies` describes copies of roles on other meshes. `slices` has, for each
-    engine that takes part in a parameter transfer, the slices of the parameters on this device.
+    For each role whose own mesh includes the device, `facts` has the description of the engine, and
+    `trained` has the names of the parameters that train steps change (None if the engine does not
+    report them). `copies` describes the copies of roles on other meshes. `slices` maps each engine
+    that takes part in a parameter transfer to the slices of its parameters on this device.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
@@ -113,7 +113,7 @@ class BuildWorker:
 
 
 def _find_transferred_roles(experiment: Experiment) -> set[str]:
-    """Return the roles that send parameters to other roles or copies, or receive them from there."""
+    """Return the roles whose parameters are sent to, or received from, other roles or copies."""
     synced = set()
     for s in experiment.graph.syncs:
         for role in (s.source, s.target):
@@ -129,8 +129,8 @@ def _find_transferred_roles(experiment: Experiment) -> set[str]:
 class RunCall:
     """Command to run a model function call on this device's part of the batch.
 
-    `descriptions` is the metadata of the ids that the device's tensor store does not have yet. With
-    `announces`, early outputs are reported to the driver.
+    `descriptions` is the metadata of the ids that the device's tensor store does not have yet. If
+    `announces` is True, early outputs are reported to the driver.
     """
 
     mfc: str
@@ -169,15 +169,15 @@ class _OutputAnnouncer:
 class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly transfers of new weights.
 
-    Implements `PendingUpdates`. The call can stop between two steps to run them in the order in
-    which they were sent, up to the next call that generates.
+    Implements `PendingUpdates`. Between two steps, the call can run these commands in the order in
+    which they were sent, up to the next command that generates.
 
-    All ranks that generate the same sequences stop after the same step: the first of them checks
-    for pending commands and broadcasts the answer. Different data-parallel ranks stop independently
-    but continue together, because they may gather weights to generate and reduce metrics at the
-    end. Ranks that have finished wait for the others. All ranks run the commands that were sent to
-    the whole mesh, and every command before those; the driver sends commands to all devices in the
-    same order.
+    All ranks that generate the same sequences run commands after the same step: the first of these
+    ranks checks for pending commands and broadcasts the answer. Different data-parallel ranks
+    interrupt the call independently of each other. They continue together, because they may gather
+    weights to generate and reduce metrics at the end; ranks that have finished wait for the others.
+    All ranks run every command that was sent to the whole mesh, and all commands before it. The
+    driver sends commands to all devices in the same order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -245,7 +245,7 @@ class PendingCommands:
 
 @dataclass(frozen=True)
 class SyncOnSameMesh:
-    """Command to update a role's parameters from another role on the same mesh.
+    """Command to update a role's parameters with those of another role on the same mesh.
 
     Each device updates its own slices, so nothing is sent.
     """
@@ -258,7 +258,7 @@ class SyncOnSameMesh:
 
 @dataclass(frozen=True)
 class PrepareReallocation:
-    """Command to create the `Reallocation` of the plan `key` on all of `ranks`."""
+    """Command to create the `Reallocation` object of plan `key`, which involves all of `ranks`."""
 
     key: str
     ranks: tuple[int, ...]
@@ -276,10 +276,11 @@ class PrepareReallocation:
 class MoveParameters:
     """Command to set target = eta * source + (1 - eta) * target. Returns the source's version.
 
-    Every rank of both engines runs it, after `PrepareReallocation`. The target takes over the
-    source's version. A copy of a role also records `weights`, the number of updates that it has
-    then received. If `saved_version` is given, the source's parameters that `SaveParameters` saved
-    under this version are sent instead of the current ones, and are then freed.
+    All ranks of both engines run this command, after `PrepareReallocation`. The target gets the
+    version of the source. If the target is a copy of a role, `weights` is the number of updates
+    that it has received after this one. If `saved_version` is given, the parameters that
+    `SaveParameters` saved under this version are sent instead of the current ones, and are then
+    freed.
     """
 
     key: str
@@ -306,7 +307,7 @@ class MoveParameters:
 class SaveParameters:
     """Command to save the parameters that this device sends in plan `key`.
 
-    They are sent by a later `MoveParameters` with the same `saved_version`.
+    A later `MoveParameters` with the same `saved_version` sends them.
     """
 
     key: str
@@ -452,8 +453,8 @@ def describe_samples(
 ) -> SampleMeta:
     """Return the non-tensor metadata of `ids`, given the minibatches into which a batch was split.
 
-    If an id was split into single completions, the metadata column `owner` has the original id of
-    each.
+    If ids were split into single completions, the metadata column named `owner` has the original id
+    of each completion.
     """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)

@@ -322,10 +322,10 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the properties of each role, with those of its copies and its parameter transfers.
+        """Return the properties of each role, including its copies and its parameter transfers.
 
-        `copies` maps meshes to properties of copies, and `moves` has one line per recurring
-        transfer.
+        The key `copies` maps each mesh to the properties of the copy on it, and the key `moves` has
+        one line of text per recurring transfer.
         """
         facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
@@ -369,9 +369,9 @@ class DeviceGroup:
         make: Callable[[int], DeviceCommand],
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
-        """Send one command to each rank; return a future of the results by rank.
+        """Send one command to each rank, and return a future of the results by rank.
 
-        The commands run after all those that were sent earlier.
+        Each command runs after all commands that were sent earlier.
         """
         future: Future[dict[int, Any]] = Future()
 

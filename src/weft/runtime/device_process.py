@@ -1,8 +1,8 @@
 """Process of one device: a worker, the thread that runs its commands in order, and its reports.
 
-The process does not depend on the message transport (`weft.runtime.ray`). Numbered commands are
-passed to `receive`, tensors of other devices are read through `PeerTransport`, and reports are
-fetched with `next_reports`.
+The process does not depend on the message transport (`weft.runtime.ray`). The transport passes
+numbered commands to `receive` and fetches reports with `next_reports`. Tensors of other devices are
+read through `PeerTransport`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Identity of a device's process: its rank, host and process id, and the network address."""
+    """Rank, host, process id and network address of a device's process."""
 
     rank: int
     host: str
@@ -57,7 +57,7 @@ class ProcessAddress:
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """Request for tensors that a command needs: these keys of these ids, from the device `rank`."""
+    """Request to device `rank` for the tensors `keys` of the samples `ids`, which a command needs."""
 
     rank: int
     ids: tuple[str, ...]
@@ -91,7 +91,8 @@ class DeviceActivity:
 class PeerTransport(Protocol):
     """Transport that reads tensors from other devices.
 
-    `request` returns a promise at once; `take` waits for the bytes of all promises.
+    `request` immediately returns a promise. `take` waits up to `seconds` seconds for the bytes of
+    all `promises`, and returns them.
     """
 
     def request(self, want: TensorRequest) -> Any: ...
@@ -150,7 +151,7 @@ class DeviceProcess:
         return port
 
     def join(self, address: str, port: int, world: int, device: str) -> None:
-        """Join the process group of the `world` ranks; return once all of them have joined."""
+        """Join the process group of the `world` ranks, and wait until all of them have joined."""
         # On one machine, use the loopback interface: the host name may resolve to another one.
         if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = next(
@@ -203,7 +204,7 @@ class DeviceProcess:
         self._reports.put(report)
 
     def next_reports(self, seconds: float) -> list[CommandReport]:
-        """Return all queued reports; wait at most `seconds` for the first."""
+        """Return all queued reports; wait at most `seconds` seconds for the first."""
         try:
             reports = [self._reports.get(timeout=seconds)]
         except queue.Empty:
@@ -222,9 +223,10 @@ class DeviceProcess:
         return self._pending
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next command and return its number. A running command may call this too.
+        """Run the next command and return its number. A running command may also call this.
 
-        Waits for a command to arrive; raises `DevicesLost` if none arrives within `seconds`.
+        Waits for a command to arrive. Raises `DevicesLost` if none arrives within `seconds`
+        seconds.
         """
         try:
             if self._pending:
@@ -255,7 +257,7 @@ class DeviceProcess:
             self.run_next()
 
     def _store_tensors(self, promises: Sequence[Any]) -> int:
-        """Store the tensors that other devices or the driver promised; return their size in bytes."""
+        """Store the tensors promised by other devices or the driver; return their size in bytes."""
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
             self.worker.store.put(SequenceSample.from_bytes(raw))
@@ -272,7 +274,7 @@ class DeviceProcess:
         return measure_peak_memory_gib(self.device)
 
     def activity(self) -> DeviceActivity:
-        """Return what the thread that runs commands is doing now, according to its stack."""
+        """Return what the thread that runs commands is doing, determined from its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 
@@ -281,7 +283,7 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
-    """Return what a thread with this stack is doing; the outermost frame is first.
+    """Return what a thread with this stack is doing. The stack begins with the outermost frame.
 
     The thread counts as waiting for other devices if the innermost function of weft or of the
     user's code is waiting for a collective operation, for tensors, or for the next command.
@@ -302,7 +304,7 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
 
 
 def is_caused_by_others(error: BaseException) -> bool:
-    """Return whether the error was caused, directly or not, by the loss or delay of other ranks."""
+    """Return whether the loss or delay of other ranks caused the error, directly or indirectly."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DevicesLost | dist.DistError | ConnectionError):
@@ -316,8 +318,9 @@ def is_caused_by_others(error: BaseException) -> bool:
 def to_picklable_error(error: BaseException, where: ProcessAddress) -> WeftError:
     """Return an error that can be sent to the driver.
 
-    A `UserError` is returned unchanged. Any other error becomes a `RunError` that names the device
-    and has the traceback as a note, or `DevicesLost` if the loss or delay of other ranks caused it.
+    A `UserError` is returned unchanged. An error caused by the loss or delay of other ranks becomes
+    a `DevicesLost`, and any other error a `RunError`. Both name the device and have the traceback
+    as a note.
     """
     if isinstance(error, UserError):
         return error

@@ -118,7 +118,7 @@ class RunDirectory:
         return config
 
     def list_saved_steps(self, role: str) -> list[int]:
-        """Return the steps at which complete checkpoints of the role were written, in rising order."""
+        """Return the steps of the role's complete checkpoints, in ascending order."""
         matches = (STEP.fullmatch(p.name) for p in (self.checkpoints_folder / role).glob("step*"))
         return sorted(int(match[1]) for match in matches if match)
 
@@ -132,7 +132,7 @@ def admit(
     """Return True to resume the run in the directory, or False to start a new one.
 
     The decision depends on `recover_mode` and on the files in the directory. `left_at_default`
-    names the options that the user does not set. If one of them is missing from the run's own
+    lists the options that the user did not set. If one of them is missing from the run's
     `config.yaml`, that file was written by an older version of weft, and the option does not count
     as changed.
 
@@ -196,9 +196,9 @@ def list_differences(
     *,
     unset: Collection[str] = (),
 ) -> list[str]:
-    """Return one line, with both values, for each option that differs; option names are dotted.
+    """Return one line for each option that differs, with its dotted name and both values.
 
-    Options in `FREE` are ignored. So are options in `unset` that are missing from `one`.
+    Ignores options in `FREE`, and options in `unset` that are missing from `one`.
     """
     differences: list[str] = []
     for key in dict.fromkeys([*one, *other]):

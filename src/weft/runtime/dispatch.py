@@ -1,9 +1,9 @@
 """Jobs on many devices: issued in order, finished by reports, failed when a device dies.
 
-A job is one command on each of several ranks. It is issued when the jobs in `after` are finished
-and no earlier job that shares a role with it is still waiting to be issued. So each role runs its
-requests in the order in which they were made, and all ranks run the same commands in the same
-order.
+A job is one command on each of several ranks. It is issued when the jobs in its `after` are
+finished and no earlier job that shares a role with it is still waiting to be issued. Each role
+therefore runs its requests in the order in which they were made, and all ranks run the same
+commands in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUEST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """Reason why a device is lost, which is received in place of further reports."""
+    """Reason why a device was lost. It is received in place of further reports from the device."""
 
     reason: str
 
@@ -54,13 +54,13 @@ class DeviceTransport(Protocol):
     ) -> None:
         """Send a command to `rank`, one of the `ranks` that receive it.
 
-        `place` is the index of the command among those that are sent to `rank`, `number` that of
-        its job.
+        `place` is the index of the command among all commands for `rank`, and `number` is the
+        number of the command's job.
         """
         ...
 
     def receive(self) -> Sequence[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
-        """Return new reports or losses, each with its rank; wait briefly if there are none."""
+        """Return new reports or losses, each with its rank. Waits briefly if there are none."""
         ...
 
     def share(self, raw: bytes) -> Any:
@@ -71,7 +71,7 @@ class DeviceTransport(Protocol):
     def peak_memory_gb(self) -> float: ...
 
     def describe_activities(self, ranks: Sequence[int]) -> Mapping[int, DeviceActivity]:
-        """Return the activity of each rank, except ranks that do not answer in a few seconds."""
+        """Return the activity of each rank that answers within a few seconds."""
         ...
 
     def close(self, deadline_s: float) -> None: ...
@@ -79,7 +79,10 @@ class DeviceTransport(Protocol):
 
 @dataclass(frozen=True)
 class CommandTensors:
-    """Tensors for a command: `wants` are requested from other devices, `shared` sent by the driver."""
+    """Tensors for a command.
+
+    `wants` are the requests to other devices, and `shared` are the tensors that the driver sends.
+    """
 
     wants: Sequence[TensorRequest] = ()
     shared: Sequence[Any] = ()
@@ -140,7 +143,7 @@ class JobDispatcher:
         threading.Thread(target=self._receive_reports, name="weft-devices", daemon=True).start()
 
     def submit(self, *jobs: DeviceJob) -> None:
-        """Submit jobs in this order; each is issued as soon as the jobs that it depends on allow."""
+        """Submit jobs in this order. Each is issued once it does not have to wait for other jobs."""
         with self._lock:
             for job in jobs:
                 job.number = self._next_number
@@ -151,8 +154,8 @@ class JobDispatcher:
     def find_cause(self, error: DevicesLost) -> RunError:
         """Return the error that explains `error`, which was raised outside of any job.
 
-        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died: that error names
-        the device and the job. Returns `error` itself if there is none.
+        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. If one arrives,
+        returns an error that names the device and its job; otherwise returns `error`.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._fatal_error is None and time.monotonic() < end:
@@ -265,7 +268,7 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail the jobs whose connection errors no death of a device has explained in time."""
+        """Fail jobs with a connection error if no device was reported dead in time to explain it."""
         with self._lock:
             over = []
             for doubt in self._doubts:
@@ -290,7 +293,7 @@ class JobDispatcher:
         )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
-        """Return " in JOB or JOB", naming unfinished jobs of these ranks, or "" if there are none."""
+        """Return " in JOB or JOB" with up to three unfinished jobs of these ranks, or ""."""
         with self._lock:
             names = []
             for job in self._jobs.values():
@@ -299,11 +302,12 @@ class JobDispatcher:
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
-        """Describe the devices that delay a job, given the ranks that have not finished it.
+        """Describe the devices that delay a job.
 
-        These are the ranks that do not answer, if others do. Otherwise they are the ranks that are
-        not waiting for others, with the code that they run. If there are none, all `ranks` are
-        named.
+        `ranks` are the ranks that have not finished the job. If some of them answer and others do
+        not, those that do not answer are described. Otherwise the ranks that are not waiting for
+        others are described, with the code that they are running. If there are none, all `ranks`
+        are listed.
         """
         activities = self._devices.describe_activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]

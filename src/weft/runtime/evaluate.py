@@ -27,7 +27,7 @@ class ValidationSource(Protocol):
 class Evaluator:
     """Evaluator that runs the evaluation graph on all validation sources.
 
-    `sources` maps names to sources. The name is prefixed to the ids of the source, so that they
+    `sources` maps names to sources. The ids of a source are prefixed with its name, so that they
     cannot collide with training ids.
     """
 
@@ -49,8 +49,8 @@ class Evaluator:
     def run(self, step: int) -> dict[str, float]:
         """Evaluate all sources after `step` steps and return the metrics.
 
-        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` over all ids, and
-        `eval/num_rows` is the number of ids. `step` also seeds the sampling.
+        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` is the mean over all
+        ids, and `eval/num_rows` is the number of ids. `step` also seeds the sampling.
         """
         everything: list[FiringMetrics] = []
         line: dict[str, float] = {}
@@ -66,7 +66,7 @@ class Evaluator:
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
-        """Run every node once on the whole batch.
+        """Run every node once on the whole batch, and return the metrics of all nodes.
 
         If metric names collide, the value of the later node is kept.
         """
@@ -96,9 +96,10 @@ class Evaluator:
         return FiringMetrics(metrics, batch.num_ids, seconds)
 
     def _iterate_batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
-        """Iterate over batches of a source.
+        """Iterate over the rows of a source in batches.
 
-        Each has `batch_size` rows or, if that is 0, up to `valid_tokens_per_batch` tokens.
+        A batch has `batch_size` rows or, if `batch_size` is 0, up to `valid_tokens_per_batch`
+        tokens.
         """
         part: list[SequenceSample] = []
         tokens = 0
@@ -121,6 +122,6 @@ class Evaluator:
 
 
 def _accept_any_batch_size(graph: DataflowGraph) -> DataflowGraph:
-    """Return the graph with nodes that accept batches of any size."""
+    """Return a copy of the graph whose nodes accept batches of any size."""
     nodes: Sequence[Any] = [replace(node, batch_size=0) for node in graph.nodes]
     return replace(graph, nodes=nodes)

@@ -15,14 +15,17 @@ Task = tuple[str, int]
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """Event: a task has started. Its deadline is counted from this event on."""
+    """Event that reports the start of a task.
+
+    The deadline of the task is counted from this event on.
+    """
 
     task: Task
 
 
 @dataclass(frozen=True)
 class OutputsAnnounced:
-    """Event: a running call has early outputs for some of its ids (`Model.announce`).
+    """Event that reports early outputs of a running call for some of its ids (`Model.announce`).
 
     These outputs can already be fetched.
     """
@@ -33,7 +36,7 @@ class OutputsAnnounced:
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """Event: a task is finished.
+    """Event that reports the end of a task.
 
     `result` is the `MFCResult` of a call, the target's new version after a sync, or the return
     value of a host function's task.
@@ -45,7 +48,7 @@ class TaskFinished:
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """Event: a task has failed with `error`."""
+    """Event that reports that a task has failed with `error`."""
 
     task: Task
     error: BaseException

@@ -21,8 +21,8 @@ GENERATIONS = "generations.jsonl"
 class FiringRecorder:
     """Listener that passes finished firings and samples of finished steps to the observer.
 
-    If the node that defines steps generates, completions are the run's product: all of them are
-    written to `generations.jsonl`.
+    If the node that defines the run's steps is a generation call, all completions are also written
+    to `generations.jsonl`, since they are the output of the run.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class FiringRecorder:
             self._seen_samples = outcome.seen_samples
 
     def on_step_finished(self, ids: Sequence[str], step: int) -> None:
-        """Read the samples of the finished step `step`, which used these ids, into `rows`."""
+        """Read samples of the finished step `step` into `rows`.
+
+        `ids` are the ids that the step used.
+        """
         self.rows = self._samples.read_rows(ids, step, self._seen_samples)
         if self._product is not None:
             for row in self._samples.read_generations(ids):

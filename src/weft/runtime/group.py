@@ -40,14 +40,15 @@ class WorkerGroup(Protocol):
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a model function call on the ids in `parts`, by [minibatch][data-parallel rank].
+        """Start a model function call on the ids in `parts`.
 
-        `parts` has only metadata. `step` is the index of the node's firing. The call's events have
-        the task `(mfc, step)`, and the result is an `MFCResult`.
+        `parts[minibatch][rank]` has the metadata of the part of one data-parallel rank. `step` is
+        the index of the node's firing. The call's events have the task `(mfc, step)`, and the
+        result is an `MFCResult`.
 
         Without `version`, the call uses the newest weights of its role; with `version`, the weights
         after that many train steps. These must be the weights that the call's copy of the role has
-        already, the newest ones, or weights that were kept because the train step with index
+        already, the newest weights, or weights that were kept because the train step with index
         `version` was submitted with `keeps`. The version of a copy never decreases. An
         interruptible call may use newer weights.
         """
@@ -83,7 +84,7 @@ class WorkerGroup(Protocol):
     def put(self, sample: SequenceSample) -> SampleMeta:
         """Store tensors that were made outside of the group, and return their metadata.
 
-        These are the loader's rows and the outputs of host functions.
+        Such tensors are the loader's rows and the outputs of host functions.
         """
         ...
 
@@ -95,13 +96,13 @@ class WorkerGroup(Protocol):
         ...
 
     def announce_outputs(self, mfc: str) -> None:
-        """Enable `OutputsAnnounced` events for the early outputs of this call."""
+        """Enable `OutputsAnnounced` events for the early outputs of the call `mfc`."""
         ...
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return the tensors `keys` of these ids, with all their metadata.
+        """Return the tensors `keys` of the samples `ids`, with all their metadata.
 
         A key in `optional` is included if every id has it.
         """
@@ -128,5 +129,5 @@ class WorkerGroup(Protocol):
         ...
 
     def peak_memory_gb(self) -> float:
-        """Return the run's peak device memory in GiB; on CPUs, that of its processes."""
+        """Return the run's peak device memory in GiB; on CPUs, the peak memory of its processes."""
         ...

@@ -1,4 +1,4 @@
-"""Host functions of one graph, each firing in its own thread; some start on early outputs."""
+"""Runner of a graph's host functions: each firing in its own thread, some on early outputs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class HostFunctionRunner:
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: OutputsAnnounced) -> None:
-        """Start the host functions that can begin with a call's early outputs."""
+        """Start the host functions that can begin their work on a call's early outputs."""
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
@@ -130,9 +130,9 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Have early outputs announced for the node, if its function can begin with them.
+        """Request early outputs for the node, if its function can start on them.
 
-        This requires that a single model call makes all the keys that the function begins with.
+        This requires that a single model call outputs all keys that the function starts on.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -46,11 +46,11 @@ class _QueuedFunction:
 class LocalGroup:
     """`WorkerGroup` that runs calls in the order of submission, in a daemon thread.
 
-    Meanwhile the master can wait with a deadline, update its view and handle signals. A call that
-    hangs does not keep the process alive.
+    While a call runs, the master can wait with a deadline, update its view and handle signals. A
+    call that hangs does not keep the process alive.
 
-    Implements `PendingUpdates` itself: a running call can execute queued work that does not
-    generate.
+    This class also implements `PendingUpdates`: a running call can execute queued work that does
+    not generate.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:

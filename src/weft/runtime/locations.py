@@ -15,8 +15,8 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 class _KeyLocations:
     """Locations of each key of some ids.
 
-    `holders` maps a key to the ranks that have it, and `incoming` maps it to the ranks to which a
-    copy is being sent. The copy arrives before its rank needs it next.
+    `holders` maps a key to the ranks that have it. `incoming` maps a key to the ranks to which a
+    copy is being sent; the copy arrives before the rank needs it.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TensorLocations:
                     where.incoming.pop(key, None)
 
     def record_transfer(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a copy is on its way to a rank.
+        """Record that a copy is being sent to a rank.
 
         The copy need not be sent again, but the rank cannot pass it on yet.
         """
@@ -59,7 +59,7 @@ class TensorLocations:
                 where.incoming.setdefault(key, set()).add(rank)
 
     def record_copy(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a rank has a copy, or has computed identical values."""
+        """Record that a rank has a copy of these keys, or has computed identical values."""
         for where in self._ids.separate_states(ids):
             for key in keys:
                 where.holders.setdefault(key, set()).add(rank)
@@ -76,10 +76,11 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return the requests that bring all `keys` of the ids to a rank.
+        """Return the requests by which a rank obtains the `keys` of the ids that it lacks.
 
-        All keys of an id that come from the same rank are in one request; devices are preferred to
-        the driver. A key that no rank has is left out: reading it raises the error.
+        All keys of an id that come from the same rank are in one request. Devices are preferred to
+        the driver as the source. A key that no rank has is left out; reading it later raises the
+        error.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
@@ -97,7 +98,7 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove these ids from the record; return, for each rank, the ids that it had."""
+        """Remove these ids from the record, and return the ids that each rank had."""
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):
@@ -106,6 +107,6 @@ class TensorLocations:
 
 
 def _choose_holder(holders: set[int]) -> int:
-    """Return the lowest device rank among `holders`, or the driver's if there is no device."""
+    """Return the lowest device rank in `holders`, or the driver's rank if no device is in it."""
     devices = holders - {DRIVER}
     return min(devices) if devices else DRIVER

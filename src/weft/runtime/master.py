@@ -175,10 +175,10 @@ class Master:
     #    in which the filters were decided on.
 
     def _decide_firings(self, firings: Sequence[Firing]) -> None:
-        """Schedule these firings, and already count their outputs as available to later nodes.
+        """Schedule these firings, and treat their outputs as available when later nodes are chosen.
 
-        Outputs of filters are counted by `_apply_first_filter`, once it is known which ids are
-        kept.
+        The outputs of a filter become available in `_apply_first_filter`, once the kept ids are
+        known.
         """
         for firing in firings:
             self._count_rounds(firing.node)
@@ -194,7 +194,7 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _apply_first_filter(self) -> None:
-        """Wait for the filter that was scheduled first, and pass on the ids that it kept.
+        """Wait for the filter that was scheduled first, and make the ids that it kept available.
 
         Raises `RunError` if a filter has used all its sampling rounds and kept no ids.
         """
@@ -226,7 +226,7 @@ class Master:
         )
 
     def _count_rounds(self, node: str) -> None:
-        """Record how many sampling rounds a firing of `node` took, if a refilling filter feeds it."""
+        """Record how many sampling rounds filled the batch of `node`, if a filter refills batches."""
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
             if filter is not None:
@@ -236,7 +236,7 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Drop the ids that a refill sampled beyond the batch of training node `node`."""
+        """Drop ids that refill rounds sampled in excess of the batch of training node `node`."""
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges
@@ -275,7 +275,7 @@ class Master:
     def _finish_step(self, stepped: Sequence[str] = ()) -> None:
         """Finish all firings of the current step, then drop the ids that no firing needs.
 
-        `stepped` are the ids that the step used; the listener is told of them before ids are
+        `stepped` are the ids that the step used. They are passed to the listener before ids are
         dropped.
         """
         while self._ledger.has_open_firings(self._ahead_ids):
@@ -313,7 +313,7 @@ class Master:
         return True
 
     def _load_ahead(self) -> bool:
-        """Add the loader's next batch if a call may already work on it for a later step.
+        """Add the loader's next batch if a call may already process it for a later step.
 
         Returns whether a batch was added.
         """

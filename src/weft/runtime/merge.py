@@ -13,7 +13,7 @@ from weft.runtime.split import join_outputs
 def merge_results(
     results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
 ) -> MFCResult:
-    """Merge the results of data-parallel ranks; `counts` are their numbers of ids.
+    """Merge the results of data-parallel ranks. `counts` has the number of ids of each rank.
 
     The outputs are in the order of `ids`.
     """
@@ -22,7 +22,7 @@ def merge_results(
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the `seen` samples of all ranks, keeping one per id; None if there are none."""
+    """Merge the `seen` samples of all ranks, with one sample per id; return None if there are none."""
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -31,11 +31,12 @@ def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """Combine the metrics of data-parallel ranks; `counts` are their numbers of ids.
+    """Combine the metrics of data-parallel ranks. `counts` has the number of ids of each rank.
 
     Metrics that are equal on all ranks are unchanged. The largest `*_max` and the smallest `*_min`
-    are kept; other metrics are averaged over ids. The time of the call is from the start of its
-    first rank to the end of its last. Ranks that lack a metric are ignored for it.
+    are kept; other metrics are averaged over ids. The duration of the call is measured from the
+    start of the first rank to the end of the last rank. Ranks that lack a metric are ignored for
+    it.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

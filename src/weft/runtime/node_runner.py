@@ -27,7 +27,10 @@ DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node
 
 @dataclass
 class _RunningFiring:
-    """Unfinished firing, with the tasks that it waits for: its own and the syncs after it."""
+    """Unfinished firing, with the tasks that it waits for.
+
+    These are the node's own task and the parameter syncs after it.
+    """
 
     firing: Firing
     node: Node
@@ -72,7 +75,7 @@ class NodeRunner:
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a firing; `metas` is the store with the metadata of its ids.
+        """Start a firing. `metas` is the store that has the metadata of the firing's ids.
 
         `version` and `keeps` are passed to `WorkerGroup.submit`.
         """
@@ -151,7 +154,7 @@ class NodeRunner:
         )
 
     def _next_event(self) -> Event:
-        """Return the next event; raise `RunError` if the earliest deadline passes before."""
+        """Return the next event. Raises `RunError` if the earliest deadline passes first."""
         bounded = []
         for run in self._running_firings.values():
             if run.expires_at is not None:

@@ -31,7 +31,7 @@ class RayNode:
 
 
 def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
-    """Return the node with id `here` first, then the others by address.
+    """Return all nodes: first the node with id `here`, then the others, sorted by address.
 
     Device 0 is then on the machine where the run was started.
     """
@@ -54,7 +54,7 @@ def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
 
 
 def count_threads(on: Mapping[int, str], nodes: Sequence[RayNode]) -> dict[str, int]:
-    """Return the number of CPU threads for each device of a node, by node id.
+    """Return, for each node id, the number of CPU threads that each device on the node uses.
 
     This is the node's number of CPUs divided by its number of devices, but at least 1. `on` maps
     the index of each bundle to the id of its node.

@@ -22,7 +22,8 @@ FailureCallback = Callable[[BaseException], None]
 class ParameterTransfers:
     """Scheduler of parameter transfers. Not thread-safe.
 
-    `built` describes the engines of each rank, and `hosts` names the machine of each rank.
+    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
+    rank.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ParameterTransfers:
         ] = {}  # role -> last job that changes its own weights
 
     def initialize(self) -> None:
-        """Prepare all transfers and initialize roles from others on different meshes (`init_from`).
+        """Prepare all transfers, and initialize roles from roles on other meshes (`init_from`).
 
         Raises `ConfigError` if the parameters of two such roles do not match.
         """
@@ -88,7 +89,7 @@ class ParameterTransfers:
         failed: FailureCallback,
         started: Callable[[], None],
     ) -> None:
-        """Start `sync`, a transfer between two roles that the graph defines."""
+        """Start the parameter transfer `sync`, which the graph defines between two roles."""
         if not self._has_equal_meshes(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
@@ -136,7 +137,7 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Save the role's own weights, with this version, for later calls on copies that lack them."""
+        """Save a role's current weights under `version` for later calls on copies that lack them."""
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
                 source = self._get_own_key(role)
@@ -154,14 +155,15 @@ class ParameterTransfers:
                 self._dispatch.submit(job)
 
     def record_training(self, role: str, job: DeviceJob, version: int) -> None:
-        """Record that `job` is a train step of the role, after which its weights have this version."""
+        """Record that `job` is a train step of the role, which creates the weights of `version`."""
         self.mark_outdated(role, job)
         self._versions[role] = version
 
     def mark_outdated(self, role: str, job: DeviceJob | None, *, whole: bool = False) -> None:
         """Mark the role's copies as outdated, because `job` changes the role's own weights.
 
-        With `whole`, any parameter can change; otherwise only those that train steps change.
+        If `whole` is True, the job can change any parameter; otherwise it changes only the
+        parameters that train steps change.
         """
         if job is not None:
             self._last_changes[role] = job
@@ -170,7 +172,7 @@ class ParameterTransfers:
                 self._stale[place] = whole or self._stale.get(place, False)
 
     def reset(self) -> None:
-        """Mark all copies as outdated, and forget all versions and saved weights, after a restore."""
+        """Discard all versions and saved weights after a restore, and mark all copies as outdated."""
         self._versions.clear()
         self._copy_versions.clear()
         self._weights_of_versions.clear()
@@ -181,11 +183,11 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Bring a copy up to date, if needed, before the next call that is submitted.
+        """Update the copy `place`, if it is outdated, before the next submitted call.
 
-        The copy gets the newest weights of its role or, if given, those of `version`. Returns the
-        number of updates that the copy has then received, or None if `place` is a role's own
-        engine.
+        The copy gets the newest weights of its role or, if `version` is given, the weights of that
+        version. Returns the number of updates that the copy has received by then, or None if
+        `place` is a role's own engine.
         """
         if place not in self._weights:
             return None
@@ -202,9 +204,9 @@ class ParameterTransfers:
         return self._weights[place]
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
-        """Return the plan that sends the saved weights of this version to the copy.
+        """Remove and return the plan that sends the saved weights `version` to the copy `place`.
 
-        Raises `RunError` if they were not saved. The plan can be taken only once.
+        Raises `RunError` if this version was not saved.
         """
         way = self._saved_plans.pop((place, version), None)
         if way is None:
@@ -224,9 +226,9 @@ class ParameterTransfers:
     def update_running_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update a copy as soon as there are newer weights, even during the next submitted call.
+        """Update the copy `place` once newer weights exist, even during the next submitted call.
 
-        The call may start with the weights of `version` or newer ones. Returns the number of
+        The call may start with the weights of `version` or newer weights. Returns the number of
         updates that the copy must have received when the call starts, or None if `place` is a
         role's own engine.
         """
@@ -335,7 +337,7 @@ class ParameterTransfers:
 
         If the target has ranks that the source lacks, the job is issued when the last change of the
         source's weights is finished, so that these ranks do not wait for busy ranks of the source.
-        With `holds_up`, later requests of the two roles run after the transfer.
+        If `holds_up` is True, later requests for the two roles wait for the transfer.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks

@@ -12,10 +12,11 @@ from weft.runtime import background
 
 
 class PrefetchingLoader:
-    """Loader that loads one batch ahead, up to the end of the last of `epochs` epochs.
+    """Loader that loads one batch ahead in the background, for at most `epochs` epochs.
 
-    `epochs` may be infinite. Errors of the wrapped loader are raised by `next_batch`; nothing else
-    may use that loader. The saved state is the position after the last batch that was returned.
+    `epochs` may be infinite. Errors of the wrapped loader are raised by `next_batch`. Nothing else
+    may use the wrapped loader. The saved state is the position after the last batch that was
+    returned.
     """
 
     def __init__(self, loader: BatchLoader, epochs: float) -> None:
@@ -47,7 +48,7 @@ class PrefetchingLoader:
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved position, and discard a batch that was loaded ahead."""
+        """Restore a saved position, and discard the batch that was loaded ahead, if any."""
         if self._next_batch is not None:
             self._next_batch.exception()  # wait: it must not advance the loader after the restore
             self._next_batch = None

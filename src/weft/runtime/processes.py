@@ -62,7 +62,7 @@ def _call_prctl(what: int, value: int) -> None:
 
 
 def _read_process(pid: int) -> tuple[int, ProcessId] | None:
-    """Return the parent's pid and the process; None if the process does not exist."""
+    """Return the parent's pid and the `ProcessId` of process `pid`, or None if it does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -21,9 +21,9 @@ def check_steps(steps: str | None, total: int) -> None:
 
 
 class StepProfiler:
-    """Profiler of the steps that `steps` selects, the value of the option `profile_steps`.
+    """Profiler that traces selected steps of a run and writes the traces to `folder`.
 
-    None turns profiling off. Traces are written to `folder`.
+    `steps` is the value of the option `profile_steps`; None turns profiling off.
     """
 
     def __init__(
@@ -42,7 +42,11 @@ class StepProfiler:
             self._first_step = step
 
     def write_after(self, step: int, *, over: bool = False) -> None:
-        """End and write the trace after its last step or, with `over`, after the run's last step."""
+        """End and write the trace if `step` is the last step to trace.
+
+        If `over` is True, `step` is the last step of the run, and an unfinished trace is written
+        too.
+        """
         if self._first_step is None or not (over or step >= self._steps[-1]):
             return
         name = f"steps-{self._first_step}-{step}-worker-{{rank}}.json.gz"
@@ -64,7 +68,7 @@ class StepProfiler:
         """Write an unfinished trace when the block ends, even if the run fails.
 
         No trace is written if devices are lost or the run is interrupted. `done` returns the number
-        of the last completed step, `under_way` that of the running step.
+        of the last completed step, and `under_way` the number of the running step.
         """
         try:
             yield

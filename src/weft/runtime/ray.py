@@ -1,7 +1,7 @@
 """Transport over Ray: each device is a Ray actor, and messages are calls of its methods.
 
-No other module imports ray. A Ray cluster is started or joined. This module does not import torch,
-so that the environment of a device's process is set before torch reads it.
+The Ray cluster is either started for the run or joined. No other module imports ray. This module
+does not import torch, so that the environment of a device's process is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _DeviceActor:
     def prepare(
         self, environment: Mapping[str, str], folder: str, paths: Sequence[str]
     ) -> ProcessAddress:
-        """Set environment, directory and import paths; create the process and return its address."""
+        """Set up the environment and import paths, create the process and return its address."""
         os.environ.update(environment)
         if not os.path.isdir(folder):
             raise ConfigError(
@@ -308,9 +308,9 @@ class RayCluster:
         return self._watch.lost_part
 
     def is_alive(self) -> bool:
-        """Try to connect to Ray now, and return whether it is alive.
+        """Try to connect to Ray now, and return whether Ray answers.
 
-        A request to a dead Ray blocks for a minute, after which Ray ends this process.
+        Other requests to a dead Ray block for a minute, after which Ray ends this process.
         """
         self._watch.check()
         return self.lost_part is None
@@ -420,7 +420,7 @@ class RayCluster:
         return None
 
     def launch(self, count: int, device: str, environment: Mapping[str, str]) -> DeviceLaunch:
-        """Start the processes of `count` devices, packed onto few machines; see `DeviceLaunch`."""
+        """Start the processes of `count` devices in the background, packed onto few machines."""
         return DeviceLaunch(self, count, device, environment)
 
     def add_processes(self, pids: Collection[int]) -> None:
@@ -428,7 +428,7 @@ class RayCluster:
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait up to `seconds` for the promises, and return those that are late.
+        """Wait up to `seconds` seconds for all promises, and return those that have no result yet.
 
         Raises `DevicesLost` as soon as Ray is known to be lost.
         """
@@ -440,7 +440,7 @@ class RayCluster:
         return late
 
     def close(self) -> None:
-        """Disconnect; if this process started the cluster, stop it and remove its files."""
+        """Disconnect from the cluster; if this process started it, stop it and remove its files."""
         self._watch.close()
         with silence_library("ray"):
             ray.shutdown()
@@ -450,10 +450,10 @@ class RayCluster:
 
 
 class DeviceLaunch:
-    """Device processes that start in the background; `wait_for_devices` waits for them.
+    """Device processes that are being started in the background.
 
-    Each device uses its share of the machine's CPUs as threads, unless `OMP_NUM_THREADS` is set. To
-    cancel the launch, close the `cluster`.
+    Each process uses its device's share of the machine's CPUs as threads, unless `OMP_NUM_THREADS`
+    is set. To cancel the launch, close the `cluster`.
     """
 
     def __init__(
@@ -503,7 +503,7 @@ class DeviceLaunch:
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _wait_for_placement(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the placement group to be ready, and return whether it is.
+        """Wait up to `seconds` seconds for the placement group, and return whether it is ready.
 
         `PlacementGroup.ready` is not used because it would start a process.
         """
@@ -522,7 +522,7 @@ class DeviceLaunch:
     def _find_placement(self) -> bool:
         """Look up the machine of each device; return False if one of these machines is not up.
 
-        A lost machine may have returned under another id, to which Ray moves the devices.
+        If a lost machine has returned under another id, Ray moves its devices to that id.
         """
         nodes = self.cluster.list_nodes()
         self._node_of_bundle: dict[int, str] = placement_group_table(self._group)[

@@ -19,8 +19,8 @@ from weft.topology import Slice
 class ReallocationPlan:
     """Plan for transferring parameters from one engine's ranks to another's.
 
-    `num_bytes_moved` is the number of bytes that each transfer sends between devices, and `across`
-    the number of those that are sent between machines.
+    `num_bytes_moved` is the number of bytes that are sent between devices each time the plan is
+    executed, and `across` is the number of these bytes that are sent between machines.
     """
 
     key: str
@@ -38,9 +38,10 @@ class ReallocationPlan:
 
 
 class ReallocationPlanCache:
-    """Cache that creates reallocation plans.
+    """Creates reallocation plans on first use, and caches them.
 
-    `built` describes the engines of each rank, and `hosts` names the machine of each rank.
+    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
+    rank.
     """
 
     def __init__(
@@ -63,7 +64,10 @@ class ReallocationPlanCache:
     def prepare_plan(
         self, source: EngineKey, target: EngineKey, names: Sequence[str], eta: float = 1.0
     ) -> ReallocationPlan:
-        """Return the plan for the parameters `names`; a new plan is first sent to its ranks."""
+        """Return the plan that transfers the parameters `names` from `source` to `target`.
+
+        A plan that is not in the cache is created and sent to its ranks.
+        """
         between = source, target, tuple(names)
         if between not in self._plans:
             chosen = frozenset(names)
@@ -90,7 +94,10 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters that train steps change; of all if none are reported."""
+        """Return the names of the parameters that train steps change.
+
+        If no rank reports them, the names of all parameters are returned.
+        """
         role = place[0]
         mesh = self._meshes[place[0]]
         names = self.list_common((role, mesh), place, partly=False)
@@ -101,8 +108,8 @@ class ReallocationPlanCache:
     def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
         """Return the names of the parameters that both engines have.
 
-        With `partly`, either engine may have other parameters too. Otherwise `ConfigError` is
-        raised if their parameters differ.
+        If `partly` is True, each engine may have other parameters too. Otherwise `ConfigError` is
+        raised if the parameters of the engines differ.
         """
         return list_common_parameters(
             source[0],
@@ -124,7 +131,10 @@ class ReallocationPlanCache:
     def collect_slices(
         self, place: EngineKey, names: Iterable[str] | None = None
     ) -> dict[int, dict[str, Slice]]:
-        """Return the parameter slices of each rank, by name; if `names` is given, only of these."""
+        """Return the parameter slices of each rank, by parameter name.
+
+        If `names` is given, only the slices of these parameters are returned.
+        """
         held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
         slices: dict[int, dict[str, Slice]] = {}
         for rank, parts in held.items():

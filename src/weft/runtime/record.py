@@ -28,7 +28,7 @@ def record_process(
 ) -> None:
     """Add this process to the run's `run.json`.
 
-    Secrets in the command are masked. `chosen` are the options whose values weft chose.
+    Secrets in the command are masked. `chosen` lists the options whose values weft chose.
     """
     before = RunRecord.read(run)
     command = build_command(sys.argv, sys.orig_argv)

@@ -83,7 +83,7 @@ class RecoveryPointStore:
         return None
 
     def drop_after(self, step: int) -> None:
-        """Remove the points of steps later than `step`, at which the run resumes."""
+        """Remove all recovery points later than `step`, the step from which the run resumes."""
         for point in self.list_points():
             if point.step > step:
                 point.manifest.unlink()
@@ -121,8 +121,8 @@ def find_named_point(path: Path) -> RecoveryPoint:
     """Return the recovery point that the option `resume_from` names.
 
     `path` can be a recovery point, a checkpoint of the same step, or a run, whose newest intact
-    point is then returned. Raises `CheckpointError` if there is no such point, and lists those of
-    the run.
+    point is then returned. Raises `CheckpointError` if there is no such point; the message lists
+    the points of the run.
     """
     path = path.expanduser()
     if not path.exists():

@@ -44,8 +44,8 @@ class ReportsTrainedNames(Protocol):
 class RoleEngines:
     """Engines of this rank, by role and mesh.
 
-    `specs` contain the learning rate schedules. `groups` is required for layouts with several
-    devices.
+    `specs` maps roles to their specs, which include the learning rate schedules. `groups` is
+    required for layouts with several devices.
     """
 
     def __init__(
@@ -112,10 +112,11 @@ class RoleEngines:
         return here is not None and here == self._meshes.get(target)
 
     def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """Return a trained role's engine with adapters disabled, if `role` can use it, else None.
+        """Return the engine of a trained role whose base weights `role` can use, or None.
 
-        The base weights must be the same, the meshes must split them in the same way, and the
-        engine must support disabling its adapters.
+        The adapters of the returned engine are disabled. Both roles must have the same base
+        weights, their meshes must split these in the same way, and the engine must support
+        disabling its adapters.
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
@@ -136,11 +137,11 @@ class RoleEngines:
         *,
         or_newer: bool = False,
     ) -> Engine:
-        """Return the role's engine on `mesh`, by default its own, with its weights on the device.
+        """Return the role's engine on `mesh`, after moving its weights to the device.
 
-        `weights` is the number of updates that a copy of the role must have received; with
-        `or_newer`, it may have received more. Raises `RunError` if the copy has received another
-        number of updates.
+        By default, `mesh` is the role's own mesh. `weights` is the number of updates that a copy of
+        the role must have received; with `or_newer`, the copy may have received more. Raises
+        `RunError` if the copy has received another number of updates.
         """
         place = self._build_key(role, mesh)
         has = self._weights.get(place)
@@ -163,22 +164,22 @@ class RoleEngines:
         self._offloaded.add((place, what))
 
     def onload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state that `offload` moved away back to the device."""
+        """Move weights or optimizer state back to the device after `offload`."""
         place = self._build_key(role, mesh)
         if (place, what) in self._offloaded:
             self._engines[place].onload(what)
             self._offloaded.discard((place, what))
 
     def find_engine(self, place: EngineKey) -> Engine | None:
-        """Return an engine without moving its weights; None if this rank does not have it."""
+        """Return an engine without moving its weights, or None if this rank does not have it."""
         return self._engines.get(place)
 
     @contextmanager
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
-        """Yield the engine whose weights are to be replaced; None if this rank does not have it.
+        """Yield the engine whose weights are to be replaced, or None if this rank does not have it.
 
         A copy of a role cannot be used until the block ends. `weights` is the number of updates
-        that it has then received.
+        that the copy has received by then.
         """
         copy = place in self._weights
         if copy:
@@ -190,7 +191,7 @@ class RoleEngines:
     def sync(self, sync: ParamSync) -> int:
         """Set target = eta * source + (1 - eta) * target; return the target's new version.
 
-        The new version is the source's.
+        The new version of the target is the version of the source.
         """
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
@@ -231,7 +232,7 @@ class RoleEngines:
         return copies
 
     def get_trained_names(self, role: str) -> frozenset[str] | None:
-        """Return the names of the parameters that train steps change; None if they are not known."""
+        """Return the names of the parameters that train steps change, or None if unknown."""
         engine = self._get_own_engine(role)
         return engine.trained_names if isinstance(engine, ReportsTrainedNames) else None
 

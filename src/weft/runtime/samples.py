@@ -31,7 +31,8 @@ PAIRS = ("rank", "comparison")
 def is_detailed_step(step: int) -> bool:
     """Return whether the samples of this step are kept as whole groups, with values per token.
 
-    All steps below 10 are detailed, then 45 in each power of ten.
+    All steps below 10 are detailed, then every 2nd step below 100, every 20th step below 1000, and
+    so on.
     """
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
@@ -69,10 +70,10 @@ class SampleReader:
     ) -> list[dict[str, Any]]:
         """Return samples of step `step`, which used these ids.
 
-        In a detailed step (`is_detailed_step`), these are whole groups, with one row per completion
-        and values per token. In other steps, they are the first completions of up to
-        `SHOWN_SAMPLES` ids if the graph generates, and none otherwise. `seen` has the log-probs or
-        scores of a few ids from the training call.
+        In a detailed step (`is_detailed_step`), the samples are whole groups, with one row per
+        completion and values per token. In other steps, they are the first completion of each of up
+        to `SHOWN_SAMPLES` ids if the graph generates; otherwise there are none. `seen` has the
+        log-probs or scores of a few ids from the training call.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
@@ -111,7 +112,7 @@ class SampleReader:
         return step == self._last_step or is_detailed_step(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """Fetch the prompts and completions of these ids, and the `optional` keys that all have.
+        """Fetch the prompts and completions of these ids, with `optional` keys that all ids have.
 
         Keys that the graph renames are returned under their usual names: for example, `completion`
         if the graph calls it `mixed_completion`.
@@ -134,8 +135,9 @@ class SampleReader:
     ) -> SequenceSample | None:
         """Return the rows to show for a step whose graph does not generate.
 
-        These are the rows in `seen`, which are the same in every layout, or the first rows if there
-        are none. Returns None if this step is not shown, or if the rows have no completions.
+        These are the step's rows in `seen`, which are the same in every layout. If `seen` has none
+        of them, these are the step's first rows. Returns None if the step is not shown in detail,
+        or if the rows have no completions.
         """
         if not self._is_detailed(step):
             return None
@@ -204,7 +206,7 @@ class SampleReader:
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Iterate over the completions, each as its index in the batch and its row."""
+        """Yield the index in the batch and the row of each completion."""
         # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
@@ -251,13 +253,13 @@ def _shorten(text: str) -> str:
 
 
 def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the first value that is text or a number as `answer`; empty if there is none."""
+    """Return {"answer": value} for the first value that is a string or number, or {} if none is."""
     reference = next((value for value in values if isinstance(value, str | int | float)), None)
     return {} if reference is None else {"answer": _shorten(str(reference))}
 
 
 def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean cross-entropy of the trained tokens as `loss`; empty if there are none."""
+    """Return {"loss": mean cross-entropy of the trained tokens}, or {} if no token is trained."""
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
     trained = []
     for value, counts in zip(values["logprobs"], mask, strict=True):

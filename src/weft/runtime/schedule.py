@@ -16,11 +16,12 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class RunLength:
-    """Length of a run. An epoch has `num_ids` ids and `firings[node]` firings of each node.
+    """Length of a run.
 
-    A run that trains and has `max_steps` takes that many steps, over as many epochs as needed. Any
-    other run takes `total_train_epochs` epochs, or `max_steps` steps if these are fewer. Filters
-    that drop ids can only shorten the run.
+    An epoch has `num_ids` ids and `firings[node]` firings of each node. A run that trains and has
+    `max_steps` takes that many steps, over as many epochs as needed. Any other run takes
+    `total_train_epochs` epochs, or `max_steps` steps if these are fewer. Filters that drop ids can
+    only shorten the run.
     """
 
     num_ids: int
@@ -96,7 +97,10 @@ class RunLength:
 
 @dataclass
 class ActionFrequency:
-    """Frequency of an action in steps, epochs or seconds. The action is due if any of them is."""
+    """Frequency of an action in steps, epochs or seconds.
+
+    If several of these are set, the action is due whenever one of them requires it.
+    """
 
     steps: int | None = None
     epochs: int | None = None

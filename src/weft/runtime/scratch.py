@@ -14,9 +14,9 @@ LOCK = "owner.lock"
 
 
 class ScratchFolder:
-    """Temporary folder of this process, named `weft-PID-...`.
+    """Temporary folder of this process, named `weft-PID-...` and locked by it.
 
-    The operating system releases its lock when the process ends, even if it is killed.
+    The operating system releases the lock when the process ends, even if the process is killed.
     """
 
     def __init__(self) -> None:

@@ -8,10 +8,10 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Return the copies of roles for calls that run independently of training, by call name.
+    """Map each call that runs independently of training to the copy of its role that it uses.
 
-    These are calls on a copy that shares no device with the role's own mesh. All calls on the copy
-    tolerate stale weights, and no sync writes to the role.
+    Such a copy shares no device with the role's own mesh. All calls on the copy tolerate stale
+    weights, and no sync writes to the role.
     """
     meshes = experiment.build_meshes()
     used: dict[EngineKey, list[MFCDef]] = {}

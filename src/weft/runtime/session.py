@@ -1,4 +1,4 @@
-"""Run from its first step to its last, with evaluation, checkpoints and recovery points."""
+"""Session of a run: its steps, with evaluation, checkpoints and recovery points between them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ LAST_BITS_WARNING = "its numbers may differ in the last bits from those of an un
 class SessionParts:
     """Components of a session.
 
-    `plan` is shown before the first step, unless `plan_shown`: then the user saw it before the
-    devices started. `format_peak_memory` turns the peak memory, in GiB, into a line for the end of
-    the run, and decides whether the line is shown. `ending_lines` are the last lines of a finished
-    run. `data` are the loaded data, whose rows may still be tokenized in the background.
+    `plan` is shown before the first step. If `plan_shown` is True, it has already been shown before
+    the devices were started. `format_peak_memory` formats the peak memory, given in GiB, as a line
+    for the end of the run, and returns whether to show this line. `ending_lines` are the last lines
+    of a finished run. `data` are the loaded data, whose rows may still be tokenized in the
+    background.
     """
 
     experiment: Experiment
@@ -70,9 +71,10 @@ class SessionParts:
 
 
 class Session:
-    """One process's work on a run: the master's steps, and what is scheduled between them.
+    """One process's work on a run: the master's steps, and the scheduled actions between them.
 
-    Between steps, it evaluates, and writes checkpoints and recovery points (`_finish_step`).
+    Between steps, the session evaluates, and writes checkpoints and recovery points
+    (`_finish_step`).
     """
 
     def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:
@@ -114,8 +116,8 @@ class Session:
     def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
         """Restore or start the run and open its files. Nothing is written before this call.
 
-        `goes_on` is set if the directory has this run already. `instead_of` is an earlier session
-        of this process that lost its devices and is replaced by this one.
+        `goes_on` is True if the directory already contains this run. `instead_of` is an earlier
+        session of this process that lost its devices and is replaced by this one.
 
         Raises `UserError` if the requested recovery point is missing or a logger cannot start.
         """
@@ -175,7 +177,7 @@ class Session:
         return list(read_rows(self._directory.path / METRICS))
 
     def release_devices(self, why: str) -> None:
-        """Release the devices without waiting, and tell the user `why`.
+        """Release the devices without waiting, and show the user the reason `why`.
 
         The terminal view stays open for the next session.
         """
@@ -191,8 +193,9 @@ class Session:
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
         """Clean up after a killed process and return the newest recovery point of the directory.
 
-        Returns None if `resume_from` names a point of this run, which is then used. With `own`,
-        this process has written newer points, and `resume_from` is ignored.
+        Returns None if `resume_from` names a point of this run, because the caller then uses that
+        point. If `own` is True, this process has written newer points, and `resume_from` is
+        ignored.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()
@@ -283,8 +286,8 @@ class Session:
     def _finish_run(self) -> None:
         """Evaluate and save after the last step, if that has not been done.
 
-        This is the case if filters dropped all remaining ids, so that the last step was not known
-        to be the last.
+        This is necessary if filters dropped all remaining ids, so that the run ended earlier than
+        expected.
         """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()
@@ -420,7 +423,7 @@ def describe_resuming(control: Control, point: int, step: int | None = None) -> 
 def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str, Any]:
     """Write the files of a run that starts or resumes; return its configuration without secrets.
 
-    With `anew`, this process is also recorded in `run.json`.
+    If `anew` is True, this process is also recorded in `run.json`.
     """
     directory = parts.directory
     config = mask_values(parts.experiment.resolve())
@@ -438,10 +441,10 @@ def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str
 
 
 def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
-    """Return the schedules of the actions `evaluate`, `save`, `milestone` and `cut`.
+    """Return the frequencies of the actions `evaluate`, `save`, `milestone` and `cut`.
 
-    `cut` is the writing of recovery points. If a run has an evaluation whose frequency is not set,
-    it takes place once per epoch.
+    `cut` is the writing of recovery points. If the run evaluates and no frequency is set for it,
+    the evaluation takes place once per epoch.
     """
     evaluate = ActionFrequency(
         control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: the first lets the step finish, the second stops at once."""
+"""Handling of Ctrl-C and SIGTERM: the first lets the step finish, the second stops the run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SignalHandlers:
     ) -> Iterator[None]:
         """Handle signals within the block, if this is the main thread.
 
-        `step` returns the number of the running step. `tell` shows a line to the user; it is called
-        from the signal handler.
+        `step` returns the number of the running step. `tell` shows a line to the user, and is
+        called from the signal handler.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

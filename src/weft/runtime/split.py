@@ -1,7 +1,7 @@
 """Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
 
-The outputs of the parts are joined here too. The master splits only metadata; workers find the data
-of their parts with `take_samples`.
+This module also joins the outputs of the parts. The master splits only metadata; workers find the
+data of their parts with `take_samples`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ OWNER = "completion_of"  # metadata column of single completions: the id of thei
 def split(
     batch: SequenceSample, wanted: Minibatches, ranks: int, *, seed: int, role: str, step: int
 ) -> list[list[SequenceSample]]:
-    """Split a batch into parts by [minibatch][rank], with the minibatches of all epochs in order.
+    """Split a batch into minibatches, and each minibatch into one part for each data-parallel rank.
 
+    The result is indexed by [minibatch][rank] and contains the minibatches of all epochs in order.
     In epochs after the first, the ids are shuffled, in an order that is the same after a restart
     and on every layout.
     """
@@ -42,7 +43,7 @@ def split(
 
 
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
-    """Split into `count` minibatches of consecutive ids, with sizes as equal as possible.
+    """Split a batch into `count` minibatches of consecutive ids, with sizes as equal as possible.
 
     Groups of completions stay whole if this gives equal sizes or if the loss needs whole groups.
     Otherwise single completions are distributed.
@@ -59,10 +60,11 @@ def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[Seq
 
 
 def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
-    """Split into one part of consecutive ids per rank, minimizing the tokens of the largest part.
+    """Split a batch into one part of consecutive ids per rank, keeping the largest part small.
 
-    Groups of completions stay whole unless there are fewer groups than ranks and the loss does not
-    compare the completions of a group. Some parts may be empty.
+    The number of tokens of the largest part is minimized. Groups of completions stay whole unless
+    there are fewer groups than ranks and the loss does not compare the completions of a group. Some
+    parts may be empty.
     """
     if ranks == 1:
         return [batch]
@@ -108,12 +110,12 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
-    """Return the ids that the batch had before it was split, in the order of its parts."""
+    """Return the ids that the batch had before it was split, in the order of the parts."""
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """Return the parts with their data from `batch`, given their metadata."""
+    """Return `parts`, which are given as metadata only, with their tensors from `batch`."""
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)
     else:
@@ -131,6 +133,6 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
 def join_outputs(
     outputs: Sequence[SequenceSample | None], ids: Sequence[str]
 ) -> SequenceSample | None:
-    """Join the outputs of all ranks in the order of `ids`; None if there are no outputs."""
+    """Join the outputs of all ranks in the order of `ids`. Returns None if there are no outputs."""
     samples = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(samples).select(ids=ids) if samples else None

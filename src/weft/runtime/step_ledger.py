@@ -12,7 +12,7 @@ from weft.runtime.step_metrics import FiringMetrics, StepMetrics
 
 @dataclass
 class _LedgerEntry:
-    """Metrics of one firing. If `firing` is None, they belong to a node but to none of its firings."""
+    """Metrics of one firing. If `firing` is None, these are metrics of a node as a whole."""
 
     node: str
     firing: Firing | None
@@ -26,7 +26,7 @@ class _LedgerEntry:
 
 
 class StepLedger:
-    """Record of running and finished firings, in the order in which the master decided on them.
+    """Record of running and finished firings, in the order in which the master scheduled them.
 
     A firing is logged with the first step after which none of its ids is in `ahead`, the ids that
     later steps will train on.
@@ -37,7 +37,7 @@ class StepLedger:
         self._open_entries: dict[Firing, _LedgerEntry] = {}
 
     def add_firing(self, firing: Firing) -> None:
-        """Add a firing that the master has decided to start; its metrics are recorded later."""
+        """Add a firing that the master has scheduled. Its metrics are recorded later."""
         self._open_entries[firing] = _LedgerEntry(firing.node, firing, None)
         self._entries.append(self._open_entries[firing])
 
@@ -46,7 +46,7 @@ class StepLedger:
         self._open_entries.pop(firing).measured = measured
 
     def record_measurements(self, node: str, measured: FiringMetrics) -> None:
-        """Record metrics of a node that belong to none of its firings."""
+        """Record metrics of a node that do not belong to a specific firing."""
         self._entries.append(_LedgerEntry(node, None, measured))
 
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
@@ -75,7 +75,7 @@ class StepLedger:
         return metrics.compute_metrics()
 
     def state_dict(self) -> list[Any]:
-        """Return the recorded firings as plain values; all of them must be finished."""
+        """Return the recorded firings as plain values. All of them must be finished."""
         assert not self._open_entries, "no firing may be running"
         rows = []
         for line in self._entries:

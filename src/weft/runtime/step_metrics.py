@@ -17,7 +17,7 @@ class FiringMetrics:
 
 @dataclass
 class StepMetrics:
-    """Metrics of all firings of a step, by node in the order of output.
+    """Metrics of all firings of a step, grouped by node. Nodes are in the order of output.
 
     Most nodes fire once per step. If a filter refills the batch, some nodes fire several times.
     """
@@ -45,7 +45,7 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
 
     Counts (`num_*`) are summed. The largest `*_max`, the smallest `*_min`, and the last
     `learning_rate` and `version` are kept. Other metrics are averaged over ids. Firings that lack a
-    metric are ignored for it.
+    metric do not count in its average.
     """
     parts = list(fired)
     joined: dict[str, float] = {}

@@ -34,13 +34,17 @@ class _StoredBatch:
 
 @dataclass(eq=False)
 class _StoredBlock:
-    """Record of a group of ids: the indices of the batches with their keys and metadata columns."""
+    """Storage location of a group of ids.
+
+    `keys` and `columns` map each key and each metadata column to the index of the batch that has
+    it.
+    """
 
     keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the indices of the batches whose tensors, and of those whose metadata, are needed."""
+        """Return the indices of the batches that provide keys, and of those that provide metadata."""
         return set(self.keys.values()), set(self.columns.values())
 
 
@@ -66,7 +70,7 @@ class TensorStore:
         return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
-        """Add a batch and return its metadata. Its keys replace those that an id already has."""
+        """Add a batch and return its metadata. Keys that an id already has are replaced."""
         with self._lock:
             number = self._next_number
             self._next_number = self._next_number + 1
@@ -82,7 +86,7 @@ class TensorStore:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return these keys for these ids, in the order of `ids`, with all metadata.
+        """Return the `keys` of the samples `ids`, in the order of `ids`, with all their metadata.
 
         A key in `optional` is included if every id has it. Raises `DataError` if an id or a key is
         missing.
@@ -112,7 +116,10 @@ class TensorStore:
             )
 
     def iterate_batches(self) -> Iterator[SequenceSample]:
-        """Iterate over the whole contents; ids with equal keys and metadata columns form one batch."""
+        """Iterate over all stored samples in batches.
+
+        Ids with the same keys and metadata columns form one batch.
+        """
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
             alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
@@ -145,7 +152,7 @@ class TensorStore:
         self._free_batches(set().union(*before))
 
     def _free_batches(self, numbers: Iterable[int]) -> None:
-        """Free the batches that no id needs, and the tensors of those needed for metadata only."""
+        """Free the batches that no id needs, and the tensors of batches needed only for metadata."""
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
@@ -155,7 +162,7 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
-        """Group these ids by the block that stores them.
+        """Group these ids by the block in which they are stored.
 
         Raises `DataError` if an id is missing.
         """
@@ -196,7 +203,10 @@ class TensorStore:
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:
-        """Return a sample with these keys; `origin` is the index of the batch for each block."""
+        """Return a sample with these keys.
+
+        `origin` has, for each block in `parts`, the index of the batch that has its keys.
+        """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):
             by_batch.setdefault(number, []).extend(chosen)

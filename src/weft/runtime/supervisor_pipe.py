@@ -97,7 +97,7 @@ class SupervisorPipe:
             self._send({"anew": True})
 
     def report_lost_part(self, what: str) -> None:
-        """Report that a part of Ray, `what`, is lost, before Ray can end this process."""
+        """Report that `what`, a part of Ray, is lost, before Ray can end this process."""
         with self._lock:
             self._send({"gone": what})
 

@@ -55,9 +55,9 @@ class TokenDecoder:
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:
-        """Return the token, and its text, that is decoded before other tokens.
+        """Return the token that is decoded in front of other tokens, and its text.
 
-        It is the letter "a" if the tokenizer can encode it, else `fallback`.
+        This is the token of the letter "a" if the tokenizer can encode it, otherwise `fallback`.
         """
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

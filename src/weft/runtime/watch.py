@@ -1,4 +1,4 @@
-"""Watcher of network addresses that a run depends on. It tries to connect to each every second."""
+"""Watcher of network addresses that a run depends on, which tries to connect to each every second."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AddressWatch:
     def check(self, *names: str) -> None:
         """Try to connect to the named addresses now, by default to all of them.
 
-        If one does not answer, `lost_part` is set.
+        Sets `lost_part` if an address does not answer.
         """
         for name in names or self._addresses:
             if self.lost_part is None and not can_connect(self._addresses[name]):
@@ -58,9 +58,9 @@ class AddressWatch:
 
 
 def check_listens(address: str) -> None:
-    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at `address`, HOST:PORT.
+    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at `address` (HOST:PORT).
 
-    Ray itself would retry for minutes and print every attempt. Addresses of another form are not
+    Ray itself would retry for minutes and print every attempt. An `address` of another form is not
     checked.
     """
     host, colon, port = address.rpartition(":")

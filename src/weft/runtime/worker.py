@@ -39,8 +39,8 @@ from weft.topology import Mesh
 class Worker:
     """Worker that runs the model function calls of one device, `rank`.
 
-    `tokenizers` maps roles to tokenizers. `specs` contain the learning rate schedules. `cache` is
-    the folder for cached outputs.
+    `tokenizers` maps roles to tokenizers. `specs` maps roles to their specs, which include the
+    learning rate schedules. `cache` is the folder for cached outputs.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Worker:
         of updates that the role's copy must have received. `updates` are requests, such as
         transfers of new weights, that the call may run between its steps.
 
-        A `RunError` names the node, role and ids; any other error gets them as a note.
+        If the call raises a `RunError`, the node, role and ids are added to its message; for any
+        other error, they are added as a note.
         """
         node = self.calls[name]
         ids = collect_owners(minibatches)
@@ -175,7 +176,8 @@ class Worker:
     def save(self, role: str, directory: Path) -> None:
         """Write a role's model to `directory` in the Hugging Face format.
 
-        The interface that trains the role does this if it implements `save`, otherwise the engine.
+        If the interface that trains the role implements `save`, that method writes the model;
+        otherwise the engine writes it.
         """
         for name, node in self.calls.items():
             if node.role == role and node.trains and implements_method(node.interface, "save"):
@@ -186,8 +188,8 @@ class Worker:
     def save_state(self, point: Path, own: Path | None = None) -> None:
         """Save the state of engines and interfaces, and all stored tensors.
 
-        The state of engines is written to `point`, the rest to `own`, the folder of this device
-        (default: `point`).
+        The state of engines is written to `point`. The state of interfaces and the tensors are
+        written to `own`, the folder of this device (default: `point`).
         """
         own = own or point
         self.roles.save_state(point / ENGINES_FOLDER)
@@ -201,7 +203,7 @@ class Worker:
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
-        """Load a recovery point, which any number of devices may have written.
+        """Load a recovery point, which may have been written by any number of devices.
 
         The tensors in the folders `held` are added to the store.
         """
@@ -224,7 +226,7 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Return outputs from the cache, and run the interface on the ids that are missing there.
+        """Return the result of a call, computing only the outputs that are not in the cache.
 
         The metrics are those of the interface, plus `cached_fraction`.
         """

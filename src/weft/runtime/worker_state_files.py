@@ -1,7 +1,7 @@
 """Layout of the files with the workers' state in a recovery point.
 
-A single device writes into the point itself; each of several devices writes into a folder of its
-own.
+A single device writes into the recovery point itself. If there are several devices, each writes
+into a folder of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def get_rank_folder(point: Path, rank: int) -> Path:
 
 
 def list_rank_folders(point: Path) -> list[Path]:
-    """Return the folder of each device, by rank; only `point` if a single device wrote it."""
+    """Return the folders that the devices wrote in a recovery point, ordered by rank.
+
+    If a single device wrote the recovery point, this is `[point]`.
+    """
     if (point / INTERFACES_FILE).is_file():
         return [point]
     return sorted(point.glob("rank*"), key=lambda path: int(path.name.removeprefix("rank")))
@@ -48,7 +51,7 @@ def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
 
 
 def read_interfaces(point: Path) -> dict[str, Any]:
-    """Return the state of each call's interface; it is the same on all ranks of a role."""
+    """Return the state of each call's interface, which is the same on all ranks of a role."""
     states: dict[str, Any] = {}
     for folder in list_rank_folders(point):
         states = {**read_state(folder / INTERFACES_FILE), **states}

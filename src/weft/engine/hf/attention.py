@@ -2,8 +2,8 @@
 
 A decoder that gets its attention function from `AttentionInterface` gets
 `compute_packed_attention`, which reads the pass (which tokens attend to which) from the attention
-module that calls it. Nothing else in the module changes. A trial (`weft.engine.hf.trial`) first tests whether
-this is exact for the decoder, which may also mix tokens outside of attention.
+module that calls it. Nothing else in the module changes. A trial (`weft.engine.hf.trial`) first
+tests whether this is exact for the decoder, which may also mix tokens outside of attention.
 """
 
 from __future__ import annotations
