@@ -92,9 +92,10 @@ class SectionStack:
         ]
 
     def add_origin(self, error: ConfigError) -> ConfigError:
-        """Return `error` with the origin of the option that its message begins with.
+        """Return the error with the place where its option was set added to the message.
 
-        An error whose message does not begin with an option of this stack is returned unchanged.
+        The option is the one that the message begins with. An error whose message does not begin
+        with an option of this stack is returned unchanged.
         """
         text = str(error)
         named = []

@@ -30,13 +30,14 @@ class TokenCost:
     def count_training_flops(
         self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
     ) -> float:
-        """Return the operations of a forward and a backward pass over segments of these lengths.
+        """Return the floating-point operations of a forward and a backward pass over segments.
 
-        A forward pass has 2 operations per parameter and token, and 4 per head dimension and
-        (query, key) pair. Causal attention has L (L + 1) / 2 pairs in a segment of length L
-        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, counts all L^2); `across` is the
-        number of additional pairs between segments. Outputs are read at `rows` tokens, or at all
-        tokens if `rows` is None. Recomputation is not counted.
+        `lengths` are the numbers of tokens of the segments. A forward pass has 2 operations per
+        parameter and token, and 4 per head dimension and (query, key) pair. Causal attention has L
+        (L + 1) / 2 pairs in a segment of length L (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B, counts all L^2); `across` is the number of additional pairs between segments.
+        The output layer is computed for `rows` tokens, or for all tokens if `rows` is None.
+        Recomputation is not counted.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across

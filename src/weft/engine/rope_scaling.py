@@ -39,5 +39,7 @@ def read_factor(value: Mapping[str, Any]) -> float:
 
 
 def compute_context(value: Mapping[str, Any] | None, positions: int) -> int:
-    """Return the number of positions that a model trained on `positions` has with this option."""
+    """Return the context length of a model trained on `positions` positions, with this RoPE
+    scaling.
+    """
     return positions if value is None else int(positions * read_factor(value))

@@ -21,10 +21,10 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return the `IDS` ids whose outputs are kept.
+    """Return at most `IDS` of the ids; only the outputs of these ids are kept.
 
-    Each rank may first choose among its own ids. Choosing among the results of all ranks then gives
-    the same ids as choosing among all ids.
+    The ids with the smallest hashes are chosen. Each rank may first choose among its own ids:
+    choosing among the results of all ranks then gives the same ids as choosing among all ids.
     """
     return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
 

@@ -67,9 +67,9 @@ def linear(
 ) -> Tensor:
     """Return x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
 
-    Differentiable once, in all three. If there is a `gradient_sum`, the gradient of the weight is
-    added to it. Under torch's compiler, which passes no `gradient_sum`, torch's own function is
-    used.
+    The result can be differentiated once with respect to `x`, `weight` and `bias`. If there is a
+    `gradient_sum`, the gradient of the weight is added to it. Under torch's compiler, which passes
+    no `gradient_sum`, torch's own function is used.
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)

@@ -170,14 +170,15 @@ class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly transfers of new weights.
 
     Implements `PendingUpdates`. Between two steps, the call can run these commands in the order in
-    which they were sent, up to the next command that generates.
+    which they were sent, up to the next generation command.
 
     All ranks that generate the same sequences run commands after the same step: the first of these
-    ranks checks for pending commands and broadcasts the answer. Different data-parallel ranks
-    interrupt the call independently of each other. They continue together, because they may gather
-    weights to generate and reduce metrics at the end; ranks that have finished wait for the others.
-    All ranks run every command that was sent to the whole mesh, and all commands before it. The
-    driver sends commands to all devices in the same order.
+    ranks checks for pending commands and broadcasts the answer. Different data-parallel ranks may
+    interrupt the call at different steps, but none of them resumes before all have run the
+    commands, because generation may gather weights across these ranks, and metrics are reduced over
+    them at the end. Ranks that have finished wait for the others. All ranks run every command that
+    was sent to the whole mesh, and all commands before it. The driver sends commands to all devices
+    in the same order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:

@@ -214,8 +214,9 @@ def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None
 def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """Return the decoder without its head.
 
-    A few classes name an attribute for the decoder that they do not have; for these, the decoder is
-    the only child module that is a model. Raises `ConfigError` if the decoder cannot be found.
+    A few classes declare the name of their decoder's attribute, but have no such attribute; for
+    these, the decoder is the only child module that is a model. Raises `ConfigError` if it cannot
+    be found.
     """
     if module.base_model is not module:
         return module.base_model

@@ -80,7 +80,7 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Wait for the piece whose copy was started first, and add it to its sum."""
+        """Wait for the oldest pending copy, and add the copied gradient to its sum."""
         piece, buffer = self._coming.popleft()
         piece.mark.wait()
         if piece.fresh:
