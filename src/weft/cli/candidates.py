@@ -132,8 +132,7 @@ def _list_quickstart_names(words: Sequence[str]) -> list[str]:
     """
     named = []
     for file in _find_user_files(words):
-        for name in QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")):
-            named.append(name)
+        named.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
     return sorted({*registry.quickstarts.list_names(), *named})
 
 

@@ -139,8 +139,7 @@ def list_sections(given: argparse.Namespace) -> Iterator[str]:
         except ConfigError as error:
             broken.append(str(error))
     for _, contents in library.contents:
-        for wrong in contents.problems:
-            broken.append(wrong)
+        broken.extend(contents.problems)
     recipes = {
         section.name: purpose
         for section in sections

@@ -91,8 +91,7 @@ def resolve_sources(
         )
     sources = []
     for word in names:
-        for source in _resolve_word(word, mode, spec, settings):
-            sources.append(source)
+        sources.extend(_resolve_word(word, mode, spec, settings))
     return settings.apply_to([*sources, *list_source_specs(spec)], spec.named_file)
 
 

@@ -391,8 +391,7 @@ def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | No
     model = core["model"]
     steps = []
     for name in ("normalizer", "pre_tokenizer"):
-        for step in _list_steps(core[name]):
-            steps.append(step)
+        steps.extend(_list_steps(core[name]))
     if model.get("type") != "BPE" or any(step["type"] not in BOUNDED_STEPS for step in steps):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
@@ -421,8 +420,7 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
         return [step]
     result: list[Mapping[str, Any]] = []
     for part in step.get("normalizers", step.get("pretokenizers", [])):
-        for each in _list_steps(part):
-            result.append(each)
+        result.extend(_list_steps(part))
     return result
 
 

@@ -57,11 +57,8 @@ class StateBlocks(Generic[T]):
     def list_ids(self, blocks: Collection[StateBlock[T]]) -> list[str]:
         """Return the ids in these blocks, in the order in which they were added."""
         if len(blocks) == 1:
-            result: list[str] = []
-            for block in blocks:
-                for id in block.ids:
-                    result.append(id)
-            return result
+            (block,) = blocks
+            return list(block.ids)
         held = set(blocks)
         if held:
             return [id for id, block in self._block_of_id.items() if block in held]

@@ -74,8 +74,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
         )
     parts = []
     for entry in entries:
-        for part in _parse_parts(entry):
-            parts.append(part)
+        parts.extend(_parse_parts(entry))
     if all(part.weight == 0 for part in parts):
         raise ConfigError(
             "reward: all weights are 0, so every reward would be 0; change one of the weights"

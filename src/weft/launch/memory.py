@@ -251,8 +251,7 @@ def _collect_works(
     result: list[CallDemand] = []
     for call in calls:
         for batch in batches:
-            for w in _iterate_works(experiment, call, batch, place, shared):
-                result.append(w)
+            result.extend(_iterate_works(experiment, call, batch, place, shared))
     return result
 
 

@@ -70,8 +70,7 @@ def build_plan(
     unused: set[str] = set()
     if data is not None:
         for count in data.counts:
-            for note in count.build_unused_notes():
-                unused.add(note)
+            unused.update(count.build_unused_notes())
     details = [
         *_iterate_details(experiment, horizon, facts, data, expected),
         *_iterate_roles(experiment, facts, models),
@@ -231,8 +230,7 @@ def _merge_rows(
     """Return the first `num_kept` rows, and one row that summarizes the others."""
     names = []
     for roles, _ in rows[num_kept:]:
-        for role in roles:
-            names.append(role)
+        names.extend(roles)
     total = sum(facts[role].get("num_parameters", 0) for role in names)
     if all("frozen" in text for _, text in rows[num_kept:]):
         frozen = "frozen, "
@@ -433,8 +431,7 @@ def _iterate_roles(
     merged = []
     for roles, text in models:
         if MERGED.match(text):
-            for role in roles.split(", "):
-                merged.append(role)
+            merged.extend(roles.split(", "))
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
         if (shorten_path(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):

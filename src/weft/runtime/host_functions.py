@@ -107,8 +107,7 @@ class HostFunctionRunner:
         result: list[str] = []
         for function in self.by_node.values():
             if isinstance(function, HasNotes):
-                for line in function.notes:
-                    result.append(line)
+                result.extend(function.notes)
         return result
 
     def can_drop_ids(self, node: HostFunction) -> bool:

@@ -57,8 +57,7 @@ class StepLedger:
         """Return the ids read by unfinished firings."""
         open_ids: set[str] = set()
         for firing in self._open_entries:
-            for id in firing.ids:
-                open_ids.add(id)
+            open_ids.update(firing.ids)
         return open_ids
 
     def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:

@@ -126,8 +126,7 @@ class InterleavedGenerator:
         wanted = list(ids)
         partials = []
         for generator in self._generators:
-            for partial in generator.abort(wanted):
-                partials.append(partial)
+            partials.extend(generator.abort(wanted))
         for partial in partials:
             self._forget(partial.id)
         return partials

@@ -226,8 +226,7 @@ class Scheduler:
             if self.prefilling:
                 young = []
                 for fill in self.prefilling:
-                    for sequence in fill.sequences:
-                        young.append(sequence)
+                    young.extend(fill.sequences)
                 self.prefilling.clear()
             else:
                 young = [self.running.popitem()[1]]

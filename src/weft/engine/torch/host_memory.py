@@ -99,8 +99,7 @@ class HostMemory:
             return
         blocks = []
         for number in here:
-            for block in self._groups[number]:
-                blocks.append(block)
+            blocks.extend(self._groups[number])
         self._lane.follow_device()
         for block in blocks:
             if block.host is None or not block.constant:

@@ -94,8 +94,7 @@ class NetworkSource:
             if layout.pipeline > 1:
                 layers = []
                 for run in self.list_stages(mesh).values():
-                    for layer in run:
-                        layers.append(layer)
+                    layers.extend(run)
         spec = self.spec
         # Build the network, and set what depends on training.
         with torch.device("meta"):
