@@ -17,7 +17,7 @@ Array = Any  # a numpy array, a torch tensor, or any other array of the array AP
 
 
 def concatenate(arrays: Sequence[Array]) -> Array:
-    """Concatenate arrays after converting them to the library of the first one."""
+    """Concatenate arrays after converting them to the library and device of the first one."""
     first = arrays[0]
     return array_api_compat.array_namespace(first).concat(
         [convert_like(first, each) for each in arrays]
@@ -45,7 +45,7 @@ def concatenate_ranges(
 def take_segments(
     array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]
 ) -> Array:
-    """Concatenate the segments of `array` that `index` lists.
+    """Concatenate the segments of `array` with the indices `index`.
 
     Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive). If the segments are
     consecutive, the result is a view.
@@ -58,7 +58,7 @@ def take_segments(
 
 
 def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
-    """Split an array into views of consecutive rows.
+    """Split an array into consecutive views with the given numbers of rows.
 
     `lengths` has the number of rows of each view.
     """

@@ -77,9 +77,9 @@ Packed = tuple[TokenTable, list[Problem]]
 
 @runtime_checkable
 class SingleSampleEncoder(Protocol):
-    """Row encoder that makes one sample with at most one completion from each row.
+    """Row encoder that makes one sample, with at most one completion, from each row.
 
-    Message trees are an exception, since they can make several samples. The first token of a
+    The only exceptions are message trees, which can make several samples. The first token of a
     completion is always trained, so a truncated sample still has a trained token and is never left
     out.
     """
@@ -97,9 +97,9 @@ def tokenize_in_background(
 ) -> TokenTable | BackgroundTokenTable:
     """Return a table of the samples of `source`, tokenized during training if possible.
 
-    If so, the result is a `BackgroundTokenTable`, which the caller has to start. The result is a
-    complete `TokenTable` instead if one is in the cache, if the files are small, if a row can make
-    several samples, or if `num_workers` is 0.
+    A table that is tokenized during training is a `BackgroundTokenTable`, which the caller has to
+    start. The result is a complete `TokenTable` instead if one is in the cache, if the files are
+    small, if a row can make several samples, or if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that were found.
     """
@@ -121,7 +121,7 @@ def tokenize_in_background(
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
-    """Convert the encoded samples of a chunk to a table, which needs a tenth of the memory."""
+    """Convert encoded rows to a table of samples, which needs a tenth of the memory."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.from_rows(
@@ -239,8 +239,8 @@ def _build_background_table(
 ) -> BackgroundTokenTable:
     """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
-    The ids of all samples are then known. The complete table will be written to `cache_file`.
-    Raises `DataError` with reports on all bad rows that were found.
+    The table has the ids of all samples. When complete, it will be written to `cache_file`. Raises
+    `DataError` with reports on all bad rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -300,9 +300,9 @@ def _build_background_table(
 def _encode_eagerly(
     job: EncodingJob, rows: _SourceRows, numbers: Sequence[int], source: RowSource
 ) -> list[tuple[list[int], Outcome]]:
-    """Encode the rows with the row numbers `numbers` before training.
+    """Encode the rows with the given row numbers before training.
 
-    Returns (row numbers, outcome) for each chunk of rows.
+    `numbers` are the row numbers. Returns (row numbers, outcome) for each chunk of rows.
     """
     chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
     if len(numbers) <= MAX_SHAPES:
@@ -440,7 +440,7 @@ class BackgroundTokenTable:
         return self._complete_table
 
     def build_report(self) -> TokenizationReport | None:
-        """Return the report on all rows, with file and line, or None while samples are missing."""
+        """Return the report on all rows, or None if some samples are not tokenized yet."""
         if self._complete_table is None:
             return None
         report = self._complete_table.report
@@ -560,7 +560,7 @@ class BackgroundTokenTable:
         return replace(table, sample=self._with_columns(table.sample)), problems
 
     def _with_columns(self, sample: SequenceSample) -> SequenceSample:
-        """Return `sample` with every metadata column of the table; missing values are None."""
+        """Add the table's metadata columns that `sample` lacks, filled with None."""
         nothing = (None,) * sample.num_ids
         assert set(sample.metadata) <= set(self._columns), "columns depend only on the row's shape"
         return replace(

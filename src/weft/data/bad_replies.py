@@ -59,7 +59,7 @@ class PromptReplies:
 
     @property
     def prompt_columns(self) -> dict[str, Any]:
-        """Columns of a row that contain the prompt: `messages` or `prompt`."""
+        """Prompt as a column of a row: `messages` for a conversation, else `prompt`."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}
@@ -67,7 +67,7 @@ class PromptReplies:
     def match_whitespace(self, reply: str) -> str:
         """Return `reply` with the leading whitespace of the row's best reply.
 
-        Otherwise the whitespace would reveal that the reply is artificial.
+        Different whitespace would reveal that the reply is artificial.
         """
         best = self.replies[0]
         return best[: len(best) - len(best.lstrip())] + reply.strip()
@@ -81,8 +81,8 @@ def read_replies(row: Row, number: int) -> Iterator[PromptReplies]:
     """Iterate over the prompts of a row, each with its replies.
 
     The row can be a ranking, a pair, a prompt with an answer, a conversation or an Open-Assistant
-    tree. Only a tree can have several prompts. `number` is the id of a prompt if its row has no id.
-    Raises `BadRow` if the row has no reply.
+    tree. Only a tree can have several prompts. If the row has no id, `number` is used as the id of
+    the prompt. Raises `BadRow` if the row has no reply.
     """
     if is_tree(row):
         yield from _read_tree(row)
@@ -230,8 +230,8 @@ def make_worse_reply(
 ) -> str | None:
     """Return a reply that is worse than all replies of `row`, or None if none can be made.
 
-    `kind` is one of `KINDS`. `others` are other prompts with their replies; the kind "other" takes
-    a reply from them. The result depends only on the arguments.
+    `kind` is one of `KINDS`. For the kind "other", the result is a reply to one of the prompts in
+    `others`. The result depends only on the arguments.
     """
     low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])

@@ -185,9 +185,9 @@ class BatchLoader(Protocol):
     def build_large_batches(self) -> list[SequenceSample]:
         """Return batches of the first epoch for the memory forecast, the largest one first.
 
-        Some of them have fewer tokens but can still need as much memory. While rows are not
-        tokenized yet, the largest batch is an estimate. Must be called before `next_batch`, and
-        does not change the position.
+        The list can include smaller batches that may need as much memory. If some rows are not
+        tokenized yet, the size of the largest batch is an estimate. Must be called before
+        `next_batch`, and does not change the position.
         """
         ...
 
@@ -248,12 +248,12 @@ class MapLoader:
         return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the batches with the most tokens, and equally many spread evenly over the epoch.
+        """Return the batches with the most tokens, and as many others spread evenly over the epoch.
 
         Evenly spread batches are included because their rows may share shorter prefixes and so need
-        more memory. While rows are not tokenized yet, there are fewer batches, and their tokens are
-        estimated from bytes. Returns only the first batch if a source is not tokenized by weft,
-        since its lengths are unknown.
+        more memory. If some rows are not tokenized yet, fewer batches are returned, and their token
+        counts are estimated from bytes. Returns only the first batch if a source is not tokenized
+        by weft, since its lengths are unknown.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):
@@ -482,7 +482,7 @@ class StreamLoader:
     def _count_first_epoch(self) -> tuple[int, int]:
         """Return (number of ids, number of batches) of the first epoch.
 
-        To count them, the loader iterates over the dataset once and keeps the result.
+        The first call iterates over the dataset to count them; later calls return the same result.
         """
         if self._first_epoch_counts is None:
             ids = batches = most = 0

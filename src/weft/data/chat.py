@@ -33,8 +33,8 @@ def find_generation_spans(
 ) -> list[Span] | None:
     """Render a conversation and return the character spans of its `{% generation %}` blocks.
 
-    Returns None if the template has no such blocks. `tokens` are the special tokens of the
-    tokenizer by name.
+    Returns None if the template has no such blocks. `tokens` maps names such as `bos_token` to the
+    special tokens of the tokenizer.
     """
     if not MARKER.search(template):
         return None
@@ -53,7 +53,7 @@ def find_generation_spans(
 class MaskedConversation:
     """Token ids of a conversation with a mask that is True on trained tokens.
 
-    `unused` has the names of those parts of the row that no token represents, such as
+    `unused` lists the parts of the row that are not represented by any token, such as
     `messages[].name`. `cut` lists the parts of trained turns that the chat template omits.
     """
 

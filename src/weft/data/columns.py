@@ -43,8 +43,8 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Check that the new column names in `columns` are columns of the dataset type `type`.
 
-    Raises `ConfigError`, suggesting similar names, for a name that is not. `args` are the dataset
-    arguments. The values of arguments such as `prompt_key` are additional column names.
+    `args` are the dataset arguments. The values of arguments such as `prompt_key` are accepted as
+    column names too. Raises `ConfigError`, suggesting similar names, for any other name.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":

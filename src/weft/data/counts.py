@@ -14,11 +14,11 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Number of samples of one source: for training, for evaluation and per epoch.
+    """Numbers of samples of one source: for training, for evaluation and per epoch.
 
-    `report` describes the tokenization. It is None for a user's own dataset class, and while the
-    rows are tokenized during training. In the second case, `ahead` is the table that the rows are
-    tokenized into.
+    `report` describes the tokenization. It is None for a user's own dataset class. It is also None
+    while the rows are tokenized during training; `ahead` is then the table that receives the
+    samples.
     """
 
     name: str

@@ -9,9 +9,9 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def find_shared_prompt(one: str, other: str) -> str:
-    """Return the common beginning of two dialogues, which ends with `\\n\\nAssistant:`.
+    """Return the common prefix of two dialogues, which ends with `\\n\\nAssistant:`.
 
-    Returns "" if the dialogues have no such beginning.
+    Returns "" if the dialogues have no such prefix.
     """
     at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
@@ -20,7 +20,7 @@ def find_shared_prompt(one: str, other: str) -> str:
 def find_assistant_spans(text: str) -> list[tuple[int, int]]:
     """Return the character spans [start, stop) of the assistant's turns in a dialogue.
 
-    A text without turns of either speaker is one span.
+    If the text has no turns of either speaker, the only span is the whole text.
     """
     spans = []
     at = text.find(ASSISTANT)
@@ -75,9 +75,9 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the number of characters that two texts have in common at the start, in whole words.
+    """Return the length in characters of the common prefix of two texts, cut to whole words.
 
-    At least one character of each text remains after the common beginning.
+    The prefix never includes all of a text.
     """
     length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():

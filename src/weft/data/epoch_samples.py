@@ -34,8 +34,9 @@ class PartEncoder(Protocol):
 class EpochSamples:
     """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
 
-    `table` has the samples encoded without random draws: with all lines of the system tags, and
-    truncated at the end. A sample never has more tokens in an epoch than in `table`.
+    `table` has the samples encoded without random draws, which means that no line of the system
+    tags is dropped and that samples are truncated at the end. A sample never has more tokens in an
+    epoch than in `table`.
     """
 
     job: EncodingJob

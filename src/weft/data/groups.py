@@ -22,9 +22,9 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 class GroupRearrangement:
     """Assignment of the sequences of a sample to new ids.
 
-    `index[key]` lists the indices of the sequences before the rearrangement, in their new order.
-    `counts[key]` is the number of sequences of each new id. `rows` has, for each new id, the index
-    of the old id whose metadata it inherits.
+    `index[key]` lists the old indices of the sequences in their new order. `counts[key]` is the
+    number of sequences of each new id. `rows` has, for each new id, the index of the old id whose
+    metadata it inherits.
     """
 
     ids: tuple[str, ...]
@@ -96,7 +96,7 @@ def split_groups(
 def join_groups(
     parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]
 ) -> GroupRearrangement:
-    """Join parts into their original groups. The groups are in the order of their first parts.
+    """Join parts into their original groups, in the order of each group's first part.
 
     A key with one sequence per group is taken from the group's first part. Keys added since the
     split must have one sequence per completion. Raises `DataError` if a part is missing or

@@ -43,8 +43,8 @@ def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
 def check_model(option: str, name: str, hint: str = "") -> None:
     """Check that a model is in the local cache or on the hub.
 
-    `option` is the option that the user set. Raises `CheckpointError` if the model is in neither
-    place. The message ends with `hint`.
+    `option` is the option that the user set. Raises `CheckpointError`, with a message that ends
+    with `hint`, if the model is in neither of them.
     """
     if not is_cached(name):
         _query_hub(option, name, name, "model", hint)
@@ -53,7 +53,7 @@ def check_model(option: str, name: str, hint: str = "") -> None:
 def check_dataset(option: str, path: str, hint: str = "") -> None:
     """Check that a dataset, OWNER/NAME or OWNER/NAME:FOLDER, is in the local cache or on the hub.
 
-    Raises `DataError` if the dataset is in neither place. The message ends with `hint`.
+    Raises `DataError`, with a message that ends with `hint`, if the dataset is in neither of them.
     """
     name = path.partition(":")[0]
     if not _has_dataset_folder(name):
@@ -107,7 +107,8 @@ def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
 def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
     """Raise an error unless the hub confirms that it has the model or dataset `name`.
 
-    `typed` is the name as the user wrote it. The timeout covers DNS, connection and answer.
+    `typed` is the name as the user wrote it. The timeout covers the DNS lookup, the connection and
+    the response.
     """
     api = huggingface_hub.HfApi()
     if kind == "model":

@@ -16,9 +16,9 @@ from weft.errors import ConfigError
 class EncodedSample:
     """Token ids of one sample: a prompt and K completions, with masks, values and metadata.
 
-    `values` has one number per completion for each key. A sample that is only a prompt has no
-    completions. `part` distinguishes the samples of one row. `unused` has the names of those parts
-    of the row's messages that no token represents. `cut` lists the parts of trained turns that the
+    `values` has, for each key, one number per completion. A sample that is only a prompt has no
+    completions. `part` distinguishes the samples of one row. `unused` lists the parts of the row's
+    messages that are not represented by any token. `cut` lists the parts of trained turns that the
     chat template omits.
     """
 

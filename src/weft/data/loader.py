@@ -44,9 +44,9 @@ class LoadedData:
     """Data of a run: training batches, validation sets by source, counts, and notes for the user.
 
     `max_seqlen` is the number of tokens of the longest prompt with one of its completions, or 0 if
-    no source is tokenized by weft. `parts` are the training samples by source. `background_tables`
-    are tables whose rows are tokenized during training, until `close` is called. `take_new_notes`
-    reports on these tables when they are complete.
+    no source is tokenized by weft. `parts` are the training samples of each source.
+    `background_tables` are the tables whose rows are tokenized during training, until `close` is
+    called. `take_new_notes` reports on these tables when they are complete.
     """
 
     train: BatchLoader
@@ -77,7 +77,7 @@ class LoadedData:
         return lines
 
     def close(self) -> None:
-        """Stop the processes that tokenize rows."""
+        """Stop the worker processes that tokenize rows."""
         for table in self.background_tables:
             table.close()
 
@@ -385,8 +385,8 @@ class SourceReader:
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor receives the user's arguments, and every weft option that it has a parameter
-        for. Raises `ConfigError` if arguments or options do not fit the dataset type.
+        The constructor receives the user's arguments, and those weft options for which it has a
+        parameter. Raises `ConfigError` if arguments or options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)
@@ -447,7 +447,7 @@ def _find_table(
 ) -> tuple[TokenizationReport | None, BackgroundTokenTable | None]:
     """Return (report on the rows, None), or (None, table) while the rows are still being tokenized.
 
-    Both are None for a dataset that weft does not tokenize.
+    Returns (None, None) for a dataset that weft does not tokenize.
     """
     if not isinstance(dataset, TokenizedDataset):
         return None, None
@@ -458,7 +458,7 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return the type `usual`, or the matching type for trees if the file has Open-Assistant trees.
+    """Return `usual`, or the corresponding type for message trees if the file contains trees.
 
     Only the first row of the file is read.
     """
@@ -471,7 +471,7 @@ def detect_type(source: SourceSpec, usual: str) -> str:
 
 
 def resolve_sources(spec: DatasetSpec) -> list[SourceSpec]:
-    """Return the sources that the options name, each with the common arguments and columns.
+    """Return the sources of training rows, each with the common arguments and columns.
 
     Raises `ConfigError` if both a path and a mixture are set.
     """

@@ -24,9 +24,8 @@ class TreeFilter:
     A thread is left out if one of its messages is left out. `langs` are the allowed languages of
     the first message, and `states` the allowed states of a tree. `reviewed` requires that the first
     message passed its review. `deleted` and `synthetic` allow deleted and synthetic messages.
-
     `top_k` keeps only assistant replies with a rank below k; a reply without a rank is kept if it
-    is the only one. `least` and `most` map labels such as quality to the smallest and largest
+    is the only reply. `least` and `most` map labels such as quality to the smallest and largest
     allowed values. A message without the label is accepted.
     """
 
@@ -71,7 +70,7 @@ class TreeFilter:
 def read_label(node: Node, name: str) -> float | None:
     """Return the mean value of a label of a message, or None if the message lacks the label.
 
-    Reads both the format of Open-Assistant's exports and that of its datasets on the hub.
+    Reads both the format of Open-Assistant's exports and the format of its datasets on the hub.
     """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
@@ -196,9 +195,9 @@ def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
 def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the threads of a tree: paths from the root that end with an assistant message.
 
-    A thread ends at a message that has no accepted replies. A user message at the end is removed.
-    Since several paths can become equal in this way, a shortened path is returned only if the
-    removed message is the first accepted reply to its parent.
+    A thread ends at a message that has no accepted replies. If that is a user message, it is
+    removed. To avoid returning the same path several times, a shortened path is returned only if
+    the removed message is the first accepted reply to its parent.
     """
     for path in _iterate_paths(tree, wanted):
         replies = _filter_replies(path[-1], wanted)

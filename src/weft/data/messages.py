@@ -78,10 +78,10 @@ def normalize_messages(messages: Any) -> list[Message]:
 
     Reads messages with the keys `role/content` or `from/value`. The roles `prompter` and `human`
     become `user`, `gpt` and `bot` become `assistant`, and `observation` becomes `tool`. Content
-    given in parts is joined. A `function_call`, as a role or as OpenAI's older key, becomes
-    `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn with `train: false`
-    (or `weight: 0`, `loss_weight: 0`) is not trained. Normalized messages are returned unchanged.
-    Raises `DataError` naming the invalid message and the problem.
+    that is a list of parts is joined. A `function_call`, as a role or as OpenAI's older key,
+    becomes `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn with `train:
+    false` (or `weight: 0`, `loss_weight: 0`) is not trained. Normalized messages are returned
+    unchanged. Raises `DataError` naming the invalid message and the problem.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -198,7 +198,7 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether a message is trained, according to its weights if it has any.
+    """Return whether a message is trained, as determined by its weights.
 
     A message without weights is trained. Raises `DataError` if a weight of an assistant message is
     neither 0 nor 1, since a turn is trained either as a whole or not at all.
@@ -229,9 +229,10 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Add the keys of `message` that are not in `read` to the set of `track_unread_keys`.
+    """Record the keys of `message` that are not in `read` as unread.
 
-    Does nothing outside `track_unread_keys`.
+    They are added to the set that `track_unread_keys` yields; outside its context, nothing is
+    recorded.
     """
     unread = _unread.get()
     if unread is not None:
@@ -254,7 +255,7 @@ def _build_hint(close: Sequence[str]) -> str:
 
 
 def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """Return (text, reasoning, tool calls) of a message content that is given in parts."""
+    """Return (text, reasoning, tool calls) of a message content that is a list of parts."""
     text = []
     reasoning = []
     calls = []

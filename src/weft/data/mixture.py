@@ -76,8 +76,8 @@ def compute_epoch_order(
 ) -> tuple[Index, Index]:
     """Return (source indices, sample indices) of an epoch, in order; int64 [samples of the epoch].
 
-    If only a share of a source is used, every epoch draws a new share at random, in which no sample
-    is repeated. Without `shuffle`, the sources follow each other, and samples are in file order.
+    If only a share of a source is used, every epoch draws a new share at random, without repeating
+    samples. Without `shuffle`, the sources follow each other, and samples are in file order.
     """
     sources = []
     samples = []

@@ -25,7 +25,7 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Raise `UserError` if a tokenizer.json makes some texts more than `MAX_GROWTH` times longer.
+    """Raise `UserError` if a tokenizer.json can make a text more than `MAX_GROWTH` times longer.
 
     The error message begins with `what`.
     """

@@ -98,7 +98,10 @@ def _minimize_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """Return the smallest possible index of each bound if no part may cost more than `largest`."""
+    """Return the smallest possible value of each bound if no part may cost more than `largest`.
+
+    `sums` are the cumulative costs, beginning with 0.
+    """
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1
     for index in range(parts - 1, 0, -1):

@@ -38,5 +38,5 @@ def show_progress(what: str, total: int) -> Iterator[Advance]:
 
 @contextmanager
 def skip_progress(what: str, total: int) -> Iterator[Advance]:
-    """Replace `show_progress` without showing anything."""
+    """Provide the interface of `show_progress` without showing anything."""
     yield lambda count: None

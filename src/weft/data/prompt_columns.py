@@ -25,7 +25,7 @@ HISTORY = "history"
 
 
 def list_prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Return the columns that may contain the prompt: `key` if it is set, else the default ones."""
+    """Return the columns that may contain the prompt: `key` if it is set, else the defaults."""
     return (key,) if key else PROMPT_KEYS
 
 
@@ -44,8 +44,8 @@ def require_prompt_key(row: Row, key: str | None, form: str) -> str:
 def read_prompt_text(row: Row, key: str) -> str:
     """Return the prompt of a row as plain text.
 
-    An `instruction` (followed on the next line by its `input`) and a `question` end with a newline.
-    The text of a `system` column precedes the prompt, on a separate line.
+    The text of the column `instruction` (with `input` on the next line) or `question` is followed
+    by a newline. The text of a `system` column precedes the prompt, on a separate line.
     """
     prompt = _read_question(row, key)
     system = _read_system(row)
@@ -58,10 +58,10 @@ def read_prompt_text(row: Row, key: str) -> str:
 def read_conversation(row: Row, key: str) -> list[Message]:
     """Return the prompt of a row as messages, without trailing assistant messages.
 
-    A text becomes a user message. The turns in a `history` column (pairs of a message and its
-    reply) are put in front of it. A text in the `\\n\\nHuman:` format is split into its turns. A
-    `system` column becomes the first message unless there is a system message already. Raises
-    `BadRow` if no message is left to reply to.
+    A text becomes a user message, preceded by the turns in a `history` column (pairs of a message
+    and its reply). A text in the `\\n\\nHuman:` format is split into its turns. A `system` column
+    becomes the first message unless there is a system message already. Raises `BadRow` if no
+    message is left to reply to.
     """
     value = row[key]
     if isinstance(value, str):

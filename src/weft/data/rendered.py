@@ -91,8 +91,8 @@ def find_lost_fields(
     """Return (message index, field) for each message field that the template does not render.
 
     Replaces each content, reasoning, argument and function name by a unique mark and searches the
-    rendered text for these marks. Arguments of tool calls are named by their path. The entry (-1,
-    "tools") means that tool schemas do not change the text.
+    rendered text for these marks. Fields in the arguments of tool calls are identified by their
+    path. The pair (-1, "tools") means that tool schemas do not change the text.
     """
     marked = [_mark_message(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -177,11 +177,11 @@ def remove_whitespace(text: str) -> str:
 def check_lost_fields(
     lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
 ) -> frozenset[str]:
-    """Return the names of the parts of a conversation that no token represents.
+    """Return the names of the parts of a conversation that are not represented by any token.
 
-    The names are written like columns: `messages[].content`. Parts of the `trained` messages are
-    left out, since they are reported as omissions. The reasoning of other turns is left out too,
-    since templates omit it on purpose. `name` is the name of the tokenizer.
+    The names have the form `messages[].content`. Parts of the `trained` messages are left out,
+    since they are reported as omissions. The reasoning of other turns is left out too, since
+    templates omit it on purpose. `name` is the name of the tokenizer.
 
     Raises `DataError` if the model would not see an essential part: a text of the user or of a
     tool, a tool call of the assistant, or a whole turn of the assistant.

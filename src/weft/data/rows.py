@@ -76,7 +76,7 @@ class RowTooLong(BadRow):
 class TrackedRow(Mapping[str, Any]):
     """Row that records which of its columns were read.
 
-    A test with `in` does not count as reading.
+    Testing for a column with `in` does not count as reading it.
     """
 
     def __init__(self, row: Row) -> None:
@@ -130,7 +130,7 @@ def require_key(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def guess_type(row: Row) -> str | None:
-    """Return the dataset type that the row's columns fit, ignoring nulls, or None."""
+    """Return the dataset type that fits the non-null columns of the row, or None if none fits."""
     if is_tree(row):
         return "chat"
     if is_tree_message(row):

@@ -37,9 +37,9 @@ class SequenceSample:
     `ids` are unique strings; integers are converted. `lengths[key]` is int32 [num sequences] and
     `offsets[key]` is int32 [num_ids + 1]: the lengths of the sequences of id i are
     `lengths[key][offsets[key][i]:offsets[key][i + 1]]`. `data[key]` is one array [sum of lengths,
-    *trailing]; if it is absent, the sample describes data that is elsewhere. `metadata[key]` is a
-    tuple of num_ids values that are not tensors. Raises `DataError` naming the key if these fields
-    contradict each other.
+    *trailing]; if it is absent, the sample describes data that is stored elsewhere. `metadata[key]`
+    is a tuple of num_ids values that are not tensors. Raises `DataError` naming the key if these
+    fields contradict each other.
     """
 
     ids: tuple[str, ...]
@@ -126,7 +126,7 @@ class SequenceSample:
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Start of each sequence in the data array, by key; int64 [num sequences + 1].
+        """Start index of each sequence in the data array, by key; int64 [num sequences + 1].
 
         The last value is the end of the last sequence.
         """
@@ -288,7 +288,7 @@ class SequenceSample:
     # -- samples with new keys
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample of the new keys `values`, with the same ids and lengths as `key`.
+        """Return a sample with the new keys `values`, and with the same ids and lengths as `key`.
 
         `sample.like("completion", advantages=..)` has one value per token of a completion. The
         arrays are converted to the array type of this sample. Raises `DataError` naming a key whose
@@ -297,9 +297,9 @@ class SequenceSample:
         return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample of the new keys `values`, with one value per sequence of `key`.
+        """Return a sample with the new keys `values`, which have one value per sequence of `key`.
 
-        The ids are those of this sample. Example: `sample.one_per("completion", rewards=..)`.
+        The ids are the same as in this sample. Example: `sample.one_per("completion", rewards=..)`.
         """
         return _build_like(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
@@ -446,9 +446,9 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
 
 
 def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
-    """Return the sequences that `new` lists, with the metadata of their ids.
+    """Return the sample with its sequences assigned to the new ids that `new` describes.
 
-    The metadata column `drop` is left out.
+    Each new id inherits the metadata of an old one, except the metadata column `drop`.
     """
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
@@ -463,7 +463,7 @@ def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") 
 
 
 def _get_known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
-    """Return `values[key]`. If it is missing, raises `DataError` that explains why."""
+    """Return `values[key]`. Raises `DataError` with an explanation if the key is missing."""
     if key in values:
         return values[key]
     if key in sample.lengths:

@@ -14,9 +14,9 @@ def pair_short(
     """Pair short samples at random, and return (order of the samples, bounds of the units).
 
     A unit is a single sample or a pair. Unit i consists of the samples from bound i up to bound i +
-    1 in the new order. Each sample of fewer than `below` tokens is drawn with `probability`, and
-    consecutive drawn samples form pairs. A pair takes the position of its second sample. A drawn
-    sample without a partner is put at the end.
+    1 in the new order. Each sample of fewer than `below` tokens is selected with `probability`, and
+    consecutive selected samples form pairs. A pair takes the position of its second sample. A
+    selected sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

@@ -108,8 +108,9 @@ def read_rows(
 ) -> Iterator[tuple[RowLocation, Mapping[str, Any] | UnreadableRow]]:
     """Iterate over (place, row) of a file. A line that is not a row yields an `UnreadableRow`.
 
-    If a row was converted from another file and contains the original place (under `ORIGIN`), that
-    place is returned. With `texts_as`, a JSON string counts as a row with only this column.
+    If a row was converted from another file and records its original place (under the key
+    `ORIGIN`), that place is returned. With `texts_as`, a JSON string counts as a row whose only
+    column is `texts_as`.
 
     Raises `DataError` if the file is empty, or if its format does not match its suffix.
     """
@@ -209,7 +210,7 @@ def _check_surrogates(value: Any) -> Any:
 
 
 def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over (line, entry) of a JSON list. The line is the one on which the entry begins."""
+    """Iterate over (line, entry) of a JSON list. `line` is the line on which the entry begins."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line = 1
@@ -311,7 +312,7 @@ def _is_hidden(file: Path) -> bool:
 
 
 def _find_split(file: Path) -> str | None:
-    """Return the split that a file's path names, or None.
+    """Return the split that is named in a file's path, or None if no split is named.
 
     For example, `data/train-00000-of-00002.parquet` belongs to train.
     """

@@ -52,11 +52,10 @@ class TokenizerSpec:
 class SourceSpec:
     """Source of training rows: one entry of `dataset.sources` or `dataset.named`.
 
-    At most one of `fraction`, `size` and `weight` is set. If none is set, all rows are used.
-
-    With `fraction` or `size`, every epoch draws a different part of the training rows. `weight` is
-    the source's share of the mixture, relative to the other weights. With weights, an epoch is as
-    long as the scarcest source allows without repeating a row.
+    At most one of `fraction`, `size` and `weight` is set. If none is set, all rows are used. With
+    `fraction` or `size`, every epoch draws a different subset of the training rows. `weight` is the
+    source's share of the mixture, relative to the other weights. With weights, an epoch is as long
+    as the scarcest source allows without repeating a row.
     """
 
     path: str = ""
@@ -293,8 +292,8 @@ def find_sources_problem(value: Any) -> str | None:
 class DatasetSpec:
     """Options under `dataset.*`.
 
-    `sources` is a list of mappings with the keys path, type, fraction | size | weight, split, name
-    and args.
+    `sources` is a list of mappings with the keys path, type, split, name and args, and at most one
+    of fraction, size and weight.
     """
 
     train_path: str | None = option(None, "the same as path", check=find_url_problem)
@@ -425,5 +424,5 @@ class DatasetSpec:
 
     @property
     def limit(self) -> int | None:
-        """Value of `max_seqlen`, or None if it is unset or `auto` (rows are not cut then)."""
+        """Maximum number of tokens of a row. None if `max_seqlen` is unset or `auto`."""
         return self.max_seqlen if isinstance(self.max_seqlen, int) else None

@@ -154,9 +154,9 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
 
 
 def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that together form another piece.
+    """Return all pairs of pieces that can be joined to another piece.
 
-    The pairs are in descending order of the score of the piece that they form.
+    The pairs are sorted by the score of the joined piece, in descending order.
     """
     mergeable = set()
     for piece, _, kind in model.pieces:

@@ -41,7 +41,7 @@ def find_step_tokens(
 def _find_first(holds: Callable[[int], bool], count: int) -> int:
     """Return the first index below `count` at which the monotone predicate `holds` is true.
 
-    Returns the last index if the predicate is true nowhere.
+    Returns the last index if the predicate is never true.
     """
     low = 0
     high = count - 1

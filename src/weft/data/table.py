@@ -33,7 +33,7 @@ class TokenizationReport:
     """Report on the tokenized rows of a source: rows, truncated and dropped samples, and columns.
 
     `both_cut` is the number of samples in which both the prompt and the answer were truncated.
-    `read` has the columns that were read, and `held` the columns that have a value in any row.
+    `read` lists the columns that were read, and `held` those that have a value in at least one row.
     `cut` lists the parts of trained turns that the chat template omits.
     """
 
@@ -84,8 +84,8 @@ class TokenizationReport:
 class TokenTable:
     """Table of all samples of one source.
 
-    `rows[i]` is the number of the row that sample i was made from. Several samples can be made from
-    one row.
+    `rows[i]` is the row number of the row that sample i was made from. Several samples can be made
+    from one row.
     """
 
     sample: SequenceSample
@@ -156,8 +156,8 @@ class TokenTable:
     ) -> TokenTable:
         """Build a table from encoded samples, in order.
 
-        `rows` are the row numbers of the samples. The first sample determines the keys of the
-        table.
+        `rows` are the row numbers of the samples. The keys of the table are those of the first
+        sample.
         """
         kinds = _list_keys(encoded[0]) if encoded else ("prompt",)
         seqlens = {}

@@ -1,4 +1,4 @@
-"""Limits on chat templates, which come with a model and are executed.
+"""Limits on chat templates, which come with a model and are executed as code.
 
 A template must neither loop forever nor produce texts of unbounded length.
 """
@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TimeLimitExceeded(Exception):
-    """Raised by `limit_time` if the code does not end in time."""
+    """Raised by `limit_time` if the code in its context takes too long."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"

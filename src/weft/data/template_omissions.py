@@ -148,7 +148,7 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template renders `MARK` in this turn if later messages are removed.
+        """Return whether the template renders `MARK` in this turn once later messages are removed.
 
         Returns False if there are no later messages.
         """
@@ -171,7 +171,7 @@ class TrainedTurn:
 def find_missing_words(text: str, content: str) -> str:
     """Return the words of `content` that are missing from `text`, shortened for a message.
 
-    The longest beginning and the longest end of the content that the text contains are removed.
+    The longest prefix and the longest suffix of `content` that occur in `text` are removed.
     """
     words = content.split()
     packed = remove_whitespace(text)

@@ -202,10 +202,10 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation with the system texts that `additions` adds.
+        """Return the text of a conversation, including the system texts that `additions` adds.
 
-        `mask_chat` tokenizes this text. With `add_generation_prompt`, it is the text that
-        `encode_context` tokenizes.
+        `mask_chat` tokenizes this text. `encode_context` tokenizes the text with
+        `add_generation_prompt`.
         """
         self.check_template()
         talk = normalize_messages(messages)
@@ -336,7 +336,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """Token that the chat template renders directly after a reply, or None if there is none."""
+        """Token that the chat template renders directly after a reply. None if it renders no token."""
         return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property
@@ -346,8 +346,8 @@ class Tokenizer:
     def list_stop_ids(self) -> list[int]:
         """Return the ids that end a completion.
 
-        These are EOS, the end-of-turn token of the template, and the ids that the model's
-        configuration lists.
+        The ids are EOS, the end-of-turn token of the template, and the stop ids in the model's
+        configuration.
         """
         candidates = [
             self.eos_id,
@@ -357,14 +357,14 @@ class Tokenizer:
         return list(dict.fromkeys(id for id in candidates if isinstance(id, int)))
 
     def find_special_id(self, text: str) -> int | None:
-        """Return the id of the added token with this text, or None if there is no such token."""
+        """Return the id of the added token `text`, or None if no added token has this text."""
         return next(
             (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
             None,
         )
 
     def with_draw(self, draw: np.random.Generator) -> Tokenizer:
-        """Return a copy of the tokenizer that uses the random generator `draw` for its additions.
+        """Return a copy of the tokenizer that makes its random additions with the generator `draw`.
 
         Cached properties of the template are copied too.
         """
@@ -479,7 +479,7 @@ class StreamDecoder:
         return given
 
     def flush(self) -> str:
-        """Return the remaining text at the end. An incomplete character becomes U+FFFD."""
+        """Return the remaining text. An incomplete character becomes U+FFFD."""
         before, now = self._decode_texts()
         self._start = self._num_returned = len(self._ids)
         return now[len(before) :]

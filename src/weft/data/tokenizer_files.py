@@ -192,7 +192,7 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 def _describe_path(path: str, option: str, *, own: bool) -> str:
     """Format the option that the tokenizer path was set with, and its value.
 
-    For a command, returns the path alone.
+    For a command, returns only the path.
     """
     if option == COMMAND:
         return path
@@ -324,7 +324,7 @@ def apply_spec(
 ) -> int | None:
     """Apply the tokenizer options in `spec` to the tokenizer that was read from `path`.
 
-    Returns the first id of the added tokens, or None if no token was added.
+    Returns the lowest id of the added tokens, or None if no token was added.
     """
     added_from = add_tokens(hf, list_added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
@@ -339,7 +339,7 @@ def apply_spec(
 
 
 def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error for messages that need a chat template which the tokenizer lacks.
+    """Return the error for messages that need a chat template if the tokenizer has none.
 
     `option` is the prefix of the tokenizer's options as the user writes them.
     """

@@ -46,7 +46,7 @@ MAX_PLACES = 3  # maximum number of places listed if many rows have the same pro
 class RowEncoder(Protocol):
     """Encoder of one type of row: converts the columns of a row to token ids.
 
-    Implementations, called forms, are frozen dataclasses. Their fields are options of the dataset
+    Implementations are frozen dataclasses, called forms. Their fields are options of the dataset
     and part of the cache key.
     """
 
@@ -256,9 +256,9 @@ def are_large(files: Sequence[Path]) -> bool:
 def _encode_first_samples(
     job: EncodingJob, files: Sequence[Path], source: RowSource, most: int
 ) -> TokenTable:
-    """Encode rows until there are `most` samples or a row is bad.
+    """Encode rows until there are `most` samples, and return a table of these samples.
 
-    Returns the table of these samples. Raises `DataError` for the bad row.
+    Raises `DataError` at the first bad row.
     """
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
@@ -308,8 +308,8 @@ def assign_ids(
 ) -> tuple[list[str], list[Problem]]:
     """Return (ids of the rows, problems).
 
-    `own_ids` has the row number and the row's own id (or None) of each row, in file order. Without
-    its own id, a row is identified by the row number, or by a variant of the number if another row
+    `own_ids` has the row number and the row's own id (or None) of each row, in file order. A row
+    without its own id is identified by its row number, or by a variant of the number if another row
     has that id. If two rows have the same id, the second one is reported as a problem.
     """
     given = {own for _, own in own_ids if own is not None}
@@ -332,7 +332,10 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return the row number as an id, with a prefix if this id is already in `given`."""
+    """Return the row number as an id that is not in `given`.
+
+    If the number itself is taken, a prefix is added.
+    """
     id = str(row)
     while id in given:
         id = f"row-{id}"
@@ -419,7 +422,7 @@ def encode_in_processes(
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """Start a worker process that receives a pickled job first and then answers `ask_process`.
+    """Start a worker process that receives a pickled job and then answers calls of `ask_process`.
 
     The process runs `weft.data.encode_worker`. `multiprocessing` is not used because it would
     import the user's script again. The process has its own session, so that Ctrl-C reaches only the
@@ -443,8 +446,8 @@ def start_process() -> subprocess.Popen[bytes]:
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
     """Send a chunk of rows to a worker process and return its outcome.
 
-    Raises `UserError` if an error occurred in the process that no single row caused, and `RunError`
-    if the process died.
+    Raises `UserError` if the process reports an error that was not caused by a single row, and
+    `RunError` if the process died.
     """
     send_bytes(process, pickle.dumps(chunk))
     answer = _receive(process)

@@ -1,4 +1,4 @@
-"""Paths through Open-Assistant trees, for the shipped dataset types.
+"""Paths through Open-Assistant trees, for the built-in dataset types.
 
 A row is a tree of messages (`message_tree_id`, and `prompt` with nested `replies`).
 """
@@ -16,8 +16,8 @@ Node = Mapping[str, Any]
 def iterate_threads(row: Row) -> Iterator[list[Node]]:
     """Iterate over the paths from the root to each leaf.
 
-    A message of the prompter at the end of a path is removed. Paths that become equal are returned
-    only once.
+    If the last message of a path is a prompter's, it is removed. Paths that become equal are
+    returned only once.
     """
     seen: set[str] = set()
     for path in _iterate_paths(_find_root(row)):

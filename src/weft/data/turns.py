@@ -32,10 +32,10 @@ class TemplateFunctions:
     """Chat template of a tokenizer, given as functions.
 
     `render(messages, tools, add_generation_prompt)` returns the text of a conversation and raises
-    `DataError` if the template refuses it. `encode` returns token ids. `offsets` returns token ids
-    with their character spans, or None if the tokenizer does not provide spans. `marked` returns
-    the spans of the template's `{% generation %}` blocks. `turn_end` is the token after the last
-    reply, and `added` lists all added tokens.
+    `DataError` if the template refuses the messages. `encode` returns token ids. `offsets` returns
+    token ids with their character spans, or None if the tokenizer does not provide spans. `marked`
+    returns the spans of the template's `{% generation %}` blocks. `turn_end` is the token after the
+    last reply, and `added` lists all added tokens.
     """
 
     render: Callable[[Sequence[Message], Any, bool], str]
@@ -49,7 +49,7 @@ class TemplateFunctions:
 
 
 def find_leading_token(text: str, added: Sequence[str]) -> str | None:
-    """Return the longest added token that a text begins with, or None."""
+    """Return the longest added token that a text begins with, or None if it begins with none."""
     return max(
         (token for token in added if token and text.startswith(token)), key=len, default=None
     )
@@ -170,11 +170,11 @@ class _RenderedConversation:
         return content_span[1] + rest.find(token) + len(token)
 
     def _skip_header(self, index: int, at: int) -> int:
-        """Return the start of turn `index`, at or after `at`.
+        """Return the start of turn `index`, at or after `at`, without a generation prompt.
 
         Used if the template has no generation prompt. If the template renders a header before the
-        words of a reply, the header is skipped, but white space and the beginning of a tool call
-        are not.
+        words of a reply, the turn starts after the header. White space and the beginning of a tool
+        call are part of the turn.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -225,7 +225,7 @@ class _RenderedConversation:
         return _find_changed_span(self.text, other)
 
     def _find_next_content(self, index: int, at: int) -> int:
-        """Return the position, after `at`, of the content of the next message that has content.
+        """Return the position, after `at`, of the content of the next non-empty message.
 
         Returns the end of the text if this content is not found.
         """

@@ -15,7 +15,7 @@ from weft.data.prefix import count_common_prefix
 class RandomWindow:
     """Random window of `size` tokens, drawn with `probability` from a sequence that is too long.
 
-    If the sequence begins with the ids `head`, these are kept in front of the window.
+    If the sequence begins with the ids `head`, these ids are kept in front of the window.
     """
 
     size: int

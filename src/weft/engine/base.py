@@ -61,9 +61,10 @@ class StepStats:
 class Request:
     """Request for one completion.
 
-    `k` is the index of the completion among those of `id`. `step` is part of the seed of its random
-    numbers. If the completion was aborted before, `generated` contains the tokens sampled until
-    then, with log-probs and versions; sampling continues after these tokens.
+    `k` is the index of the completion among the completions of `id`. `step` is part of the seed of
+    the completion's random numbers. If an earlier request for this completion was aborted,
+    `generated` contains the tokens sampled until then, with log-probs and versions; sampling
+    continues after these tokens.
     """
 
     id: str
@@ -80,7 +81,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Partial:
-    """Tokens sampled before a request was aborted; `Request(generated=partial)` continues it."""
+    """Tokens that were sampled before a request was aborted.
+
+    `Request(generated=partial)` continues the completion.
+    """
 
     id: str
     k: int

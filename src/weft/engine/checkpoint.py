@@ -62,7 +62,7 @@ class SavedTensors:
         self.names = list(self._pieces)
 
     def read(self, name: str, where: Slice | None) -> Tensor:
-        """Read the slice `where` of a tensor into CPU memory.
+        """Read the slice `where` of the tensor `name` into CPU memory.
 
         If `where` is None, or if the saved tensor is a scalar, the whole tensor is returned.
         """
@@ -109,7 +109,7 @@ def _open_tensors(path: Path) -> Any:
 
 
 def _read_slices(path: Path) -> dict[str, Slice | None]:
-    """Return, for each tensor in the file, which slice of the whole tensor it is.
+    """Return the slice of the whole tensor that each tensor in the file contains, by name.
 
     The value is None for a tensor that was saved whole.
     """

@@ -13,8 +13,8 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
     """Return the ids of special tokens, by their keys in config.json and generation_config.json.
 
     `eos_token_id` is the id of the token that ends a completion, or a list if there are several, so
-    that other programs stop at the same tokens as weft. Tokens that the model lacks are left out,
-    except for a reward model, for which their values are None.
+    that other programs stop at the same tokens as weft. The result has no entry for a token that
+    the model lacks; for a reward model, the entry is None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -38,9 +38,9 @@ def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
     """Return the padding token before which a reward model's score is read, or None.
 
     The result is a token only for a reward model that was trained with `transformers` and whose
-    padding token (EOS) also ends texts. In its training, the score was read one token before the
-    end of the text, so weft also reads it there. Checkpoints of weft have a padding token that ends
-    no text (`choose_padding`), so the result for them is None.
+    padding token (EOS) also ends texts. `transformers` reads the score of such a model one token
+    before the end of the text, so weft does the same. Checkpoints of weft have a padding token that
+    ends no text (`choose_padding`), so the result for them is None.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None

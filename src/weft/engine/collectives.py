@@ -28,9 +28,9 @@ Outputs = dict[Output, Tensor]
 class PreparedPass:
     """Micro-batch prepared for the network.
 
-    `part` is the micro-batch, or None for a filler, whose outputs have weight 0. `scatter_outputs`
-    expands the outputs of the computed rows to all rows, with zeros for rows that are not computed.
-    `rows` is the input of the loss, if there is a loss.
+    `part` is the micro-batch. It is None for a filler pass, whose outputs have weight 0.
+    `scatter_outputs` expands the outputs of the computed rows to all rows, with zeros for rows that
+    are not computed. `rows` is the input of the loss, if there is a loss.
     """
 
     part: SequenceSample | None
@@ -49,7 +49,7 @@ class MicrobatchProcessor(Protocol[T_co]):
         ...
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
-        """Return the result of a micro-batch with outputs `out`. In training, this is the loss."""
+        """Return the result of a micro-batch with outputs `out`, which in training is the loss."""
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
@@ -102,8 +102,8 @@ class Collectives(Protocol):
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
         """Return the values `own` of all data-parallel ranks, in rank order.
 
-        The values must be small and plain (no tensors). With `stages`, those of all pipeline stages
-        are included.
+        The values must be small and plain (no tensors). With `stages`, the values of all pipeline
+        stages are included.
         """
         ...
 

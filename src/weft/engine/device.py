@@ -183,7 +183,8 @@ def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    Even setting the same number again would make small matmuls of MKL wait for each other.
+    Setting the number again would slow down small matmuls of MKL, even if it is the same: they
+    would wait for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
@@ -196,7 +197,7 @@ def set_tf32(enabled: bool, device: torch.device) -> None:
 
 
 def describe_numerics(device: torch.device) -> dict[str, Any]:
-    """Return the settings that must be equal for bitwise equal results from equal inputs.
+    """Return the settings that two processes must share to compute bitwise equal results.
 
     They are stored in a recovery point and compared when a run is resumed.
     """

@@ -32,7 +32,7 @@ class TokenCost:
     ) -> float:
         """Return the floating-point operations of a forward and a backward pass over segments.
 
-        `lengths` are the numbers of tokens of the segments. A forward pass has 2 operations per
+        `lengths` contains the number of tokens of each segment. A forward pass has 2 operations per
         parameter and token, and 4 per head dimension and (query, key) pair. Causal attention has L
         (L + 1) / 2 pairs in a segment of length L (Chowdhery et al. 2022, arXiv:2204.02311,
         appendix B, counts all L^2); `across` is the number of additional pairs between segments.
@@ -45,7 +45,7 @@ class TokenCost:
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     def split_over_ranks(self, ranks: int) -> TokenCost:
-        """Return one rank's cost per token if `ranks` ranks share the tokens of every pack."""
+        """Return one rank's cost per token if `ranks` ranks divide the tokens of every pack."""
         return replace(
             self,
             products=self.products // ranks,
@@ -70,14 +70,14 @@ class BestMatmulRate:
 
     @functools.cached_property
     def best(self) -> float:
-        """Best rate in operations per second; measured on first use."""
+        """Best rate in operations per second. The first access measures it."""
         return self._measure()
 
     def compute_mfu(self, operations: float, seconds: float) -> float:
         """Return the MFU of a step: its rate divided by the best known rate, at most 1.
 
-        `operations` are those of the step, and `seconds` its duration. If its rate is the highest
-        so far, it becomes the best rate.
+        The step computed `operations` operations in `seconds` seconds. A rate above the best known
+        rate becomes the new best rate.
         """
         rate = operations / seconds
         self.best = max(self.best, rate)

@@ -31,7 +31,7 @@ def find_stop_ids_problem(ids: Sequence[int]) -> str | None:
 
 
 def find_cache_problem(gb: float) -> str | None:
-    """Return an error message if `gb` GiB is not a valid size limit of the KV cache, else None."""
+    """Return an error message if `gb` GiB is not a valid maximum size of the KV cache, else None."""
     if not gb > 0.0:
         return "keys and values need memory; write a number above 0, or leave it out"
     return None if gb <= MOST_CACHE_GB else f"must be at most {MOST_CACHE_GB:g}"

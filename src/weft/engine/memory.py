@@ -64,7 +64,10 @@ class NetworkShape:
 
     @property
     def embedding_elements(self) -> int:
-        """Number of elements of embedding and output matrix; both are gathered for a whole pass."""
+        """Number of elements of the embedding and output matrices.
+
+        Both matrices stay gathered for a whole pass.
+        """
         return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
@@ -105,7 +108,7 @@ class NetworkShape:
 
     @property
     def stream_width(self) -> int:
-        """Number of elements per token between attention and MLP on a rank."""
+        """Number of elements of the residual stream per token of a pack that one rank has."""
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -125,7 +128,7 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Settings of a role and its device that determine memory.
+    """Settings of a role and its device that determine how much memory the role needs.
 
     `chunk_rows` is the number of tokens whose logits exist at the same time. Every `recompute`-th
     layer is recomputed (0: none). With `offload_optimizer`, masters and optimizer state are never
@@ -204,7 +207,7 @@ class RoleMemory:
 def estimate(
     shape: NetworkShape, settings: MemorySettings, works: Iterable[CallDemand]
 ) -> RoleMemory:
-    """Return the memory that one role needs for its calls `works`."""
+    """Return the memory that one role needs, if `works` describes its calls."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
@@ -238,12 +241,12 @@ def estimate(
 
 
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
-    """Return the size of the parameters and gradients that a rank has gathered at the same time.
+    """Return the size in bytes of the gathered parameters and gradients of a rank.
 
-    With `reshards`, the gathered parameters are the embedding, the output matrix, the current block
-    and the next one; otherwise they are all parameters. The gathered gradients are those of one
-    block before it is scattered, or all gradients if those of several micro-batches are summed
-    unsharded (`adds_up`).
+    With `reshards`, the parameters that are gathered at the same time are the embedding, the output
+    matrix, the current block and the next one; otherwise they are all parameters. The gathered
+    gradients are those of one block before it is scattered, or all gradients if those of several
+    micro-batches are summed unsharded (`adds_up`).
     """
     if shape.shards == 1:
         return 0
@@ -279,7 +282,7 @@ def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
 def _estimate_call(
     shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
-    """Return (activations, cache, peak) of one call, in bytes."""
+    """Return the bytes of activations, of the KV cache and of the peak in one call."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

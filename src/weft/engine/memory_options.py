@@ -53,10 +53,10 @@ class MemoryOption:
 
 
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
-    """Return the current settings and alternatives that need less memory.
+    """Return the memory needed with the current settings and with alternatives that need less.
 
-    The alternatives are recomputation, and recomputation with one more change. Changes that are
-    already made are left out, and so are adapters if they are not supported (fp8).
+    The alternatives are recomputation, alone or with one more change. Changes that are already made
+    are left out, and so are adapters if they are not supported (fp8).
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))
@@ -170,7 +170,7 @@ def _format_size(number: float) -> str:
 
 
 def _estimate_total(cases: Cases) -> float:
-    """Return the number of bytes that all roles together need on each GPU."""
+    """Return the number of bytes that all roles together need on one GPU."""
     return float(
         compute_peak(
             {name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}

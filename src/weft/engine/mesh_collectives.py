@@ -275,7 +275,7 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Set a parameter's missing gradient to zeros if another rank has a gradient for it."""
+        """Set each missing gradient to zeros if another rank has a gradient of the parameter."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )

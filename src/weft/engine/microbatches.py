@@ -17,8 +17,8 @@ def split_batch(
 ) -> list[SequenceSample]:
     """Split a batch into parts of at most `max_tokens` tokens.
 
-    With unit "group", all completions of an id are in one part. With "sequence", they are divided
-    among parts if they are too large for one. Raises `ConfigError` naming
+    With unit "group", all completions of an id are in one part. With "sequence", the completions of
+    an id are divided among several parts if they are too large for one. Raises `ConfigError` naming
     `max_tokens_per_microbatch` if the batch cannot be split into such parts.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:

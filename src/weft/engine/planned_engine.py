@@ -23,8 +23,8 @@ def describe_planned_engine(
 ) -> Mapping[str, Any]:
     """Return the `Engine.description` of the mesh's first rank, without weights or a device.
 
-    For a backend that the user has written, only its name is known. Raises the same `UserError`s as
-    the backend.
+    For a user-defined backend, the description contains only its name. Raises the same `UserError`s
+    as the backend.
     """
     spec = choose_backend(spec)
     if spec.backend not in MODULES:

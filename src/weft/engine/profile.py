@@ -19,7 +19,7 @@ def label_work(name: str) -> AbstractContextManager[object]:
 
 
 class DeviceTrace:
-    """Trace of one thread's operators and GPU kernels, which starts when the object is created.
+    """Trace of one thread's operators and GPU kernels. It starts when the object is created.
 
     `end` must be called in the same thread.
     """

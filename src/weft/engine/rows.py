@@ -232,7 +232,7 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Autograd function that sums rows `[N]` by sequence to `[S]`.
+    """Autograd function that sums the values of rows, `[N]`, over each sequence, `[S]`.
 
     The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, and
     their results are bitwise reproducible.
@@ -338,11 +338,14 @@ class SampleRows:
         )
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum rows `[N]` by sequence to `[S]`, in row order on every device."""
+        """Return the sum of the values `rows`, `[N]`, over each sequence, `[S]`.
+
+        On every device, the values are added in row order.
+        """
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Repeat the value of each sequence, `[S]`, for each of its rows, `[N]`."""
+        """Return the values of sequences, `[S]`, repeated for each row of a sequence, `[N]`."""
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -387,7 +390,7 @@ def build_support(sample: SequenceSample, device: torch.device) -> SamplingSuppo
 def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
     """Return the ids whose log-probs are requested at each row, int `[N, K]`.
 
-    Raises `DataError` if the batch has none.
+    Raises `DataError` if the batch does not contain these ids.
     """
     if "given_ids" not in sample.data:
         raise DataError(

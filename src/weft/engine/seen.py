@@ -32,7 +32,7 @@ def choose_ids(ids: Iterable[str]) -> list[str]:
 def keep_outputs(
     part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
 ) -> SequenceSample | None:
-    """Return the outputs for those ids of a micro-batch that were chosen.
+    """Return the outputs of a micro-batch for those of its ids that are in `chosen`.
 
     Each completion has `logprobs` [L] or `scores` [1], without gradients, on the device of `out`.
     Returns None if no chosen id is in the micro-batch, if a group was split, or if the loss uses

@@ -200,7 +200,7 @@ class ServiceClient:
         return result
 
     def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
-        """Return the answer of `ask`, which is called again after a failure if that can help.
+        """Return the answer of `ask`, and call `ask` again after a failure that may be temporary.
 
         Raises `RunError` if the last attempt fails.
         """

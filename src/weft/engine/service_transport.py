@@ -33,7 +33,7 @@ class ServiceMetadata:
 
 
 class ServiceTransport(Protocol):
-    """Interface for calls of the inference protocol over one transport."""
+    """Interface of clients that call the inference protocol over a transport, such as HTTP."""
 
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
     def infer(

@@ -138,9 +138,10 @@ class OptimizerSpec:
             )
 
     def build_schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """Return the schedule for `total_steps` optimizer steps, without those in frozen epochs.
+        """Return the schedule of a run with `total_steps` optimizer steps.
 
-        Raises `ConfigError` if no steps are left.
+        Steps in the first `frozen_epochs` epochs, in which the role is not trained, are not part of
+        the schedule. Raises `ConfigError` if no steps are left.
         """
         frozen = round(self.frozen_epochs * steps_per_epoch)
         total_steps -= frozen
@@ -417,7 +418,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n at which layers are recomputed in the backward pass, or 0 if none are."""
+        """Interval n if every n-th layer is recomputed in the backward pass, otherwise 0."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property
@@ -434,7 +435,7 @@ class ModelSpec:
     def has_adapters(self) -> bool:
         """True if the role has low-rank adapters or a prefix on frozen weights.
 
-        The adapters or the prefix are trained here, or copied from a trained role.
+        The role trains the adapters or the prefix, or gets them from a trained role.
         """
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 

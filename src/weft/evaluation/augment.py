@@ -58,7 +58,7 @@ class WeakModel:
 
 @dataclass
 class AugmentationCounts:
-    """Numbers of rows written with bad replies, written without bad replies, and left out."""
+    """Number of rows written with bad replies, written without bad replies, and left out."""
 
     augmented: int = 0
     plain: int = 0
@@ -173,10 +173,10 @@ def _augment_part(
     weak: WeakModel | None,
     number: int,
 ) -> dict[str, Any]:
-    """Return the output rows for `chunk`, and the number of rows left out.
+    """Return the output rows for `chunk`, and the number of rows left out, as a mapping.
 
-    `number` is the index of the chunk. `rows` are all rows, from which some kinds of bad replies
-    are taken.
+    `number` is the index of the chunk. `rows` are the rows of all chunks, from which some kinds of
+    bad replies are taken.
     """
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
@@ -229,9 +229,9 @@ def _sample_weak_replies(
 ) -> list[str | None]:
     """Return the weak model's reply to each row; None for a row without a usable reply.
 
-    A reward model, if there is one, selects the best of several replies. There is no usable reply
-    if all replies are empty or the prompt does not fit in the context. The seed depends on
-    `number`, the index of the part that the rows belong to.
+    If there is a reward model, it selects the best of several replies. A row has no usable reply if
+    all replies are empty or the prompt does not fit in the context. The seed depends on `number`,
+    the index of the part that the rows belong to.
     """
     prompts = {}
     for place, row in enumerate(rows):
@@ -274,7 +274,8 @@ def _sample_weak_replies(
 def _build_prompt(row: PromptReplies) -> EvaluationPrompt:
     """Return the row's prompt.
 
-    If the row has only messages, models without a chat template get the text of the last message.
+    If the row has messages but no text, the text of the last message is the prompt for models
+    without a chat template.
     """
     return EvaluationPrompt(
         row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages

@@ -34,8 +34,8 @@ def choose(
 ) -> list[RankedAnswers]:
     """Sort each prompt's distinct answers by score. Prompts without a non-empty answer are dropped.
 
-    With `finished_only`, answers that were cut at the length limit are dropped if the prompt has an
-    answer that was not cut.
+    With `finished_only`, answers that were cut off at the length limit are dropped if the prompt
+    has an answer that was not cut off.
     """
     rankings = []
     for prompt, candidates, candidate_scores in zip(prompts, answers, scores, strict=True):

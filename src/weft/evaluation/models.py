@@ -112,7 +112,8 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
 def find_context_length(values: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions that a config.json states, or None.
 
-    Looks for each of the names that models use for this number.
+    Tries all the keys that models use for this number. Returns None if the file has none of these
+    keys.
     """
     lengths = (
         values.get(name)
@@ -147,8 +148,8 @@ def check_generates_text(path: str) -> None:
 def _find_adapter(path: str) -> Path | None:
     """Return the folder `path` if it contains LoRA adapters, else None.
 
-    A folder with a trained prefix does not count, because it is opened as a model, together with
-    its base model.
+    A folder with a trained prefix does not count as an adapter, because such a folder is opened as
+    a model, together with its base model.
     """
     folder = Path(path).expanduser()
     if (folder / ADAPTER).exists() and not has_prefix(folder):

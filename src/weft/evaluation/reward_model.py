@@ -25,9 +25,11 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Numbers of reply pairs in one row that a reward model orders right, orders wrong, or ties.
+    """Counts of the pairs of replies in one row, by whether a reward model orders them correctly.
 
-    `gap` is the difference between the mean scores of the best-ranked and the worst-ranked replies.
+    `right` pairs are ordered correctly, `wrong` pairs incorrectly, and `tied` pairs have equal
+    scores. `gap` is the difference between the mean scores of the best-ranked and the worst-ranked
+    replies.
     """
 
     category: str
@@ -137,7 +139,7 @@ def _count_pairs(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
-    """Return a list with the pair counts of one row; an empty list if the row has no pairs.
+    """Return a list that contains the pair counts of one row, or is empty if the row has no pairs.
 
     A pair consists of two replies of the same comparison that differ in rank.
     """

@@ -119,7 +119,8 @@ def _find_problem(report: Any) -> str | None:
 def extract_prompts(report: Report) -> list[EvaluationPrompt]:
     """Return the prompts of a report.
 
-    Reports of Open-Assistant contain texts instead of messages. Each text becomes a user message.
+    Open-Assistant's reports contain plain texts instead of messages. Each text becomes a user
+    message.
     """
     prompts = []
     for number, row in enumerate(report["prompts"]):
@@ -143,9 +144,9 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
 
 
 def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
-    """Return statistics of the scores of each setting.
+    """Return, for each setting, the mean score, its standard error, and the number of outputs.
 
-    These are the mean score, its standard error over prompts, and the number of outputs.
+    The standard error is computed over prompts.
     """
     by_setting: dict[str, list[list[float]]] = {}
     for row in report["prompts"]:
@@ -198,7 +199,7 @@ def render_page(reports: Sequence[Report]) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return the end of a path that identifies the model to a reader.
+    """Return the end of a model's path that is enough for a reader to identify the model.
 
     This is the folder's name or, for a run's checkpoint, a name such as `chat/a/actor/step40`.
     """
@@ -211,7 +212,7 @@ def shorten_name(name: str) -> str:
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
-    """Return the names of the columns, each with model and setting, in the order of the reports.
+    """Return the name of each column, made of model and setting, in the order of the reports.
 
     A model has no column for a setting with which it was not sampled.
     """

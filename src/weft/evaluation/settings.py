@@ -1,4 +1,4 @@
-"""Named sampling settings, which are shipped with weft or come from the user's file."""
+"""Named sampling settings, which are built into weft or come from the user's file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Named sampling options. `file_values` are the options as written in the file."""
+    """Sampling options with a name. `file_values` are the options as written in the file."""
 
     name: str
     spec: GenerationSpec
@@ -44,7 +44,7 @@ class SamplingSettings:
 
 
 def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
-    """Return the settings `name` that weft ships, applied to the options `base`.
+    """Return the built-in settings called `name`, applied to the options `base`.
 
     Raises `ConfigError`, which suggests similar names, if the name is unknown.
     """

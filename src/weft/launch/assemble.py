@@ -100,10 +100,10 @@ def build_parts(
 ) -> SessionParts:
     """Build all components of a session.
 
-    With `mode` "local" and one device, the run uses this process; otherwise each device gets its
-    own process, started while the data are read. `anew`: replace lost devices. `quiet`: hide the
-    progress of reading the data. `announce`: called with the plan of a run that uses device
-    processes and a line on their start. `cluster`: running Ray cluster for the processes; closed on
+    With `mode` "local" and one device, the run uses this process. Otherwise each device gets its
+    own process, which starts while the data are read. `anew` replaces lost devices. `quiet` hides
+    the progress of reading the data. `announce` is called with the plan and a line on the start of
+    the device processes, if any. `cluster` is a running Ray cluster for the processes, closed on
     errors. Raises `UserError` for anything detectable before the first step; writes nothing.
     """
     control = experiment.control
@@ -195,10 +195,10 @@ def build_parts(
 def check_without_data(
     experiment: Experiment, device: torch.device
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
-    """Check everything that needs no data; return the experiment with dtypes, and its tokenizers.
+    """Check everything that needs no data; return the experiment with dtypes, and the tokenizers.
 
-    In the returned experiment, every role has a dtype. The tokenizers are returned by role. Also
-    configures torch. Raises `UserError` if a check fails.
+    Every role of the returned experiment has a dtype. The tokenizers are in a mapping from role to
+    tokenizer. Also configures torch. Raises `UserError` if a check fails.
     """
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
@@ -214,7 +214,7 @@ def _launch_devices(
 ) -> DeviceLaunch:
     """Start the device processes.
 
-    Registers a callback with `undo` that closes their Ray cluster.
+    Registers a callback with `undo` that closes the Ray cluster of the processes.
     """
     if anew:
         launch = relaunch_devices(experiment, mode)
@@ -287,7 +287,7 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
 
 
 def check_layouts(experiment: Experiment) -> None:
-    """Check that every role's backend supports the layouts of the role and of its calls.
+    """Check that every role's backend supports the layouts of the role and of the role's calls.
 
     Raises `ConfigError`, naming the layout's option, if a layout is not supported.
     """
@@ -414,9 +414,9 @@ def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def check_configs(experiment: Experiment) -> None:
     """Check that every role's config.json describes a network.
 
-    Raises `CheckpointError` naming the option and the file. Called before tokenizers are loaded,
-    because the library that loads them also reads config.json and would report the tokenizer as the
-    cause.
+    Raises `CheckpointError`, which names the option and the file, if a file does not. Must be
+    called before the tokenizers are loaded: the library that loads them also reads config.json, and
+    would report a problem in it as a problem with the tokenizer.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):

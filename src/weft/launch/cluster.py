@@ -110,9 +110,9 @@ def launch_devices(
 
 
 def can_start_early(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run has several devices that are all CPUs of this machine.
+    """Return whether the run has several devices, all of which are CPUs of this machine.
 
-    Looks for GPUs without importing torch, by their device files.
+    GPUs are detected by their device files, without importing torch.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
@@ -132,7 +132,7 @@ def start_early(experiment: Experiment) -> RayCluster:
 
 
 def check_ray(experiment: Experiment) -> None:
-    """Check that ray is installed and set the environment variables that it reads on import.
+    """Check that ray is installed, and set the environment variables that ray reads when imported.
 
     Raises `ConfigError` if ray is not installed.
     """
@@ -214,7 +214,7 @@ def get_device_kind(experiment: Experiment) -> str:
 
 
 def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> None:
-    """Raise `ConfigError` if the machines of the cluster together have too few devices.
+    """Raise `ConfigError` if the machines of the cluster together have fewer than `count` devices.
 
     The message lists the devices of each machine.
     """

@@ -90,9 +90,9 @@ def build_plan_lines(
 
 
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
-    """Return the plan without its memory lines.
+    """Return the plan without its lines on memory.
 
-    The verdict on memory has the same numbers.
+    The verdict on memory, which follows the plan, has the same numbers.
     """
     return replace(
         plan,
@@ -104,7 +104,7 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     """Return a batch of the longest rows that the options allow, and a note on their length.
 
-    Used if no data are read.
+    This batch is used if no data are read.
     """
     written = experiment.config.get("dataset") or {}
     search = experiment.config.get("search") or {}
@@ -158,7 +158,7 @@ def _forecast(
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
-    """Return the bytes that the most loaded device needs, and the forecast for that device."""
+    """Return the memory in bytes that the most loaded device needs, and its memory forecast."""
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

@@ -16,10 +16,10 @@ from weft.experiment import Experiment
 def predict_facts(
     experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return each role's predicted engine description.
+    """Return the predicted description of each role's engine.
 
-    The key `copies` of a role's description maps the mesh of each copy of the role to the copy's
-    description.
+    A description has the key `copies`, which maps the mesh of each copy of the role to the
+    predicted description of the copy.
     """
     meshes = experiment.build_meshes()
     facts_by_role = dict[str, Mapping[str, Any]]()

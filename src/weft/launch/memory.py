@@ -46,10 +46,10 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with the role's numbers of data-parallel and context-parallel ranks.
+    """Device of a role, with the number of data-parallel and of context-parallel ranks of the role.
 
-    `capacity` is the device's memory in bytes if the device is not on this machine and its memory
-    is known; otherwise None.
+    `capacity` is the memory in bytes of a device that is not on this machine. It is None if this
+    memory is unknown, or if the device is on this machine.
     """
 
     device: torch.device
@@ -126,13 +126,13 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Words that qualify the total: "at most", or the roles whose activations do not count."""
+        """Words that qualify the total: "at most", or the roles whose activations are not included."""
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
     def compute_needed(self, most: float) -> float:
-        """Return the GiB that the run itself needed, given the measured peak `most` in GiB.
+        """Return the memory in GiB that the run itself needed; `most` is the measured peak in GiB.
 
         The memory used before the engines were built is subtracted. For a run in one process on a
         CPU, file pages are subtracted too: the code pages of torch's libraries vary with the
@@ -153,9 +153,10 @@ class MemoryForecast:
 
 
 def measure_held_memory(device: torch.device) -> float:
-    """Return the GiB that this process uses now.
+    """Return the memory that this process uses now, in GiB.
 
-    On a GPU this is the memory allocated by torch, on a CPU the resident size without file pages.
+    On a GPU, this is the memory allocated by torch. On a CPU, it is the resident size without file
+    pages.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
@@ -256,7 +257,7 @@ def _collect_works(
 
 
 def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
-    """Return the part of a batch with the most tokens, if `ranks` data-parallel ranks split it."""
+    """Split a batch over `ranks` data-parallel ranks, and return the part with the most tokens."""
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
@@ -290,10 +291,11 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """Return which state of a role, weights or optimizer, is offloaded after each of its calls.
+    """Return which of a role's weights and optimizer state are offloaded after each of its calls.
 
-    Weights that only hooks offload, without the option `offload`, do not count: before the first
-    call, they are on the device together with the weights of all other roles.
+    Weights are included only if the option `offload` is set. If only hooks offload them, they are
+    on the device together with the weights of all other roles before the first call. The optimizer
+    state is included if it is offloaded after every training call.
     """
     after = []
     for call in calls:
@@ -319,8 +321,8 @@ def build_case(
 ) -> MemoryCase:
     """Return the input of the memory estimate for one role.
 
-    `facts` is the description of the role's engine, and `works` are the memory demands of its
-    calls. `leaves` is the state that is offloaded between calls.
+    `facts` is the description of the role's engine, and `works` are the memory demands of the
+    role's calls. `leaves` says whether weights and optimizer state are offloaded between calls.
     """
     sizes = facts.get("sizes")
     if sizes is None:
@@ -362,8 +364,8 @@ def _build_settings(
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
     """Return the batch with completions of the maximum length that generation can add.
 
-    If generation takes some completions from the dataset and the row's longest completion is
-    longer, the completions have that length.
+    If generation takes some completions from the dataset, and the longest of these in a row exceeds
+    the maximum length, all completions of the row get the length of this longest one.
     """
     for call in experiment.graph.list_model_calls():
         mixed = "share" in call.args
@@ -392,9 +394,9 @@ def _iterate_works(
 ) -> Iterator[CallDemand]:
     """Yield the memory demands of a call on its role's network, one per micro-batch.
 
-    `shared` has the length of the longest sequence for which shared prefixes are computed only
-    once, and whether they are also computed only once in training. It is empty if they are never
-    shared.
+    `shared` says when a prompt that several sequences have in common is computed only once: if no
+    sequence is longer than `shared["longest"]` tokens and, in training, `shared["in_training"]` is
+    True. If `shared` is empty, each sequence is computed separately.
     """
     if "completion" not in batch.data:
         return

@@ -78,7 +78,10 @@ class OtherLauncher:
 
 
 def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
-    """Return the other launcher that started this process; None if there is none."""
+    """Return the launcher, such as torchrun, that started this process.
+
+    Returns None if the environment variables `environ` show no such launcher.
+    """
     accelerate = any(
         name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ
     )

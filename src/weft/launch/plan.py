@@ -187,7 +187,8 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
 def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     """Format the number of optimizer steps of each trained role.
 
-    `counts` has the number for each training node. Roles with the same number share a phrase.
+    `counts` maps each training node to its number of optimizer steps. Roles with the same number
+    are listed together.
     """
     roles = {node.name: node.role for node in experiment.list_trained_nodes()}
     roles_by_count: dict[int, list[str]] = {}
@@ -227,7 +228,7 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
 def _merge_rows(
     rows: Sequence[tuple[list[str], str]], num_kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
-    """Return the first `num_kept` rows, and one row that summarizes the others."""
+    """Return the first `num_kept` rows, and one row that summarizes the remaining rows."""
     names = []
     for roles, _ in rows[num_kept:]:
         names.extend(roles)
@@ -296,8 +297,8 @@ def format_memory_row(
 def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """Return a function that formats the measured peak memory, in GiB, at the end of a run.
 
-    The function returns a line, and whether the run needed enough memory that the line is worth
-    showing. `room` is the device's memory in bytes.
+    The function returns a line, and whether the line is worth showing because the run needed a
+    considerable part of the memory. `room` is the device's memory in bytes.
     """
     return lambda most: (
         expected.format_comparison(most),
@@ -388,10 +389,10 @@ def _iterate_details(
 
 
 def _format_sources(data: LoadedData) -> list[str]:
-    """Return the lines of a table of data sources, or one line for a single plain source.
+    """Return the lines of a table of data sources, or one line if there is nothing more to report.
 
-    A source is plain if there is nothing else to report about it: it has no validation rows, no
-    rows that were cut, and no other notes.
+    One line is enough for a single source without validation rows, rows that were cut, or other
+    notes.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")
@@ -401,7 +402,7 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield lines on how nodes differ in their numbers of completions and optimizer steps.
+    """Yield lines on differences between nodes in the number of completions and optimizer steps.
 
     If there are several generation calls, each has a line with its number of completions per
     prompt. A training node has a line if it takes no optimizer step in the first epochs.
@@ -426,7 +427,7 @@ def _iterate_roles(
 ) -> Iterator[str]:
     """Yield a line for each role with the details that the table leaves out.
 
-    The details are long paths, learning rates, and models that the table merges.
+    The details are long paths, learning rates, and the models of merged table rows.
     """
     merged = []
     for roles, text in models:

@@ -14,11 +14,11 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 
 
 class RestartingRun:
-    """Run that restarts after a loss of devices, if `comes_back` is True.
+    """Run that is restarted after a loss of devices, if `comes_back` is True.
 
     A restart replaces `session` by the session that `anew()` returns. After a failure with
-    non-finite numbers, `damaged()` returns the error to raise instead, or None if it finds no
-    cause.
+    non-finite numbers, `damaged()` is called to find the cause. It returns the error to raise
+    instead, or None if it finds no cause.
     """
 
     def __init__(

@@ -65,8 +65,9 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local` for this machine (a single device uses this process), or `ray` for an existing
-    cluster; None uses the mode in the configuration. `show` configures the output.
+    `mode` is `local` for this machine, where a single device uses this process, or `ray` for an
+    existing cluster. With None, the mode in the configuration is used. `show` configures the
+    output.
 
     Raises `UserError` for invalid input, before anything is trained or written. Raises `RunError`
     if the run fails. Raises `Interrupted` after Ctrl-C or SIGTERM, once the current step is
@@ -175,10 +176,10 @@ def build_with_files(
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
-    """Build the experiment of `config`, and record the options that weft has chosen.
+    """Build the experiment of `config`, and record the options for which weft has chosen a value.
 
-    These are options that `config` leaves unset or `auto`. Their names are in the experiment's
-    `chosen`.
+    These are options that `config` leaves unset or `auto`. Their names are listed in the
+    experiment's field `chosen`.
     """
     if isinstance(config, Experiment):
         return resolve_roles(config)
@@ -263,9 +264,9 @@ def _run(
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
     """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
 
-    Returns None if the cluster cannot be started early, because the run does not have several
-    devices that are all CPUs of this machine. Ray is started in the main thread, because Ray ends
-    with the thread that started it.
+    Returns None without starting a cluster unless the run has several devices that are all CPUs of
+    this machine. Ray is started in the main thread, because it ends with the thread that started
+    it.
     """
     from weft.launch.cluster import can_start_early, check_ray, start_early
 

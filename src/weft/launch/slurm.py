@@ -106,9 +106,9 @@ def plan_job(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the plan, as lines, of a run on the devices that the job would request.
+    """Return the lines of the plan of a run on the devices that the job would request.
 
-    These are the lines that `--dry-run` prints. Raises `UserError` as `start_job` does.
+    `--dry-run` prints these lines. Raises `UserError` as `start_job` does.
     """
     from weft.runtime.directory import RunDirectory
 
@@ -167,8 +167,9 @@ def build_request(
     """Return the request for a job.
 
     The resources come from the options `slurm.*`, `n_nodes` and `n_gpus_per_node`. If `scheduling`
-    is given, it determines the numbers of nodes and devices, and the options of `slurm.*` that the
-    user left unset. Raises `ConfigError` if the layouts need more devices than are requested.
+    is given, it determines the number of nodes and of devices per node, and the values of those
+    `slurm.*` options that the user left unset. Raises `ConfigError` if the layouts need more
+    devices than are requested.
     """
     control = experiment.control
     config = experiment.config
@@ -293,10 +294,11 @@ def _build_directives(request: SlurmRequest) -> list[str]:
 
 
 def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
-    """Return the container's kind, the srun options for pyxis, and the prefix for apptainer.
+    """Return the kind of container, the srun options for pyxis, and the prefix for apptainer.
 
-    The kind is "pyxis" or "apptainer", and the text for the other kind is empty. The prefix
-    precedes each command in the container. Without a container, all three are empty.
+    The kind is "pyxis" or "apptainer". The prefix precedes each command in the container. The srun
+    options are empty for apptainer, and the prefix is empty for pyxis. Without a container, all
+    three are empty.
     """
     spec = request.spec
     if spec.container is None:
@@ -370,7 +372,10 @@ def submit_job(request: SlurmRequest) -> str:
 
 
 def find_running_job(run: Path) -> tuple[str, str] | None:
-    """Return the id and state, such as PENDING, of the run's unfinished job; None if it has none."""
+    """Return the id and state, such as PENDING, of the run's unfinished job.
+
+    Returns None if the run has no unfinished job.
+    """
     number = read_json(run / FOLDER / JOB_FILE).get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None

@@ -24,11 +24,11 @@ def build_registered(
     `register_experiment` can register a function that returns an `Experiment`, or a configuration
     that builds one. It can also register a class with `initial_setup() -> Experiment` and
     optionally `scheduling_setup() -> Scheduling`. Functions and classes can be wrapped in
-    `functools.partial`. `allocation_mode` replaces that of a configuration.
+    `functools.partial`. `allocation_mode` replaces the option of the same name in a configuration.
 
     Raises `ConfigError` if the name is unknown, with similar names in the message, or if the
-    registered object is none of these. Also raises `ConfigError` if `allocation_mode` differs from
-    that of an `Experiment`, whose layouts are set in code.
+    registered object is of any other kind. Also raises `ConfigError` if `allocation_mode` differs
+    from that of an `Experiment`, whose layouts are set in code.
     """
     # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
@@ -68,7 +68,7 @@ def build_registered(
 
 
 def build_scheduling(name: str) -> Scheduling | None:
-    """Return the `Scheduling` that the class registered as `name` requests, or None.
+    """Return the `Scheduling` that the class registered as `name` requests.
 
     This is the result of the class's `scheduling_setup()`. Returns None if the registered object is
     not a class, or has no such method.
@@ -84,7 +84,7 @@ def build_scheduling(name: str) -> Scheduling | None:
 
 
 def _unwrap_partial(thing: Any) -> Any:
-    """Return the class or function that is wrapped in any number of `functools.partial`."""
+    """Return the class or function inside `thing`, which can be wrapped repeatedly in `partial`."""
     return _unwrap_partial(thing.func) if isinstance(thing, partial) else thing
 
 

@@ -56,9 +56,9 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Supervisor of a run, which runs this process's command in a child process.
+    """Supervisor of a run, which executes this process's command in a child process.
 
-    Whenever a child is killed, a new one is started, until a child ends and reports its exit code.
+    If the child is killed, a new child replaces it, until a child ends and reports its exit code.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -210,9 +210,9 @@ class Supervisor:
         return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
 
     def _explain_no_restart(self, left: int, step: int) -> str | None:
-        """Return the reason why the child is not replaced; None if it is to be replaced.
+        """Return the reason why the child is not replaced; None if it should be replaced.
 
-        `left` is the number of restarts left, `step` the last step that the run completed.
+        `left` is the number of restarts left, and `step` is the last step that the run completed.
         """
         if self._stop_signal is not None:
             return (
@@ -225,7 +225,7 @@ class Supervisor:
         return None if self._directory.has_run() else "; it had not started"
 
     def _read_last_step(self) -> int:
-        """Return the last step in metrics.jsonl; 0 if there is none."""
+        """Return the last step in metrics.jsonl; 0 if the file has no steps."""
         return max(
             (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
         )

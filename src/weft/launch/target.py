@@ -73,9 +73,10 @@ class TargetDevices:
         return cls(device, line, count, usable, line)
 
     def list_candidates(self) -> list[TargetDevices]:
-        """Return a list of only this target or, if its GPU is unknown, one target per GPU size.
+        """Return the targets to plan for, smallest first.
 
-        The targets are sorted by size, smallest first.
+        If the type of the GPU is unknown, there is one target for each common GPU size. Otherwise
+        this target is the only one.
         """
         if self.usable is not None:
             return [self]
@@ -98,7 +99,7 @@ class TargetDevices:
     def format_verdict(self, needed: float, scope: str = "") -> str:
         """Return a line that says whether the `needed` bytes per device fit in a device's memory.
 
-        `scope` is appended to the needed memory.
+        `scope` is a phrase that follows the needed memory in the line.
         """
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
@@ -108,7 +109,7 @@ class TargetDevices:
 
 
 def get_usable_memory(gpu: str) -> float:
-    """Return how much of a GPU's memory a run can use, in GiB.
+    """Return the part of a GPU's memory that a run can use, in GiB.
 
     The memory that the driver and torch use is not included.
     """

@@ -20,11 +20,11 @@ ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run
 
 
 def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
-    """Return HTML with each run's latest answer to the shared prompts, and the tokens' data.
+    """Return HTML with each run's latest answers to shared prompts, and data on the tokens.
 
     A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
-    prompts that more runs answered come first. The page's script uses the tokens' data to colour
-    the tokens.
+    prompts that more runs answered come first. The page's script uses the data to colour the
+    tokens.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}
@@ -57,9 +57,9 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
 
 def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
-    """Return the run's last sampled group for each prompt.
+    """Return, for each prompt, the latest group of answers that the run sampled.
 
-    Ranked pairs that the dataset contains are left out.
+    Ranked pairs that come from the dataset are left out.
     """
     latest_groups: dict[str, SampleGroup] = {}
     for listed in group_rows(run.samples, most=1000).values():

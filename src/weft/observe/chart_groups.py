@@ -64,9 +64,9 @@ def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
     """Split a metric's name into the node and the measure.
 
-    Metrics of `chosen` and `rejected` answers have the same measure. So do a mean and the
-    corresponding `_max` if the mean is in `names`. All `time/` metrics belong to the node `run` and
-    have one common measure.
+    Metrics of `chosen` and `rejected` answers have the same measure. A maximum, with the suffix
+    `_max`, has the same measure as the corresponding mean if the mean is in `names`. All `time/`
+    metrics belong to the node `run` and have one common measure.
     """
     if name.startswith(TIME):
         return RUN, SECONDS
@@ -111,9 +111,9 @@ def drop_repeats(
 ) -> list[MetricGroup]:
     """Return the groups, most informative first, without lines that repeat another line.
 
-    A line is dropped if it equals another line of the same chart. It is also dropped if its values
-    vary and equal those of a line of the same node in an earlier chart, such as `policy_loss` and
-    `loss`. `series` returns a metric's steps and values, and `rank` its sort key.
+    A line is dropped if it equals another line of the same chart. A line whose values vary is also
+    dropped if it equals a line of the same node in an earlier chart, as `policy_loss` can equal
+    `loss`. `series` returns a metric's steps and values. `rank` returns the sort key of a metric.
     """
     distinct_groups: list[MetricGroup] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
@@ -147,9 +147,9 @@ class SeriesIndex(Generic[Scope]):
         self._series: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Add the series `values` under `scope`, such as its node.
+        """Add the series `values` under `scope`, which is, for example, the node of the metric.
 
-        `find_equal` returns `number` to identify the series.
+        `number` identifies the series in the results of `find_equal`.
         """
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._series.setdefault(key, []).append((values, number))
@@ -212,10 +212,10 @@ def is_changing(values: Sequence[float]) -> bool:
 def is_same_series(
     one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
 ) -> bool:
-    """Return whether two series have equal values at the same steps.
+    """Return whether two series, each given as steps and values, are equal.
 
-    Values count as equal up to a relative difference of `ALIKE`. Steps count as equal if there are
-    equally many of them and the first and the last ones are equal.
+    Values count as equal up to a relative difference of `ALIKE`. Of the steps, only the number, the
+    first and the last are compared.
     """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False

@@ -50,9 +50,10 @@ EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measur
 
 @dataclass(frozen=True)
 class ChartLine:
-    """Line of a chart, with the thinned steps `x` and values `y`.
+    """Line of a chart, through points with the steps `x` and the values `y`.
 
-    `run` is the index of the line's run among those on the page.
+    The points of a long series are thinned. `run` is the index of the line's run among the runs on
+    the page.
     """
 
     name: str
@@ -126,8 +127,8 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
     """Return the colour of a node, which is the colour of the node's role.
 
-    `roles` maps nodes to colours, as found in the timeline. For other nodes the role is taken from
-    the node's name, such as `actor_train`.
+    `roles` maps nodes to colours, as found in the timeline. For a node that is not in `roles`, the
+    role is inferred from the node's name: `actor_train` belongs to `actor`.
     """
     known = roles or {}
     return (

@@ -182,7 +182,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name, in each run, of the metric that decides which run is better.
+    """Return each run's name for the metric that decides which run is better.
 
     Returns None if the runs have no common metric that can be compared.
     """
@@ -196,8 +196,8 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return the name of the headline metric in each run; None if the headlines differ.
 
-    If all runs have a matching validation metric whose values can be compared, returns the names of
-    this metric instead.
+    If every run has a validation metric that matches the headline, and the values of this metric
+    can be compared, the names of the validation metric are returned instead.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -291,7 +291,7 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
 
 
 def _write_doubts(winner: NamedRun) -> str:
-    """Return a warning if a metric of the better run is out of range; else ""."""
+    """Return a warning if the better run has a metric that is out of range; "" otherwise."""
     diagnosis = winner.run.diagnosis
     if diagnosis is None or diagnosis.is_sound:
         return ""
@@ -310,7 +310,10 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of a metric's difference between the two noisiest runs; 0 if unknown."""
+    """Return the noise of the difference between the values of a metric in the two noisiest runs.
+
+    Returns 0 if the noise is unknown.
+    """
     if names[0].startswith(EVAL):
         drawn = []
         for run, name in zip(runs, names, strict=True):
@@ -328,7 +331,7 @@ def _compute_difference_noise(
 
 
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
-    """Return the noise that an evaluation metric has because few rows are evaluated.
+    """Return the noise of an evaluation metric that is due to the limited number of evaluated rows.
 
     Returns None if the noise is unknown.
     """
@@ -355,7 +358,10 @@ def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 
 def _describe_differences(listed: Sequence[NamedRun]) -> str:
-    """Return a sentence with the options that differ, or only their number if more than three do."""
+    """Return a sentence on the options that differ between the runs.
+
+    The options are listed if there are at most three, and only counted otherwise.
+    """
     different = find_differences([each.run for each in listed])
     if not different:
         return "Their options are the same."
@@ -439,7 +445,10 @@ def _render_table(listed: Sequence[NamedRun], rows: Sequence[tuple[str, Sequence
 
 
 def _render_cells(listed: Sequence[NamedRun], values: Sequence[str]) -> str:
-    """Render the cells of a table row, each with the name of its run, for narrow screens."""
+    """Render the cells of a table row, one for each run.
+
+    On narrow screens, each cell shows the name of its run.
+    """
     return "".join(
         f'<td data-run="{escape(each.label_with_status)}">{escape_text(value)}</td>'
         for each, value in zip(listed, values, strict=True)
@@ -479,7 +488,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield, for each measure, whether the measure is informative, and its table row."""
+    """Yield a pair for each measure: whether the measure is informative, and its table row as HTML."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -527,11 +536,11 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return the metric name of each measure in each run, most informative measure first.
+    """Return the name that each measure has in each run, most informative measure first.
 
-    The name is None in runs without the measure. Measures that repeat another one are left out.
-    Metrics with the same name are separate measures if they mean different things, such as the
-    losses of two algorithms.
+    The name is None in runs without the measure. A measure is left out if it has the same values as
+    a more informative one in every run. Metrics with the same name are separate measures if they
+    mean different things, such as the losses of two algorithms.
     """
     # Match metrics across runs by key and meaning.
     names_by_key: dict[tuple[Any, ...], Names] = {}
@@ -561,7 +570,7 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether two charts with the same title have no run in common."""
+    """Return whether two charts have the same title but no run in common."""
     runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:
         runs_by_title.setdefault(chart.title, []).append({line.run for line in chart.lines})
@@ -575,9 +584,10 @@ def _has_split_measure(drawn: Sequence[Chart]) -> bool:
 def _is_repeat(
     listed: Sequence[NamedRun], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
-    """Return whether the measure `names` repeats the measure `other` of the same node in every run.
+    """Return whether a measure equals another measure of the same node in every run that has it.
 
-    An example is `value_loss`, which repeats `loss`.
+    For example, `value_loss` can equal `loss`. `names` has the measure's name in each run, and
+    `other` has that of the other measure. A name is None if the run does not have the measure.
     """
     return all(
         name is None or (before is not None and _is_same_curve(each.run, name, before))

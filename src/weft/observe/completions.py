@@ -65,7 +65,7 @@ def is_dataset_row(row: Mapping[str, Any]) -> bool:
 
 
 def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
-    """Return HTML of the samples of several steps, and the tokens' data for the page's script."""
+    """Return HTML of the samples of several steps, and the per-token data for the page's script."""
     by_step = group_rows(run.samples)
     tokens: list[dict[str, Any]] = []
     rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
@@ -89,7 +89,10 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _render_tools(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Render the search field, and the menu that selects the values by which tokens are coloured."""
+    """Render a search field, and a menu that selects the values by which tokens are coloured.
+
+    `tokens` are the per-token data of the answers.
+    """
     choices = []
     for key, word in COLOURS.items():
         if any(key in t for t in tokens):
@@ -135,8 +138,8 @@ def render_group(
 ) -> str:
     """Render one prompt with all of its answers side by side.
 
-    `span` is the lowest and the highest reward on the page. The answers' tokens are appended to
-    `tokens`.
+    `span` has the lowest and the highest reward on the page. The per-token data of the answers are
+    appended to `tokens`.
     """
     if group.prompt:
         prompt = f'<div class="prompt" tabindex="0" aria-label="prompt">{escape_text(group.prompt)}</div>'
@@ -156,7 +159,7 @@ def render_group(
 
 
 def choose_num_columns(count: int) -> int:
-    """Return the number of columns for `count` answers, such that the last row is well filled."""
+    """Return a number of columns for `count` answers with which the last row is well filled."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -251,7 +254,8 @@ def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
 def render_facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     """Render the known values of an answer, such as its reward, most important first.
 
-    `span` is the lowest and the highest reward on the page, which are the ends of the reward's bar.
+    `span` has the lowest and the highest reward on the page, which are the ends of the bar that
+    shows the reward.
     """
     facts = ""
     reward = row.get("reward", row.get("score"))

@@ -132,9 +132,9 @@ def _render_all_options(run: RunFiles) -> str:
 
 
 def render_starts(run: RunFiles) -> str:
-    """Render the last start of the run in detail, and earlier starts in one line.
+    """Render the last start of the run in detail, and list the earlier starts in one line.
 
-    The details are the command, commit, host and versions, from `run.json`.
+    The details, such as the command, commit, host and versions, are read from `run.json`.
     """
     starts = run.record.get("starts")
     if isinstance(starts, list):

@@ -27,7 +27,7 @@ Alive = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class DashboardAnswer:
-    """Answer to an HTTP request.
+    """Response to an HTTP request.
 
     `tag` changes whenever the page changes. `body` is empty if the client already has the page.
     """
@@ -54,9 +54,10 @@ class Dashboard:
     def answer(
         self, page: str, query: Mapping[str, Sequence[str]], known: str = ""
     ) -> DashboardAnswer:
-        """Answer a request for the page `""`, `run?name=...` or `compare?run=...&run=...`.
+        """Answer a request for a page: "" for the list of runs, "run", or "compare".
 
-        `known` is the tag of the page that the client already has.
+        `query` has the name of the run under the key `name`, or the names of the compared runs
+        under the key `run`. `known` is the tag of the page that the client already has.
         """
         if page == "":
             return self._answer_index(known)
@@ -116,7 +117,7 @@ def _compute_tag(*parts: str) -> str:
 
 
 def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
-    """Build the page that lists `runs`, each given as its name and summary."""
+    """Build the page that lists `runs`, which are pairs of a name and a summary."""
     going = sum(run.status == "running" for _, run in runs)
     summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""

@@ -74,7 +74,7 @@ class RunDiagnosis:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether there are no findings."""
+        """Return whether the diagnosis found no problems."""
         return not self.findings
 
     @property
@@ -121,10 +121,10 @@ class DiagnosedRun:
 
     @property
     def kind(self) -> str:
-        """Name of the run's algorithm if it is one of weft's algorithms, else "".
+        """Name of the run's algorithm if the algorithm is built into weft, else "".
 
-        If `algorithm` is not one of them, the name is that of the algorithm whose options are in
-        the configuration.
+        If `algorithm` is not a built-in one, the name is that of the first built-in algorithm whose
+        options are in the configuration.
         """
         if self.algorithm in ALGORITHMS:
             return str(self.algorithm)
@@ -135,7 +135,7 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric with `last` as the last part of its name, or None."""
+        """Return the first training metric whose name ends in the component `last`, or None."""
         return next(
             (
                 n
@@ -166,9 +166,10 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return an option that multiplies the learning rate of a role by `factor`.
+        """Return the learning rate option of a role, with `factor` times its present value.
 
-        The role is the one that is trained by the node of the metric `name`.
+        The role is the one that is trained by the node of the metric `name`. `format_scaled_option`
+        determines the format.
         """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
@@ -222,8 +223,8 @@ def diagnose_run(
 def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield a finding for each metric whose last values are outside the metric's bounds.
 
-    Of several metrics with the same description, only the first is reported. Only one KL metric is
-    reported.
+    If several metrics have the same description, only the first is reported. At most one KL metric
+    is reported.
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
@@ -291,7 +292,10 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return the usual cause, options to try, and whether healthy runs can have the problem too."""
+    """Return the usual cause of a metric's problem, options to try, and True for a weak problem.
+
+    A weak problem also occurs in healthy runs.
+    """
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -420,8 +424,8 @@ def _check_finite(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield findings on runs with supervised losses.
 
-    The checks are for a rising loss, pair accuracy no better than chance, and a validation loss
-    that gets worse.
+    Checks whether the loss rises, whether pair accuracy is no better than chance, and whether the
+    validation loss gets worse.
     """
     if run.kind in (*POLICIES, "distill", "gen") or run.find_metric("reward") is not None:
         return
@@ -562,10 +566,10 @@ def _is_repetitive(text: str) -> bool:
 
 
 def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:
-    """Return a finding if several findings together show that the policy exploits the reward.
+    """Return a finding if several other findings together show that the policy exploits the reward.
 
-    `keys` are the keys of the findings so far. The finding's `fact` is empty, and the caller sets
-    it. Returns None if the reward does not seem to be exploited.
+    `keys` identify the findings so far. The returned finding has an empty `fact`, which the caller
+    fills in. Returns None if the reward does not seem to be exploited.
     """
     far = any(key.startswith("kl") for key in keys)
     collapsed = []

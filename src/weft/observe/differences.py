@@ -30,10 +30,10 @@ FACTS = ("commit", "host", "hardware")
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return the values, one per run, of each option that differs; the algorithm comes first.
 
-    Options of different algorithms are matched if their names differ only in the algorithm's group,
-    and get a common name such as `grpo|ppo.gen.max_new_tokens`. An option that some runs do not
-    have, or that is matched across algorithms, is included only if the user set it in at least one
-    run. An option is left out if weft chose its value in all runs.
+    Options of different algorithms are matched if their names differ only in the algorithm's
+    prefix, and get a common name such as `grpo|ppo.gen.max_new_tokens`. An option that some runs do
+    not have, or that is matched across algorithms, is included only if the user set it in at least
+    one run. An option is left out if weft chose its value in all runs.
     """
     # The algorithm itself.
     algorithms = [configuration.find_algorithm(run) for run in runs]
@@ -75,7 +75,7 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 
 def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
-    """Return an option's name, with the group of an algorithm replaced by `algorithm`.
+    """Return an option's name with an algorithm's prefix replaced by `algorithm.`.
 
     For example, `ppo.gamma` becomes `algorithm.gamma` if `algorithms` contains `ppo`. Options of
     runs with different algorithms can then be matched.
@@ -85,7 +85,7 @@ def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
 
 
 def _format_option_name(name: str, real: Sequence[str | None]) -> str:
-    """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`.
+    """Return an option's name for the table, with the prefixes of all algorithms: `grpo|ppo.lr`.
 
     `real` has the full name of the option in each run, or None if the run does not have the option.
     """
@@ -154,7 +154,10 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
 
 
 def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Return the versions and hardware facts that differ: the name, and the value in each run."""
+    """Return the software versions and hardware properties that differ between the runs.
+
+    Each is a pair of the name and the list of values, one per run.
+    """
     starts = [run.record.get("starts") for run in runs]
     last = []
     for run_starts in starts:

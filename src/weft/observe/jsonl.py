@@ -39,8 +39,8 @@ def convert_to_json(value: Any) -> Any:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file that have a step, oldest first.
 
-    Lines that cannot be read, such as an incomplete last one, are skipped. Yields nothing if `path`
-    is not a regular file.
+    Lines that cannot be parsed, such as an incomplete last line, are skipped. Yields nothing if
+    `path` is not a regular file.
     """
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""Log files of a run: find the files, find the first failure, follow new lines."""
+"""Log files of a run: functions to find them and their failures, and a reader of new lines."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class LogFile:
 class LoggedFailure:
     """Failure that a log file reports.
 
-    `line` is the failure's line number in the file, from 1; `when` is the time in seconds since the
-    epoch; and `text` are the lines to show.
+    `line` is the line number in the file at which the failure begins, counted from 1. `when` is the
+    time in seconds since the epoch. `text` has the lines to show.
     """
 
     file: LogFile
@@ -66,7 +66,10 @@ class LoggedFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the failure only reports a lost peer, whose own failure is the cause."""
+        """Return whether the failure only reports that the connection to another process was lost.
+
+        The cause is then the failure of the other process.
+        """
         return any(sign in self.summary for sign in TRANSPORTS)
 
 
@@ -97,7 +100,7 @@ def find_log_files(run: Path) -> list[LogFile]:
 
 
 def find_failure(file: LogFile) -> LoggedFailure | None:
-    """Return the first failure in a log file; None if there is none."""
+    """Return the first failure in a log file; None if the file reports no failure."""
     lines = file.read_lines()
     starts = (
         n
@@ -124,22 +127,26 @@ def find_failure(file: LogFile) -> LoggedFailure | None:
 def find_failures(files: Iterable[LogFile]) -> list[LoggedFailure]:
     """Return the first failure of each file that has one, earliest first.
 
-    Failures that report only a lost peer come last. If a file has no time stamps, its modification
-    time is used, because the process that fails first is also the first to stop writing.
+    Failures that only report a lost connection to another process come last. If a file has no time
+    stamps, its modification time is used, because the process that fails first is also the first to
+    stop writing.
     """
     failures = [each for file in files if (each := find_failure(file)) is not None]
     return sorted(failures, key=lambda each: (each.is_consequence, each.when))
 
 
 def _is_traceback_end(line: str) -> bool:
-    """Return whether a line of a traceback names the exception, which is not indented."""
+    """Return whether a line ends a traceback.
+
+    The last line of a traceback names the exception and is not indented.
+    """
     # Remove a prefix in () or [], which other programs put before each line.
     bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
     return bool(bare) and not bare[0].isspace()
 
 
 def _find_time(lines: Iterable[str]) -> float | None:
-    """Return the first time stamp in the lines, in seconds since the epoch; None if there is none."""
+    """Return the first time stamp in the lines, in seconds since the epoch; None if not found."""
     for line in lines:
         stamp = STAMP.search(line)
         if stamp:
@@ -148,7 +155,7 @@ def _find_time(lines: Iterable[str]) -> float | None:
 
 
 class LogFollower:
-    """Follows log files, and yields the lines that are added to them.
+    """Reader that follows log files and yields the lines that are added to them.
 
     Files that did not exist at the start are read from their beginning.
     """

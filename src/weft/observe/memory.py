@@ -42,9 +42,10 @@ def measure_peak_memory_gb() -> float:
 
 
 def measure_file_pages_gb() -> float:
-    """Return the size in GiB of this process's resident file pages, which are mostly library code.
+    """Return the resident memory of this process that is mapped from files, in GiB.
 
-    Returns 0 if the operating system does not report this size.
+    Most of these pages contain library code. Returns 0 if the operating system does not report
+    their size.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, separator, rest = STATUS.read_text().partition("RssFile:")

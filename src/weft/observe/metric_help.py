@@ -657,7 +657,7 @@ ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the s
 
 @cache
 def find(name: str) -> MetricHelp | None:
-    """Return the description of a metric of metrics.jsonl; None if there is none."""
+    """Return the description of a metric of metrics.jsonl; None if the metric has no description."""
     if name.startswith("time/") or "/" not in name:
         rest = name
     else:

@@ -112,10 +112,11 @@ def get_direction(name: str) -> int:
 
 
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the training metric that best shows how well a run is doing; None if there is none.
+    """Return the training metric that best shows how well a run is doing, or None.
 
     This is the reward if the run has one. Otherwise it is the accuracy for reward models and DPO,
-    and the loss for other algorithms. If the run has no loss, it is the accuracy.
+    and the loss for other algorithms. If the run has no loss, it is the accuracy. Returns None if
+    the run has none of these metrics.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [get_last_part(name) for name in known]
@@ -132,8 +133,8 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
-    If there is none, returns the validation reward, accuracy or loss. Returns None if the run is
-    not evaluated.
+    If no validation metric matches, returns the validation reward, accuracy or loss. Returns None
+    if the run is not evaluated.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))
@@ -148,9 +149,10 @@ def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
 
 
 def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """Return the metric to show if there is room for only one; None if there is none.
+    """Return the metric to show if there is room for only one, or None.
 
-    This is the validation metric if the run has one, else the headline metric.
+    This is the validation metric if the run has one, else the headline metric. Returns None if the
+    run has neither.
     """
     known = list(names)
     name = find_headline(known, algorithm)

@@ -136,12 +136,12 @@ class RunObserver:
         return self._view
 
     def log_plan(self, plan: RunPlan) -> None:
-        """Write the run's complete plan to log.txt."""
+        """Write the run's plan, including the details, to log.txt."""
         for line in plan.format_whole():
             self._log(line)
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the metrics of a completed step and return the line as written.
+        """Record the metrics of a completed step and return the line written to metrics.jsonl.
 
         `metrics` must include `step`.
         """
@@ -192,10 +192,10 @@ class RunObserver:
 
     @contextmanager
     def time_span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
-        """Show and time a phase of the run: the body of a `with` statement.
+        """Time a phase of the run, and show its name as the current activity.
 
-        `track` is the phase's track in the timeline, such as `roles/actor` or `host/reward`. The
-        default is `run/{name}`.
+        The phase is the body of a `with` statement. `track` is the phase's track in the timeline,
+        such as `roles/actor` or `host/reward`. The default is `run/{name}`.
         """
         with (
             self._view.show_activity(name),
@@ -237,8 +237,7 @@ class RunObserver:
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
         """Close the view and the loggers. A second call does nothing.
 
-        The last lines of the output summarize the run, state the diagnosis, and end with the lines
-        `last`.
+        Also prints a summary of the run, the diagnosis, and the lines `last`.
         """
         if self._closed:
             return

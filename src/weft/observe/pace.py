@@ -111,10 +111,10 @@ class RunPace:
         return trend.find_best(self.name, self.values)[0]
 
     def list_other_metrics(self, count: int = 3) -> list[tuple[str, float]]:
-        """Return the titles and latest values of up to `count` metrics besides the headline.
+        """Return titles and latest values of up to `count` metrics besides the headline metric.
 
-        The most informative ones come first. Of metrics with the same title, only the first is
-        returned.
+        The most informative metrics come first. If several metrics have the same title, only the
+        first is returned.
         """
         values_by_title: dict[str, float] = {}
         for word in BESIDE:
@@ -151,10 +151,10 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return a list with the name and value of the latest step's validation metric.
+        """Return a list of the latest step's validation metric, as a pair of name and value.
 
-        The metric matches the headline if possible; otherwise it is the reward, accuracy or loss.
-        The list is empty if the step was not evaluated.
+        This is the metric that matches the headline metric if possible; otherwise it is the reward,
+        accuracy or loss. The list is empty if the step was not evaluated.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
@@ -182,7 +182,7 @@ class RunPace:
 
 
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Format the change of a metric, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
+    """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
     `name` and `rows` have the same meaning as in `trend.compute_change`.
     """
@@ -195,7 +195,7 @@ def format_course(values: Sequence[float], name: str = "", rows: float | None = 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` as a line of at most `width` bars.
 
-    Each bar is the mean of the same number of values.
+    If there are more values than bars, each bar shows the mean of several consecutive values.
     """
     if not values or width < 1:
         return ""

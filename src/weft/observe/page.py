@@ -37,9 +37,9 @@ class PageSection:
 class Page:
     """Page with a title, sections, and data for the page's script.
 
-    If `live` is not empty, it is the tag of the page's version: the page polls its server, and
-    updates itself when the server has a version with another tag. `home` is the target of the
-    logo's link.
+    `live` is a tag that identifies the version of a page that updates itself: the page polls its
+    server, and reloads its content when the server's tag differs. A page with an empty `live` does
+    not update itself. `home` is the target of the logo's link.
     """
 
     title: str
@@ -96,7 +96,10 @@ def render_folded(summary: str, content: str, key: str) -> str:
 
 
 def embed_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element, because no text in it can end the element."""
+    """Return `value` as JSON that is safe inside a script element.
+
+    Strings in the JSON cannot end the element.
+    """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

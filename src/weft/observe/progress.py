@@ -100,7 +100,7 @@ class ProgressView(Protocol):
         ...
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        """End the view with a line that summarizes the run, whose outcome is `status`.
+        """Close the view and print a line that summarizes the run, whose outcome is `status`.
 
         `flagged` is True if a metric of the run is out of range.
         """
@@ -428,10 +428,10 @@ class LiveView:
 
 
 class _ReflowHook(RenderHook):
-    """Render hook that erases the extra rows of a terminal that has become narrower.
+    """Render hook that erases extra rows after the terminal has become narrower.
 
-    Such a terminal wraps the lines that it already shows, but rich erases only as many rows as it
-    wrote lines.
+    A terminal that becomes narrower wraps the lines that it already shows, but rich erases only as
+    many rows as it wrote lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -479,7 +479,7 @@ def _group_renderables(*parts: RenderableType | None) -> Group:
 
 
 def _set_ellipsis(text: Text) -> Text:
-    """Make the text end in an ellipsis where the terminal is too narrow, and return the text."""
+    """Make the terminal cut `text` with an ellipsis instead of wrapping it, and return `text`."""
     text.no_wrap = True
     text.overflow = "ellipsis"
     return text

@@ -24,10 +24,10 @@ GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
 def build_report(run_dir: Path | str, status: str | None = None) -> Path:
-    """Write `report.html` into a run's directory, and return its path.
+    """Write `report.html` into a run's directory, and return the path of the report.
 
-    `status` overrides the status in the run's files. The report can be built during a run, and if
-    some files are missing. Raises `UserError` if `run_dir` is not a run.
+    `status` overrides the status in the run's files. The report can be built during a run, and even
+    if some files are missing. Raises `UserError` if `run_dir` is not a run.
     """
     run = RunFiles.read(Path(run_dir))
     run = run if status is None else replace(run, status=status)
@@ -104,7 +104,7 @@ def render_curves(drawn: Sequence[Chart], skip: int) -> str:
 def _render_controls(many: bool) -> str:
     """Render the controls for all curves: smoothing, x axis, log scale and reset.
 
-    The smoothing control is included only if `many`, that is, if a curve has many points.
+    The smoothing control is included only if `many` is True, that is, if a curve has many points.
     """
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'

@@ -111,9 +111,9 @@ class RunFiles:
 
     @cached_property
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
-        """Steps and finite values of each metric, and the number of its values that are not finite.
+        """Steps and finite values of each metric, and the number of non-finite values per metric.
 
-        Values that are too large count as not finite. The table is computed once. Lines with the
+        Values that are too large count as non-finite. The table is computed once. Lines with the
         same metrics are converted together, because a long run has a million values, scattered in
         memory.
         """
@@ -158,7 +158,7 @@ class RunFiles:
 
     @cached_property
     def diagnosis(self) -> RunDiagnosis | None:
-        """Diagnosis of the run; None if it has too few steps."""
+        """Diagnosis of the run; None if the run has too few steps."""
         algorithm = self.record.get("algorithm")
         return diagnose_run(
             self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples
@@ -184,7 +184,11 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 
 def _read_status(directory: Path) -> str:
-    """Return the run's status; `unfinished` if the run ended without writing its outcome."""
+    """Return the status stored in the run's directory, or `unfinished`.
+
+    The status is `unfinished` if no valid status is stored, or if the stored status is `running`
+    but the run has written nothing for a long time.
+    """
     status = str(read_json(directory / STATUS).get("status"))
     if status not in STATUSES:
         return "unfinished"
@@ -203,9 +207,9 @@ def is_quiet(directory: Path) -> bool:
 
 
 def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metric names of a line, and whether all values are plain.
+    """Return the metric names of a line, and whether all values can be converted without checks.
 
-    A plain value is a float, or an integer below `LARGEST`.
+    Such values are floats, or integers whose absolute value is below `LARGEST`.
     """
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(

@@ -169,7 +169,7 @@ def diagnose(
 
 
 def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the value of a metric at the end of the run; None if there is no value.
+    """Return the value of a metric at the end of the run; None if the run has no value.
 
     For an evaluation metric, this is the last value. For a training metric, it is the mean over the
     last steps.
@@ -197,7 +197,7 @@ def _find_status(
 
 
 def _read_top_keys(config: Path) -> dict[str, str]:
-    """Return the top-level keys of a config.yaml, each with the rest of its line.
+    """Return the top-level keys of a config.yaml, each with the rest of the key's line.
 
     Uses a regular expression, because parsing a hundred such files would take seconds.
     """
@@ -281,8 +281,8 @@ def _read_ranges(
 def count_tree_bytes(folder: Path) -> int:
     """Return the total size in bytes of all files below a folder.
 
-    A file with several hard links counts once. Symbolic links are counted themselves, but not
-    followed.
+    A file with several hard links counts once. For a symbolic link, the size of the link itself is
+    counted, not that of its target.
     """
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):

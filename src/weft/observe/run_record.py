@@ -66,7 +66,7 @@ class RunRecord:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the record as a mapping, in the form in which `run.json` stores it."""
+        """Return the record as the mapping that is stored in `run.json`."""
         return asdict(self)
 
 

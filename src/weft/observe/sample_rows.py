@@ -37,7 +37,7 @@ class SampleGroup:
 
     @property
     def answer(self) -> str | None:
-        """Reference answer in the dataset; None if there is none."""
+        """Reference answer in the dataset; None if the dataset has no answer for the prompt."""
         reference = self.rows[0].get("answer")
         return str(reference) if isinstance(reference, str | int | float) else None
 
@@ -47,7 +47,7 @@ class SampleGroup:
         return len(self.rows) > 1 and all(is_finite(row.get("rank")) for row in self.rows)
 
     def read_values(self, name: str) -> list[float]:
-        """Return the finite values that the rows have for the key `name`."""
+        """Return the finite values of the key `name` in the rows."""
         values: list[float] = []
         for row in self.rows:
             if is_finite(row.get(name)):

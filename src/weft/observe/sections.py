@@ -38,7 +38,10 @@ def render_lede(run: RunFiles) -> str:
 
 
 def choose_headlines(run: RunFiles) -> list[str]:
-    """Return the headline metrics: the validation metric, if there is one, and the training metric."""
+    """Return the names of the headline metrics: the validation metric and the training metric.
+
+    A metric that the run does not have is left out.
+    """
     name = find_headline(run.metric_names, run.record.get("algorithm"))
     evaluated = find_evaluation(name, run.metric_names)
     return [each for each in (evaluated, name) if each is not None]
@@ -71,7 +74,7 @@ def render_status(word: str, *, flagged: bool = False) -> str:
 
 
 def render_verdict(diagnosis: RunDiagnosis | None) -> str:
-    """Render a diagnosis as a line of the first screen; "" if there is none."""
+    """Render a diagnosis as a line of the first screen; "" if `diagnosis` is None."""
     if diagnosis is None:
         return ""
     kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")

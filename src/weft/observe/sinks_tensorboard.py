@@ -26,8 +26,8 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 class TensorBoard:
     """Logger that uses TensorBoard's own writer of event files, without torch or TensorFlow.
 
-    If the run is resumed from `resumed_step`, later events of earlier processes are marked as
-    superseded, so that each metric has a single curve.
+    If the run is resumed from `resumed_step`, the events that earlier processes wrote for later
+    steps are marked as superseded, so that each metric has a single curve.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:

@@ -109,7 +109,10 @@ class Wandb:
 
 
 def _get_run_id(path: Path) -> str:
-    """Return the run's id, which is created at the first start and stored in the file `path`."""
+    """Return the run's id in W&B, which is stored in the file `path`.
+
+    If the file does not exist or is empty, creates an id and stores it.
+    """
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     run_id = secrets.token_hex(4)

@@ -35,7 +35,7 @@ MICROSECONDS = 1e6
 class TimelineSpan:
     """Span of time on a lane of the timeline.
 
-    `start` is in seconds since the run first began, and `seconds` is the duration.
+    `start` is the time in seconds since the run was first started. `seconds` is the duration.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Timeline:
     def _track(self, track: str) -> tuple[int, int]:
         """Return the ids of a track's process and thread.
 
-        If the track is new, its names are first written to the file.
+        If the track is new, the names of the process and the thread are first written to the file.
         """
         group, _, lane = track.rpartition("/")
         group = group or RUN
@@ -211,11 +211,11 @@ def _read_ends(path: Path, head: int, tail: int) -> bytes:
 
 
 def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[TimelineSpan]:
-    """Return the spans of a file, sorted by start.
+    """Return the spans of a timeline file, sorted by start.
 
-    If a resumed process repeated steps, the earlier process's spans of these steps are left out.
-    Spans of earlier processes that belong to no step are also left out. `head` and `tail` have the
-    same meaning as in `read_events`.
+    If a resumed process repeated steps, the spans that the earlier process recorded for these steps
+    are left out. Spans of earlier processes that belong to no step are also left out. `head` and
+    `tail` have the same meaning as in `read_events`.
     """
     events = read_events(path, head, tail)
     groups = {}

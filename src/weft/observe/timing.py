@@ -35,10 +35,11 @@ def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
 
 
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
-    """Return each call's name, mean seconds per step, and share of the step's time.
+    """Return each call's name, its mean seconds per step, and its fraction of the step's time.
 
-    The rest of the step comes last, as a separate entry. If the calls together take longer than the
-    step, because some are concurrent, the shares are fractions of the calls' total time.
+    The time of the step outside of all calls is the last item, named `OTHER`. If the calls together
+    take longer than the step, because some are concurrent, the fractions are those of the calls'
+    total time.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -81,8 +82,8 @@ def render_shares(run: RunFiles) -> str:
 class SpansByStep:
     """Spans of a run, grouped by step.
 
-    `listed` maps each step that the page can show to its spans. For a very long run, some steps are
-    not included; `left_out` is their number.
+    `listed` maps each step that the page can show to the spans of the step. `left_out` is the
+    number of steps that are not included because the run is very long.
     """
 
     listed: Mapping[int | None, Sequence[TimelineSpan]]
@@ -107,7 +108,7 @@ class SpansByStep:
         return sorted(step for step in self.listed if step is not None)
 
     def get_last(self) -> list[TimelineSpan]:
-        """Return the spans of the last steps; if no span has a step, the last spans."""
+        """Return the spans of the last steps or, if no span has a step, the last spans."""
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
         return sorted(
@@ -264,9 +265,9 @@ def _render_track(
 
 
 def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
-    """Return a colour strength in percent for each name.
+    """Return the strength, in percent, of each name's colour.
 
-    Calls of the same role have the same colour, and different strengths distinguish them.
+    Calls of the same role have the same colour and are distinguished by its strength.
     """
     seen: dict[ColourPair, int] = {}
     tones = {}

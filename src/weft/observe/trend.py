@@ -67,7 +67,7 @@ class MetricChange:
 
 
 def format_noise(noise: float) -> str:
-    """Format a half-width of noise with two digits, since it is only an estimate."""
+    """Format the half-width of a confidence interval with two digits, since it is only an estimate."""
     return format_number(float(f"{noise:.2g}"))
 
 
@@ -90,16 +90,18 @@ def compute_mean(values: Sequence[float]) -> float:
 
 
 def compute_end_mean(values: Sequence[float]) -> float:
-    """Return the mean of the last `count_last` values; `values` must not be empty."""
+    """Return the mean of the values at the end of a curve; `values` must not be empty.
+
+    `count_last` determines how many values are averaged.
+    """
     return compute_mean(values[-count_last(len(values)) :])
 
 
 def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """Return the best mean over a window of consecutive values, and the index of the window's end.
+    """Return the best mean over consecutive values, and the index of the last value in that window.
 
-    The index is that of the last value in the window. `count_last` determines the length of the
-    window. The best mean is the lowest one if lower values of the metric `name` are better, and
-    otherwise the highest.
+    `count_last` determines the length of the window. The best mean is the lowest one if lower
+    values of the metric `name` are better, and otherwise the highest.
     """
     width = count_last(len(values))
     total = sum(values[:width])
@@ -117,8 +119,9 @@ def compute_change(
 ) -> MetricChange:
     """Return the change of a metric over its steps; `values` must not be empty.
 
-    If `name` and the number of evaluated `rows` are given, the noise is at least the sampling noise
-    due to the number of rows. Repeated evaluations of the same rows do not reduce this noise.
+    `rows` is the number of rows on which the metric was evaluated. If `name` and `rows` are given,
+    the noise is at least the sampling noise of an evaluation on `rows` rows, which repeated
+    evaluations of the same rows do not reduce.
     """
     few = count_first(len(values))
     many = count_last(len(values))
@@ -134,7 +137,7 @@ def compute_change(
 
 
 def compute_end_noise(values: Sequence[float]) -> float | None:
-    """Return the noise of a curve's end: the 95% half-width for the result of `compute_end_mean`.
+    """Return the noise of the result of `compute_end_mean`, as the half-width of a 95% interval.
 
     Returns None for fewer than `LEAST` values. The steep beginning of the curve is not used.
     """
@@ -148,8 +151,8 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
     """Return the half-width of the 95% confidence interval of an evaluated proportion.
 
     The half-width is 1.96 sqrt(p (1 - p) / n). Two successes and two failures are added, so that
-    the interval is not empty for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics
-    that are not proportions of the `rows` evaluated.
+    the half-width is not 0 for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics
+    that are not proportions of the `rows` evaluated rows.
     """
     if (
         not name.startswith(EVAL)
@@ -211,8 +214,8 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     Jennen-Steinmetz 1986). If the noise of neighbouring steps is correlated, third differences
     underestimate the variance. In a short curve, this is corrected with the lag-1 autocorrelation.
     In a long curve, the noise of the end is estimated from means of blocks, by their variance
-    around a fitted line. The blocks are as long as the curve's end, and lie in its second half,
-    where curves are less steep. The half-widths use Student's t.
+    around a fitted line. The blocks are as long as the curve's end. They are taken from the second
+    half of the curve, which is less steep. The half-widths use Student's t.
     """
     count = len(values)
     many = count_last(len(values))
@@ -241,8 +244,8 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 def _compute_autocorrelation(values: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of the residuals of a linear fit, in [0, `MOST_DEPENDENT`].
 
-    The fit lowers the estimate of the correlation r by (2 + 4 r) / n. The result is corrected for
-    this.
+    Because of the fit, the estimate of the correlation r is too low by (2 + 4 r) / n on average.
+    The result is corrected for this bias.
     """
     rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)

@@ -1,1 +1,1 @@
-"""Shipped dataset types."""
+"""Built-in dataset types."""

@@ -1,4 +1,4 @@
-"""Dataset types that a user defines by a function that converts one row.
+"""Dataset types that are defined by a user's function, which converts one row.
 
 The decorator `register_dataset(name, rows="prompt_answer")` makes a dataset type from the
 function.
@@ -107,10 +107,11 @@ class RowDataset:
 def make_dataset_class(
     function: Callable[..., Any], name: str, *, rows: str
 ) -> Callable[..., RowDataset]:
-    """Return a constructor of datasets whose rows `function` converts to the type `rows`.
+    """Return a constructor of datasets that convert each row with `function`.
 
-    `rows` is a shipped dataset type. `function` is called as `function(row, option=..)` and returns
-    a row of that type. Limits, masks, reports, cache and mixtures work as for the shipped type.
+    `rows` is the built-in dataset type of the converted rows. `function` is called as
+    `function(row, option=..)` and returns a row of that type. Limits, masks, reports, cache and
+    mixtures work as for the built-in type.
     """
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):

@@ -1,4 +1,4 @@
-"""Interface of dataset classes, and base class of the shipped dataset types."""
+"""Interface of dataset classes, and base class of the built-in dataset types."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class TokenizedDataset(Protocol):
-    """Dataset that weft tokenizes: the row encoder `form` fills a table of samples."""
+    """Dataset whose rows weft tokenizes: the row encoder `form` fills a table of samples."""
 
     form: type[RowEncoder]
     table: TokenTable | BackgroundTokenTable
@@ -106,11 +106,11 @@ def build_table(
     split: str | None,
     options: dict[str, Any],
 ) -> tuple[TokenTable | BackgroundTokenTable, EpochSamples | None]:
-    """Tokenize the rows of a shipped dataset. Returns (table, samples by epoch).
+    """Tokenize the rows of a built-in dataset type and return (table, epoch samples).
 
-    The samples by epoch are None if all epochs have the same samples. `options` are fields of
-    `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the nearest name, for any other
-    option, and `DataError` for rows that cannot be used.
+    The epoch samples are an `EpochSamples` if the samples differ between epochs, else None.
+    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the
+    nearest name, for any other option, and `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -139,7 +139,7 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
     """Return the random window for rows that are too long, or None if it is not used.
 
     Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window because the
-    chat template does not render a conversation of only a system message.
+    chat template does not render a conversation that has only a system message.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -190,7 +190,7 @@ def split_options(
 
 
 class TableDataset:
-    """Base class of the shipped dataset types. Each of their samples has one id.
+    """Base class of the built-in dataset types. Each of their samples has one id.
 
     A subclass consists of a docstring and the row encoder `form`. The keyword arguments `options`
     are fields of `form` and of `LengthLimits`. `default_options` replaces some of their defaults.
@@ -247,7 +247,7 @@ def build_answer_group(
 ) -> EncodedSample:
     """Build a group of sequences that are trained after their common prefix with `prompt`.
 
-    A token that joins the end of the prompt and the beginning of the answer counts as part of the
+    A token that spans the end of the prompt and the beginning of the answer counts as part of the
     answer.
     """
     bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
@@ -270,8 +270,8 @@ def encode_replies(
 
     Each sequence is the prompt, a reply and EOS. A prompt of messages is rendered by the chat
     template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered too.
-    A reply to a rendered dialogue in the `\\n\\nHuman:` format is stripped, like the turns before
-    it.
+    If a dialogue in the `\\n\\nHuman:` format is rendered, the reply is stripped of surrounding
+    whitespace, as the turns before it are.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]

@@ -32,10 +32,10 @@ from weft.registry import register_dataset
 class ChatEncoder:
     """Row encoder for conversations.
 
-    With `train_on` "last", only the assistant's last turn is trained; with "all", every assistant
-    turn. The text in a `system` column is prepended to conversations without a system message. In a
-    row `{prompt, completion}` whose completion is a list of messages, the prompt (messages or text)
-    is not trained.
+    If `train_on` is "last", only the assistant's last turn is trained; if it is "all", every
+    assistant turn is. The text in a `system` column is prepended to conversations without a system
+    message. In a row `{prompt, completion}` whose completion is a list of messages, the prompt
+    (messages or text) is not trained.
     """
 
     messages_key: str | None = None
@@ -64,7 +64,7 @@ class ChatEncoder:
         )
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample:
-        """Encode only that sample of a row whose id is `id`."""
+        """Encode only the sample with the id `id` of a row that may have several samples."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(
@@ -109,10 +109,10 @@ class ChatEncoder:
 
 @register_dataset("chat")
 class ChatDataset(TableDataset):
-    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages.
+    """Dataset of conversations: rows `{messages[{role, content}]}` or `{prompt, completion}`.
 
-    A sample has the keys `prompt`, `completion` and `loss_mask`. The completion begins with the
-    first trained reply.
+    A `completion` is a list of messages. A sample has the keys `prompt`, `completion` and
+    `loss_mask`. The completion of a sample begins with the first trained reply.
 
     The options are messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong and
     truncate_side.

@@ -71,9 +71,9 @@ def _read_margins(value: Any, pairs: int) -> list[float]:
 
 @register_dataset("paired_comparison")
 class PairedComparisonDataset(TableDataset):
-    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions.
+    """Dataset of rows `{prompt, pos_answers[], neg_answers[]}`.
 
-    The completions alternate: better, worse, better, worse, ...
+    Each row is a group of 2n completions, which alternate: better, worse, better, worse, ...
 
     A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse),
     `comparison` (index of the pair), `margin` and `label`. The options are prompt_key, id_key,

@@ -52,15 +52,15 @@ Values = Mapping[str, list[float]]
 class PreferenceEncoder:
     """Row encoder for a chosen and a rejected reply, or for a single labelled reply.
 
-    If both replies are whole conversations, their common beginning is the prompt, and the prompt
+    If both replies are whole conversations, their common prefix is the prompt, and the prompt
     column is not read. A whole conversation is a list that begins with a user or system message, or
     a text in the `\\n\\nHuman:` format (split after the last `\\n\\nAssistant:` that both have in
     common). Any other reply answers the prompt of the row: `prompt`, `instruction`, `question`, or
     `messages` without a final reply.
 
     With `as_chat`, texts are rendered with the chat template too. A row `{prompt, completion,
-    label}` or `{messages, label}` without a pair is a single reply, labelled as good (true or 1) or
-    bad (false or 0). `kto_tag` is another name for `label`.
+    label}` or `{messages, label}` has a single reply, labelled as good (true or 1) or bad (false or
+    0). `kto_tag` is another name for `label`.
     """
 
     prompt_key: str | None = None
@@ -203,10 +203,10 @@ def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
 def _encode_dialogues(
     tokenizer: Tokenizer, contents: Sequence[str], values: Values
 ) -> EncodedSample:
-    """Encode two dialogues given as texts. The assistant's turns after the common part are trained.
+    """Encode two dialogues given as texts.
 
-    An empty last turn, which some rows of hh-rlhf have, counts as a reply of which only EOS is
-    trained.
+    The assistant's turns after the common prefix are trained. If the last turn is empty, as in some
+    rows of hh-rlhf, only its EOS is trained.
     """
     prompt = dialogue.find_shared_prompt(*contents)
     sequences = []
@@ -226,7 +226,7 @@ def _encode_dialogues(
 
 @register_dataset("preference")
 class PreferenceDataset(TableDataset):
-    """Rows `{chosen, rejected}` as groups of two completions, the chosen one first.
+    """Dataset of rows `{chosen, rejected}`, which are groups of two completions, the chosen first.
 
     A sample has the keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin` and
     `label`. The options are prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen,

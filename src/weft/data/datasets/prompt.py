@@ -43,9 +43,10 @@ class PromptEncoder:
     A prompt is a text, or a list of messages that is rendered with the template's generation
     prompt. With `as_chat`, a text is rendered as the user's message.
 
-    The prompt of a preference row in the `\\n\\nHuman:` format is the common part of its dialogues,
-    up to the last `\\n\\nAssistant:`. The messages of a rendered prompt are saved in the metadata
-    as `prompt_messages`. In an Open-Assistant tree, every message of the prompter is a prompt.
+    In a preference row in the `\\n\\nHuman:` format, the prompt is the common prefix of the two
+    dialogues, up to the last `\\n\\nAssistant:`. The messages of a rendered prompt are saved in the
+    metadata as `prompt_messages`. In an Open-Assistant tree, every message of the prompter is a
+    prompt.
     """
 
     prompt_key: str | None = None
@@ -65,7 +66,10 @@ class PromptEncoder:
         )
 
     def _find_prompt(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """Return (prompt column, row with this column, columns that the prompt is read from)."""
+        """Return (prompt column, row, columns that the prompt is read from).
+
+        The returned row contains the prompt column.
+        """
         key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
@@ -129,9 +133,9 @@ class PromptEncoder:
 
 
 def _find_shared_prompt(row: Row) -> str:
-    """Return the common beginning of two dialogues, which ends with `\\n\\nAssistant:`.
+    """Return the common prefix of a row's two dialogues, which ends with `\\n\\nAssistant:`.
 
-    Raises `BadRow` if the dialogues have no common beginning.
+    Raises `BadRow` if the dialogues have no common prefix.
     """
     shared = dialogue.find_shared_prompt(read_text(row, "chosen"), read_text(row, "rejected"))
     if not shared.strip():
@@ -143,10 +147,10 @@ def _find_shared_prompt(row: Row) -> str:
 
 @register_dataset("prompt")
 class PromptDataset(TableDataset):
-    """Rows `{prompt, ...}` as the key `prompt`. All other columns become metadata.
+    """Dataset of rows `{prompt, ...}`. All columns except the prompt become metadata.
 
-    The options are prompt_key, id_key, as_chat, max_prompt_len, overlong (default: error),
-    truncate_side and max_seqlen.
+    A sample has the key `prompt`. The options are prompt_key, id_key, as_chat, max_prompt_len,
+    overlong (default: error), truncate_side and max_seqlen.
     """
 
     form = PromptEncoder

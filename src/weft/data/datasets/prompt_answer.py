@@ -53,7 +53,7 @@ class PromptAnswerEncoder:
 
 @register_dataset("prompt_answer")
 class PromptAnswerDataset(TableDataset):
-    """Rows `{prompt, answer}` as groups of one completion.
+    """Dataset of rows `{prompt, answer}`. Each row is a group of one completion.
 
     A sample has the keys `prompt`, `completion` and `loss_mask`. The options are prompt_key,
     answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong and truncate_side.

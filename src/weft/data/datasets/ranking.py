@@ -127,7 +127,7 @@ def _build_values(count: int) -> dict[str, list[float]]:
 
 @register_dataset("ranking")
 class RankingDataset(TableDataset):
-    """Rows `{prompt, replies[]}` as groups of K completions, the best one first.
+    """Dataset of rows `{prompt, replies[]}`, which are groups of K completions, the best first.
 
     A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 is the best), `comparison`
     and `margin`. The options are prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen,

@@ -39,7 +39,7 @@ class TextEncoder:
 
 @register_dataset("text")
 class TextDataset(TableDataset):
-    """Rows `{text}`, trained on every token except the first.
+    """Dataset of rows `{text}`, trained on every token except the first.
 
     A sample has the keys `prompt` (the first token), `completion` and `loss_mask`. The options are
     text_key, id_key, max_seqlen, overlong and truncate_side.

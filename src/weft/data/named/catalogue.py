@@ -1,4 +1,4 @@
-"""Catalogue of named datasets: entries shipped with weft, registered by users, or in YAML files."""
+"""Catalogue of named datasets: built-in entries, registered entries and entries in YAML files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     """Return the catalogue entry of the dataset `name`.
 
     Entries in the user's `files` override others of the same name. Raises `ConfigError` if there is
-    no such entry, with the nearest names, or if a language pair has an unknown language.
+    no such entry, suggesting the nearest names, or if a language pair has an unknown language.
     """
     known = _load_entries(files)
     match = known.get(name) or known.get(name.lower())
@@ -81,7 +81,7 @@ def read_entries(file: Path) -> dict[str, CatalogueEntry]:
 def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
     """Return all catalogue entries by name and alias.
 
-    Entries in `files` override registered entries, which override shipped ones.
+    Entries in `files` override registered entries, which override built-in ones.
     """
     entries: dict[str, CatalogueEntry] = dict(_load_shipped())
     for name in named_datasets.list_names():

@@ -39,8 +39,8 @@ class ReaderContext:
     """Settings and counters of a reader for one pass over a named dataset.
 
     `left_out[reason]` is the number of rows that were left out for a reason. `cut[part]` is the
-    number of rows whose example lacks a part of their conversation. `training` is True for training
-    rows and False for validation rows.
+    number of rows whose examples lack this part of the conversation. `training` is True for
+    training rows and False for validation rows.
     """
 
     name: str
@@ -70,7 +70,7 @@ class ReaderContext:
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def make_random(self, *parts: object) -> random.Random:
-        """Return a random generator for one purpose, which `parts` identify.
+        """Return a random generator for the purpose that `parts` identify.
 
         The generator produces the same numbers in every run.
         """
@@ -80,9 +80,9 @@ class ReaderContext:
         return random.Random(int.from_bytes(digest, "little"))
 
     def accept_texts(self, *texts: str) -> bool:
-        """Return whether no text contains an unwanted phrase.
+        """Return whether none of the texts contains an unwanted phrase.
 
-        If a text contains one, the row is counted as left out.
+        If one does, the row is counted as left out.
         """
         if any(find_unwanted_phrase(text) for text in texts):
             self.skip("unwanted phrases")
@@ -103,8 +103,8 @@ def make_alternating_messages(
 ) -> list[Message]:
     """Return the turns as messages that alternate between user and assistant.
 
-    If `system` is given, it precedes them as a system message. The values in `more` (such as lang)
-    are added to every message except the system message.
+    If `system` is given, it becomes a system message in front of the turns. The values in `more`
+    (such as lang) are added to every message except the system message.
     """
     if system and system.strip():
         head = [{"role": "system", "content": system}]
@@ -120,7 +120,7 @@ def make_alternating_messages(
 
 
 def make_example(messages: Sequence[Message], **more: Any) -> Example:
-    """Return an example with the last message as its reply and the others as its conversation."""
+    """Return an example whose reply is the last message and whose conversation is all others."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 

@@ -1,6 +1,6 @@
 """Files of a named dataset, from a local copy or a download.
 
-Without a network, an error is raised at once, with the folder where a local copy can be put.
+Without a network, an error that names the folder for a local copy is raised at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Files of a named dataset: training files, and files of its own validation split.
+    """Files of a named dataset: training files, and the files of its validation split.
 
     `valid` is empty if the dataset has no validation split.
     """
@@ -106,8 +106,8 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
     """Return advice for a `path` that does not exist.
 
-    A path that is only a file name comes from a section of an Open-Assistant config. Such files are
-    not on this machine, so the advice says where to put a copy.
+    If the path is only a file name, it comes from a section of an Open-Assistant config, and the
+    advice says where to put a copy of the file. Otherwise, the advice is to check the spelling.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -309,7 +309,7 @@ def _explain_error(error: Exception) -> str:
 def _describe_missing(entry: CatalogueEntry, cache: Path, why: str) -> str:
     """Format the error message for a failed download.
 
-    `why` is the reason. The message names the folder where a local copy may be put.
+    `why` is the reason for the failure. The message says in which folder a local copy can be put.
     """
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (

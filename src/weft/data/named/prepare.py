@@ -47,7 +47,7 @@ class ValidationSplit:
     """Choice of the validation rows of a named dataset.
 
     If `own` is set and the dataset has a validation split, the rows of that split are used.
-    Otherwise, `share` of the groups of rows is held out from the training rows.
+    Otherwise, a fraction `share` of the groups of training rows is held out.
     """
 
     share: float = 0.0
@@ -65,7 +65,7 @@ class PreparedSource:
 def find_mode(dataset_type: str) -> str:
     """Return the mode in which named datasets provide rows for this dataset type: sft, rm or rl.
 
-    Raises `ConfigError` for a type that is not shipped with weft.
+    Raises `ConfigError` for a type that is not built into weft.
     """
     if dataset_type not in OF_TYPE:
         raise ConfigError(
@@ -135,7 +135,7 @@ def prepare(
 
 
 def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
+    """Iterate over notes on left-out rows, omitted parts of conversations, and unread keys."""
     left_out = report["left_out"]
     if left_out:
         breakdown = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
@@ -229,7 +229,7 @@ class _DatasetConversion:
     def write_rows(
         self, files: DatasetFiles, split: ValidationSplit, folder: Path
     ) -> dict[str, Any]:
-        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`, which is also returned."""
+        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`. Returns the report."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
@@ -317,8 +317,8 @@ class _DatasetConversion:
 class _FileRows:
     """Iterable over the rows of several files.
 
-    `place` is the location of the last row that was read, for error messages. When all rows have
-    been read, `place` refers to the files as a whole.
+    `place` is the location of the last row that was read, for error messages. After all rows have
+    been read, `place` refers to all files together.
     """
 
     def __init__(self, entry: CatalogueEntry, files: list[Path]) -> None:

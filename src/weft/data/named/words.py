@@ -34,6 +34,6 @@ PHRASES = (
 
 
 def find_unwanted_phrase(text: str) -> str | None:
-    """Return the first unwanted phrase that a text contains, ignoring case, or None."""
+    """Return the first of `PHRASES` that a text contains, ignoring case, or None."""
     low = text.lower()
     return next((phrase for phrase in PHRASES if phrase in low), None)

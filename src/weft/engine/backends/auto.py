@@ -14,9 +14,10 @@ from weft.topology import Layout
 
 
 def choose_backend(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with a backend: its own, or else the one that can run its model.
+    """Return the spec with `backend` set to one that can run the model, unless it is already set.
 
-    Raises `UserError` for a model that cannot be read.
+    If `backend` is "auto" and the spec has no path, the spec is returned unchanged. Raises
+    `UserError` for a model that cannot be read.
     """
     if spec.backend != AUTO or spec.path is None:
         return spec

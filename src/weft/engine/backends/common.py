@@ -24,7 +24,7 @@ from weft.topology import Layout
 
 
 def choose_role_device(spec: ModelSpec) -> torch.device:
-    """Return the role's device, and select the flash attention version that its options request.
+    """Return the role's device, and select the flash attention version that the role requests.
 
     Must be called before weights are read. Raises `ConfigError` if the device or the version is not
     available.
@@ -89,7 +89,7 @@ def check_replicated_layout(layout: Layout) -> None:
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raise `ConfigError` if every n-th layer is recomputed, but the network has fewer than n."""
+    """Raise `ConfigError` if every n-th layer is to be recomputed, but n is larger than `layers`."""
     if spec.recomputed_layers > layers:
         raise ConfigError(
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
@@ -101,7 +101,7 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
     """Raise `ConfigError` if the network's blocks cannot be compiled as the spec requests.
 
-    Also raises it for `fp8` without `compile`.
+    The error is also raised for `fp8` without `compile`.
     """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None
@@ -180,7 +180,7 @@ def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> No
 
 
 def check_fp8(spec: ModelSpec) -> None:
-    """Raise `ConfigError` for options that conflict with 8-bit matrix products."""
+    """Raise `ConfigError` if the spec has options that conflict with 8-bit matrix products."""
     if not spec.fp8:
         return
     if spec.has_adapters:
@@ -221,7 +221,7 @@ def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype in which weights are read.
 
     If all weights are trained, the dtype is at least float32, because the weights that are read
-    become the masters. If weights are frozen, it is the role's dtype.
+    become the master weights. If weights are frozen, it is the role's dtype.
     """
     dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:

@@ -185,8 +185,8 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If weft's cache cannot store the decoder's keys and values, it stores token ids instead, each
-    split into `DIGITS` numbers, as if the network had one layer.
+    If weft's cache cannot store the decoder's keys and values, it stores token ids instead. Each id
+    is then split into `DIGITS` digits, and the cache has the shapes of a network with one layer.
     """
     values = module.config.to_dict()
     heads = 1
@@ -235,7 +235,7 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes for the user on what this model computes more slowly than usual, and why."""
+    """Return notes for the user on operations that are slow with this model, and the reasons."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:

@@ -24,8 +24,8 @@ class NullEngine:
     """Engine without a network, parameters or state.
 
     `compute(batch, want, temperature)` computes the outputs for `forward`. Without `compute`,
-    `forward` raises `ConfigError`. All methods that need weights always do. `family` is the name of
-    the engine in reports.
+    `forward` raises `ConfigError`. Methods that need weights always raise `ConfigError`. `family`
+    is the name of the engine in reports.
     """
 
     def __init__(

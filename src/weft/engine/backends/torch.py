@@ -147,7 +147,7 @@ def _describe_network(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return facts about one rank's part of the network, except the parameter counts."""
+    """Return facts about one rank's part of the network, without the parameter counts."""
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
@@ -176,9 +176,9 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
-    """Return the maximum length of sequences that can share the computation of a prefix.
+    """Return the maximum length of sequences whose common prefix can be computed once.
 
-    The result is 0 if the network cannot compute a shared prefix once.
+    The result is 0 if the network does not support this.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -210,12 +210,15 @@ def _count_adapter_elements(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Return whether the block has an MLP that recomputes its activation; False for experts."""
+    """Return whether the block's MLP recomputes its activation in the backward pass.
+
+    Experts do not, so the result is False for a block with experts.
+    """
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return how many input elements per token the adapters of the MLP's last matrix keep.
+    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
 
     Only adapters without dropout are counted.
     """
@@ -226,9 +229,10 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return how many elements per token of norm results are read only by adapters with dropout.
+    """Return the number of norm elements per token that only adapters with dropout read.
 
-    These elements need not be kept, because each such adapter keeps its own copy after dropout.
+    These elements need not be kept for the backward pass, because each such adapter keeps its own
+    copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -274,9 +278,9 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
 def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     """Return the number of operations per token in this rank's part of the network.
 
-    A token is multiplied by the matrices of `top_k` experts and by all other matrices. With
-    `frozen`, the matrices need no gradient. With a load-balancing loss, all tokens pass through the
-    whole last layer, but this additional work is not counted.
+    Each token is multiplied by the matrices of `top_k` experts and by all matrices outside the
+    experts. With `frozen`, the matrices need no gradient. With a load-balancing loss, all tokens
+    pass through the whole last layer, but this additional work is not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])
@@ -357,8 +361,8 @@ def _resolve_base_path(path: str) -> str:
 def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """Return the number of expert parameters that are not used for a token.
 
-    A token uses `top_k` experts. With expert parallelism, these are counted as experts of this
-    rank: the rank sends some of its tokens to other ranks, but receives about as many from them.
+    A token uses `top_k` experts. With expert parallelism, all of them are assumed to be on this
+    rank, because the rank receives about as many tokens from other ranks as it sends to them.
     """
     if config.experts is None:
         return 0

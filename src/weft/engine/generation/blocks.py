@@ -23,8 +23,8 @@ class BlockManager(Protocol):
     def expect(self, count: int, longest: int) -> None:
         """Announce the expected load, so that memory can be planned.
 
-        `count` is the number of submitted sequences, including waiting ones. No sequence will have
-        more than `longest` tokens.
+        `count` is the number of submitted sequences, including those that wait. No sequence will
+        have more than `longest` tokens.
         """
         ...
 
@@ -67,9 +67,9 @@ class SlotManager:
 
     `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
     sequences, because all slots are copied whenever their number changes. Spare slots are freed if
-    their memory is needed for something else. Set `ahead` if the operating system provides memory
-    only when it is written. Slots then have the length of the longest sequence from the start, if
-    `max_slots` of them use at most half the limit.
+    their memory is needed for something else. `ahead` is for operating systems that provide memory
+    only when it is written. With `ahead`, slots have the length of the longest sequence from the
+    start, if `max_slots` of them use at most half the limit.
 
     The cost of a step does not depend on the number of sequences, because the length of a running
     sequence is stored as the difference from a clock.

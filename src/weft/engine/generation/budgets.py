@@ -52,8 +52,8 @@ def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_byte
     """Return the maximum size of the KV cache in bytes.
 
     This is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
-    process can use on the device, and on a GPU at most nine tenths of the free memory. The
-    `cache_bytes` bytes that the KV cache already has count as free.
+    process can use on the device, and on a GPU at most nine tenths of the free memory. The memory
+    that the KV cache already occupies, `cache_bytes`, counts as free.
 
     Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
     """

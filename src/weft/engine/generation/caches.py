@@ -1,8 +1,8 @@
-"""Key-value caches of a generator, in the form that suits the device.
+"""Key-value caches of a generator, which consist of pages or of slots.
 
-The forms differ in the scheduler's accounting, in memory, and in how a decode step runs. Keys and
-values are stored in pages (`models/kv/pages.py`) if the device's attention kernels can read them,
-otherwise in slots (`models/kv/slots.py`).
+Keys and values are stored in pages (`models/kv/pages.py`) if the device's attention kernels can
+read pages, otherwise in slots (`models/kv/slots.py`). Pages and slots differ in the scheduler's
+accounting, in memory, and in how a decode step runs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class GenerationCaches(Protocol):
     def create_cache(self, room: int | None = None) -> SequenceCache:
         """Create an empty cache.
 
-        With `room`, the cache has one row for up to `room` tokens. Otherwise it is the cache of the
-        running sequences.
+        With `room`, it is a cache for one sequence of up to `room` tokens. Otherwise it is the
+        cache of the running sequences.
         """
         ...
 
@@ -182,7 +182,7 @@ class SlotCaches:
         cache.resize(*self._compute_size())
 
     def _compute_size(self) -> tuple[int, int]:
-        """Return (number of slots, tokens per slot) for the running sequences."""
+        """Return the number of slots for the running sequences, and of tokens per slot."""
         return max(self.blocks.num_slots, self.min_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
@@ -290,8 +290,8 @@ class PageCaches:
     def _reserve(self) -> None:
         """Allocate all pages that are expected to be needed, and widen the block table accordingly.
 
-        Each change of the number of pages or of the table's width makes graphs and compiled kernels
-        useless, so both are changed rarely.
+        Changing the number of pages or the table's width invalidates graphs and compiled kernels,
+        so both are changed rarely.
         """
         self._pool.reserve(self.blocks.num_expected)
         while self._width * self._page < self.blocks.longest:
@@ -408,8 +408,8 @@ class ReusablePageCaches:
 def identify_storage(network: Decoder) -> Hashable:
     """Return a value that changes whenever graphs captured for the network become invalid.
 
-    Graphs become invalid if the memory that they read or the computation changes. The value
-    consists of the addresses of the tensors and the active adapters.
+    Graphs become invalid if the computation or the addresses of the memory that they read change.
+    The value consists of the addresses of the tensors and the active adapters.
     """
     tensors = [kernels.get_address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):

@@ -22,8 +22,8 @@ UNIFORMS_PER_BLOCK = 64
 class DecodeBatch:
     """State of the running sequences, with one row per sequence in each column.
 
-    `count` contains the numbers of sampled tokens, `keys` the seeds of the random numbers, and
-    `settings` indices into a `SettingsTable`.
+    For each row, `count` contains the number of sampled tokens, `keys` the seed of the random
+    numbers, and `settings` an index into a `SettingsTable`.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class DecodeBatch:
 
     @property
     def min_remaining(self) -> int:
-        """Minimum over all rows of the number of tokens that a row can still get."""
+        """Smallest number of tokens that can still be sampled in any row."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
-        """Return random numbers [m, n] in [0, 1) for the next m tokens of each row.
+        """Return random numbers [m, n] in [0, 1) for the next m tokens of each of the n rows.
 
-        m is the number of tokens for which all rows have random numbers, at least 1 and at most
-        `most`. The random numbers are drawn with `weft.randomness` for the row's key at positions
+        m is at least 1 and at most `most`. It can be less than `most`, because random numbers are
+        computed in blocks. They are drawn with `weft.randomness` for the row's key at positions
         `count`, `count` + 1, ...
         """
         count = self.count[: len(self)]

@@ -36,7 +36,7 @@ class Decoder(Protocol):
 
     @property
     def can_read_pages(self) -> bool:
-        """True if keys and values can be stored in pages, which only weft's own attention reads."""
+        """True if keys and values can be stored in pages, which requires weft's own attention."""
         ...
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...

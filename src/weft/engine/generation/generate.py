@@ -67,8 +67,8 @@ def open_generator(
     `ConfigError` is raised. The default of `budget` depends on the device's memory.
     `reusable_caches` stores pages and graphs for the network's next generator.
 
-    Ranks that generate together run the same steps. They need equal budgets, and an
-    `agree_on_tokens` that returns the same tokens on all of them.
+    Ranks that generate together run the same steps. They need equal budgets, and a function
+    `agree_on_tokens` that returns the same tokens on all these ranks.
     """
     if spec.stop and spec.tokenizer is None:
         raise ConfigError(
@@ -176,9 +176,10 @@ class BatchGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
-        Raises `DataError` if a prompt is empty, too long or has unknown ids, or if `generated`
-        tokens belong to another completion or leave nothing to sample. Raises `RunError` if a
-        request is submitted twice, and `ConfigError` if its sampling settings are invalid.
+        Raises `DataError` if a prompt is empty, too long or has unknown ids. Also raises it if a
+        completion cannot continue from the tokens in `generated` (`check_partial`). Raises
+        `RunError` if a request is submitted twice, and `ConfigError` if its sampling settings are
+        invalid.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]
@@ -292,8 +293,8 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns tensors [m, hidden] with the hidden states of the last prompt tokens of these
-        sequences, which are the last rows, in the same order.
+        Returns tensors [m, hidden] with the hidden state of the last prompt token of each added
+        row. The added rows are the last rows of the batch, in the same order.
         """
         states = []
         leaders = []
@@ -354,7 +355,7 @@ class BatchGenerator:
     def _prefill_whole(self, fills: list[Prefill]) -> tuple[list[int], Tensor]:
         """Compute whole prompts in one pass, each in a new slot.
 
-        Returns (slots, hidden states [m, hidden] of the prompts' last tokens).
+        Returns the slots, and the hidden states [m, hidden] of the prompts' last tokens.
         """
         cache = self._get_cache()
         count = len(fills)
@@ -378,7 +379,8 @@ class BatchGenerator:
     ) -> Callable[[], SampledRows]:
         """Sample one token for every row, and return a function that waits for the tokens.
 
-        The last rows are sampled from `states`; `first` returns the tokens of the rows before them.
+        The last rows are sampled from `states`. For all rows before them, `first` returns the
+        tokens.
         """
 
         def draw() -> SampledRows:
@@ -388,7 +390,7 @@ class BatchGenerator:
         return self._agree_on_tokens(draw, len(self._batch))
 
     def _sample(self, states: Tensor) -> SampledRows:
-        """Sample one token from each hidden state in `states`, which are those of the last rows."""
+        """Sample one token for each of the last rows, whose hidden states are `states`."""
         rows = self._batch
         count = len(states)
         own = slice(len(rows) - count, len(rows))
@@ -445,7 +447,7 @@ class BatchGenerator:
         return self._cache
 
     def _close_caches(self, holders: list[PromptPrefix | Prefill]) -> None:
-        """Close the caches of these shared prefixes and unfinished prompts."""
+        """Close the caches of `holders`, which are shared prefixes and unfinished prompts."""
         for holder in holders:
             self._prefill_caches.pop(holder).close()
 
@@ -461,7 +463,7 @@ class BatchGenerator:
         self._close_caches([holder for holder in self._prefill_caches if holder not in in_use])
 
     def _add_row(self, live: Live) -> None:
-        """Add a row for this sequence to the batch."""
+        """Add a row for the sequence `live` to the batch."""
         settings, key = self._sampling_keys[live.key]
         self._batch.add(live, settings, key, live.key in self._stop_texts)
 
@@ -503,7 +505,8 @@ def _find_text_stops(
 ) -> npt.NDArray[np.bool_]:
     """Return, for each row, whether the new token completes one of the row's stop texts.
 
-    The result is False for rows with fewer tokens than `least` requires for the row's settings.
+    `least` contains the minimum length of a completion for each index of settings. The result is
+    False for rows with fewer tokens.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

@@ -122,7 +122,7 @@ class DecodeGraphs:
         return self._runs[kind](inputs)[: len(step)]
 
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
-        """Return the graph in which a step runs, or None if the step runs without a graph."""
+        """Return the graph for a step, or None if the step runs without a graph."""
         size = find_graph_size(len(step), self._sizes)
         captured_size = min(
             (own for of, own in self._graphs if of == kind and own >= size), default=None
@@ -139,7 +139,7 @@ class DecodeGraphs:
         return self._graphs.get((kind, captured_size)) if captured_size is not None else None
 
     def _add(self, kind: str, step: StepArray, size: int) -> bool:
-        """Capture a graph of this size, and return whether that succeeded."""
+        """Capture a graph for `size` rows, and return whether that succeeded."""
         assert self._capture is not None
         host, inputs = self._copy_to_device(step, size)
         try:
@@ -152,7 +152,7 @@ class DecodeGraphs:
         return True
 
     def _copy_to_device(self, step: StepArray, size: int) -> tuple[Tensor, Tensor]:
-        """Return (a step padded to `size` rows in host memory, its copy on the device)."""
+        """Return the step in host memory, padded to `size` rows, and its copy on the device."""
         host = torch.zeros(
             size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )

@@ -70,8 +70,8 @@ def open_interleaved(
 class InterleavedGenerator:
     """Generator that interleaves the steps of several generators.
 
-    Implements `weft.engine.base.Generator`. All completions of an id are submitted to one
-    generator, which computes their prompt once.
+    Implements `weft.engine.base.Generator`. All completions of an id are submitted to the same
+    generator, so that their prompt is computed only once.
     """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:
@@ -102,9 +102,9 @@ class InterleavedGenerator:
             loads[home] += 1
 
     def step(self) -> list[TokenEvent]:
-        """Start steps in all generators, and finish the step that was started first.
+        """Start a step in every generator, and finish the oldest unfinished step.
 
-        Returns the events of that step, or those of steps that `abort` had to finish.
+        Returns the events of that step, or the events of steps that `abort` had to finish.
         """
         if self._events:
             events = self._events

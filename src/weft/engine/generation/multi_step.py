@@ -1,10 +1,11 @@
 """Decode steps on a CPU, several of them in one call of the kernel.
 
 Between two calls, the host's work takes a tenth to a quarter as long as a step of a small network,
-mostly because the step's weights have replaced its data in the CPU's caches. Therefore the kernel
-continues with the tokens that it draws itself, up to the first token that ends a completion. The
-generator takes the results one step at a time. Steps that it has not taken yet are discarded if
-anything else happens in between; they exist only in memory of the KV cache that no slot uses yet.
+mostly because the step's weights have displaced the host's data from the CPU's caches. Therefore
+the kernel continues with the tokens that it draws itself, up to the first token that ends a
+completion. The generator fetches the results one step at a time. If anything else happens in
+between, steps whose results were not fetched are discarded: they have only written to memory of the
+KV cache that no slot uses yet.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class MultiStepDecoder:
 
         The rows are slots 0 to n - 1 of `cache`, a `KVCache`, in which the step's keys and values
         are then valid. Returns None if the step must be computed separately, for example because
-        other rows have `joined`.
+        prompts are computed in the same step (`joined`).
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):

@@ -16,8 +16,8 @@ class PageManager:
     """Accounting of a KV cache in pages of `page` tokens; implements `BlockManager`.
 
     The pages have room for `max_tokens` tokens in total. The cost of a step does not depend on the
-    number of sequences, because they are grouped by the step, modulo `page`, in which they need
-    another page.
+    number of sequences, because sequences that need another page in the same step (modulo `page`)
+    are in one group.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PageManager:
     def _compute_phase(self, distance: int) -> int:
         """Return the value of clock % page at which the sequence needs another page.
 
-        `distance` is the sequence's length minus the clock. The result of `_count_pages` increases
-        at lengths 2, page + 2, ...
+        `distance` is the sequence's length minus the clock. A sequence needs another page when its
+        length reaches 2, page + 2, ... (`_count_pages`).
         """
         return (2 - distance) % self.page
 

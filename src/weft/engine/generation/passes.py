@@ -91,7 +91,7 @@ def has_slot_kernel(network: object) -> bool:
 
 @dataclass
 class _PreparedForward:
-    """Network in the form that the CPU kernel reads, for one cache."""
+    """Network and one key-value cache, prepared for calls of the CPU kernel."""
 
     forward: CachedForward
     num_moves: int  # `KVCache.num_moves` at the time of preparation
@@ -206,7 +206,7 @@ class DecoderPasses:
     def _compute_rotation(
         self, x: Packed, context: Cached, steps: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return (cos, sin, index of each token's row in them).
+        """Return the rotation tables cos and sin, and the index of each token's row in both tables.
 
         `cos` and `sin` are [P, 1, half] and have rows for `steps` decode steps; the row indices are
         int64 [T]. Returns None for a network without rotary positions.

@@ -51,7 +51,7 @@ class SampledTokens:
 class TokenBan:
     """Ids that must not be sampled in some rows.
 
-    `ids` is int64 [B]. `rows` is a bool mask [R] of the rows in which these ids are excluded.
+    `ids` is int64 [B]. `rows` is a bool mask [R] of the rows in which the ids are banned.
     """
 
     rows: Tensor
@@ -61,7 +61,7 @@ class TokenBan:
         return TokenBan(self.rows[part], self.ids)
 
     def apply(self, scores: Tensor) -> Tensor:
-        """Return `scores` [R, V], with minus infinity for excluded ids."""
+        """Return `scores` [R, V] with minus infinity for the ids that are banned in a row."""
         allowed = scores.clone()
         allowed[:, self.ids] = scores[:, self.ids].masked_fill(self.rows.unsqueeze(-1), -math.inf)
         return allowed
@@ -121,7 +121,7 @@ def sample(
 def find_top_logprobs(
     logits: Tensor, spec: GenerationSpec, banned: TokenBan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (the `spec.top_logprobs` likeliest ids of each row, their log-probs), best first.
+    """Return the `spec.top_logprobs` likeliest ids of each row and their log-probs, best first.
 
     Ids are int64 [R, n]. Log-probs are float32 [R, n] and belong to the distribution that `sample`
     samples from. Ids that cannot be sampled have log-prob minus infinity.
@@ -176,7 +176,10 @@ def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
 
 
 def _sample_tokens(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (tokens from the softmax of `allowed`, their log-probs in the softmax of `scores`)."""
+    """Return tokens sampled from the softmax of `allowed`, and their log-probs.
+
+    The log-probs are taken from the softmax of `scores`.
+    """
     if not kernels.serves(allowed):
         return (tokens := invert_cdf(allowed.softmax(dim=-1), uniforms)), _compute_logprobs(
             scores, tokens
@@ -198,11 +201,12 @@ def _compute_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return ids int64 [R] for unnormalized `weights` [R, V] >= 0 and `uniforms` [R] in [0, 1).
+    """Draw one id per row with a probability proportional to its weight, and return ids int64 [R].
 
-    Weights are float32 or float64. The id is the first whose cumulative weight exceeds `uniform *
-    total`, in float64. Cumulative sums are computed over blocks of ids first, and then within the
-    block that contains the id, so that no row needs a running sum over the vocabulary.
+    `weights` [R, V] >= 0 are float32 or float64 and need not be normalized. `uniforms` [R] are
+    random numbers in [0, 1). The id is the first whose cumulative weight exceeds `uniform * total`,
+    in float64. Cumulative sums are computed over blocks of ids first, and then within the block
+    that contains the id, so that no row needs a running sum over the vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % CDF_BLOCK:

@@ -250,7 +250,7 @@ class Scheduler:
         self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
-        """Free the prefixes that no admitted sequence uses, and return whether there were any.
+        """Free the prefixes that no admitted sequence uses, and return whether any were freed.
 
         Computed prefixes whose hashes are in `keep` are not freed.
         """
@@ -299,8 +299,9 @@ class Scheduler:
     def _allocate(self, sequence: Sequence) -> list[Prefill] | None:
         """Allocate memory for a sequence, and return the prefills that it needs.
 
-        There is one for the sequence's own tokens, and one for a new prefix, if there is one.
-        Returns None and allocates nothing if there is not enough room.
+        The last prefill is that of the sequence's own tokens. If the sequence needs a shared prefix
+        that is not stored yet, the prefix has a separate prefill before it. Returns None and
+        allocates nothing if there is not enough room.
         """
         fills = []
         known = sequence.list_tokens()

@@ -62,7 +62,7 @@ def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
 
 
 class SettingsTable:
-    """Sampling settings of a generator and of its requests, by index.
+    """Table of the sampling settings of a generator and of its requests.
 
     `specs[i]` is the spec with index i. `is_stop[i]` is a bool mask [V] of the ids that end a
     completion, and `min_new_tokens[i]` the minimum number of tokens before a completion may end.
@@ -87,9 +87,9 @@ class SettingsTable:
     def find_index(self, given: GenerationSpec | None) -> int:
         """Return the index of the settings of a request, or 0 if `given` is None.
 
-        Index 0 is that of the generator's own settings. Seed, tokenizer and recorded outputs are
-        always the generator's, and its stop ids apply to all requests. Raises `ConfigError` for
-        values out of range.
+        The settings with index 0 are the generator's own. A request cannot change seed, tokenizer
+        and recorded outputs, and the generator's stop ids apply to all requests. Raises
+        `ConfigError` for values out of range.
         """
         if given is None:
             return 0
@@ -163,7 +163,8 @@ class SettingsTable:
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
         """Return the likely alternatives for each of `count` rows, and discard the stored ones.
 
-        Only the last rows, which the last call of `sample` sampled, can have alternatives.
+        Only rows that the last call of `sample` sampled can have alternatives. They are the last of
+        the `count` rows.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -205,7 +206,7 @@ class SettingsTable:
     def build_graph_sampling(
         self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> GraphSampling | None:
-        """Return the parameters for sampling rows in a captured graph; None if that is impossible.
+        """Return the parameters for sampling rows in a captured graph, or None if unsupported.
 
         A graph does not support sampling limits, a minimum length that is not reached yet, recorded
         sets of kept ids, reported alternatives, or a mixture of greedy and sampled rows.

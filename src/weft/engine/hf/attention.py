@@ -33,7 +33,7 @@ class UnsupportedAttention(Exception):
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """Data about one forward pass that an attention module needs.
+    """Data that an attention module needs about the current forward pass.
 
     `layer` is the index of the module in the order in which the attention modules are called.
     """

@@ -105,7 +105,7 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def build_device_arguments(device: torch.device) -> dict[str, Any]:
-    """Return the arguments that make `transformers` move each tensor to the device once it is read.
+    """Return arguments with which `transformers` moves each tensor to the device after reading it.
 
     The whole model is then never in host memory. This requires the package accelerate; without it,
     the result is empty.
@@ -150,7 +150,7 @@ def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Return the names of newly initialized parameters, which can only be those of the head.
+    """Return the names of newly initialized parameters, all of which belong to the head.
 
     Raises `CheckpointError` for any other parameter that is missing, unexpected or of another
     shape.

@@ -33,8 +33,8 @@ BASE = ".base"  # part that wrapping adds to a parameter's name
 class HFAdaptedLinear(nn.Module):
     """Linear layer with an adapter.
 
-    The base layer is an `nn.Linear`, or GPT-2's transposed `Conv1D`. Its `weight` and `bias` can be
-    read as attributes of this module, because code of the model may access them.
+    The base layer is an `nn.Linear`, or GPT-2's transposed `Conv1D`. The attributes `weight` and
+    `bias` are those of the base layer, because code of the model may access them.
     """
 
     def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
@@ -65,7 +65,7 @@ class HFAdaptedLinear(nn.Module):
         )
 
     def merge_weight(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the base layer's weight with the scaled product of `b` and `a` added."""
+        """Return the sum of the base layer's weight and the scaled product of `b` and `a`."""
         weight = self.base.weight.detach()
         if self.transposed:
             return merge_weight(weight.T, a, b, self.scale).T.contiguous()

@@ -92,7 +92,7 @@ class HFNetwork(nn.Module):
         temperature: float = 1.0,
         support: SamplingSupport | None = None,
     ) -> dict[Output, Tensor]:
-        """Compute outputs as `weft.models.network.transformer.Transformer` does."""
+        """Compute the same outputs as `weft.models.network.transformer.Transformer`."""
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
@@ -184,7 +184,8 @@ class HFNetwork(nn.Module):
     def _recompute_cached(self, x: Packed, context: Cached) -> Tensor:
         """Return hidden states of new tokens for a decoder whose keys and values cannot be cached.
 
-        The cache contains token ids, and the whole sequences are computed again.
+        The cache contains token ids instead, from which all tokens of the sequences are computed
+        again.
         """
         shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
@@ -215,8 +216,8 @@ def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """Return the decoder without its head.
 
     A few classes declare the name of their decoder's attribute, but have no such attribute; for
-    these, the decoder is the only child module that is a model. Raises `ConfigError` if it cannot
-    be found.
+    these, the decoder is the only child module that is a model. Raises `ConfigError` if no decoder
+    is found.
     """
     if module.base_model is not module:
         return module.base_model
@@ -252,7 +253,7 @@ def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Attent
 
 @contextmanager
 def _hold_seed(keys: DropoutKeys | None) -> Iterator[None]:
-    """Seed torch's generator, which the module's dropout uses, with the keys of the pack.
+    """Seed torch's generator, which the module's dropout uses, from the dropout keys of the pack.
 
     The generator's state is restored at the end of the context.
     """

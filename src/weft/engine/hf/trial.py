@@ -223,7 +223,7 @@ def _iterate_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class _ParameterLocation:
-    """Parameter that the module `owner` has as its attribute `name`."""
+    """Parameter together with its location: the attribute `name` of the module `owner`."""
 
     owner: nn.Module
     name: str
@@ -257,7 +257,7 @@ def _put_back(places: Iterable[_ParameterLocation]) -> None:
 
 
 def _compute_difference(got: Tensor, wanted: Tensor) -> float:
-    """Return the L2 norm of the difference, relative to the norm of `wanted` unless that is 0."""
+    """Return the L2 norm of `got - wanted`, divided by the norm of `wanted` if that is not 0."""
     size = float(wanted.double().norm())
     if size > 0:
         return float((got.double() - wanted.double()).norm()) / size

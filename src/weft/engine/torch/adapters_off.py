@@ -126,7 +126,8 @@ class BaseWeightsEngine:
 def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
     """Return True if `trained` with its adapters disabled computes the same as `reference`.
 
-    A separate engine for this frozen role is then not needed on the same devices.
+    The reference role then needs no engine of its own on devices that it shares with the trained
+    role.
     """
     same = (
         "path",

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the role's dtype, which the backend must have set before."""
+    """Return the dtype in the role's spec, which the backend must already have set."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
@@ -105,8 +105,8 @@ class BuiltNetwork:
 class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
-    It consists of this rank's slice of each parameter, and of functions that create the
-    communication with other ranks and the generator.
+    It describes this rank's slice of each parameter. It also contains functions that create the
+    rank's `Collectives` and its text generator.
     """
 
     shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
@@ -367,7 +367,7 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values); trained parameters are read from the masters."""
+        """Iterate over (name, slice, values) of parameters; trained ones are read from the masters."""
         return self._masters.read(names)
 
     def write(

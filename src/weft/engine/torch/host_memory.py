@@ -173,8 +173,8 @@ class BlockFetcher:
     tensors that the forward pass doesn't need. After `come`, the first forward pass of each block
     waits only for that block's group.
 
-    With `gathered`, parameters are gathered on a separate stream ahead of the pass. The host then
-    waits for a group; otherwise the device's stream does.
+    With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
+    waits for each group. Otherwise the device's stream waits.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

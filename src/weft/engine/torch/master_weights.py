@@ -179,7 +179,7 @@ class MasterWeights:
 
     @property
     def stored_parameters(self) -> Mapping[str, StoredParameter]:
-        """This rank's stored parameters in the highest precision available, by canonical name."""
+        """Stored parameters of this rank in the highest precision available, by canonical name."""
         return dict(self._iterate_exact())
 
     def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
@@ -224,7 +224,7 @@ class MasterWeights:
         self._values.hold()
 
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
-        """Start copying those masters to the device that the optimizer has just updated.
+        """Start copying `masters`, which the optimizer has just updated, to the device.
 
         This is only for masters with a `home`. The copies overlap with the update of other masters;
         `refresh` must be called after the last update.

@@ -269,7 +269,7 @@ def make(
     """Return an AdamW optimizer with moments in `state_dtype` (`bfloat16` or `8bit`).
 
     `parameters` maps each parameter to its name. With `8bit`, moments of `embeddings` stay in
-    float32, because the gradient of a rare token's row differs much from the gradients of
+    float32, because the gradient of a rare token's row can differ greatly from the gradients of
     neighbouring rows. Moments of parameters with fewer than `LEAST_CODED` elements stay in the
     parameter's dtype.
     """

@@ -33,8 +33,8 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 class RankCoordinates:
     """Coordinates of a rank in a layout, without communication with other ranks.
 
-    A network built for these coordinates has the sizes of the rank's part, but isn't connected to
-    the parts of other ranks.
+    A network built for these coordinates has the sizes of the rank's part, but cannot communicate
+    with other ranks.
     """
 
     layout: Layout

@@ -58,8 +58,9 @@ def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) ->
 def list_decayed_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of the parameters with weight decay.
 
-    Tensors with two or more dims are decayed, except embeddings; norms and biases have one dim. A
-    head tied to the embedding is the same parameter, so it isn't decayed either.
+    These are all tensors with two or more dimensions except embeddings. Norms and biases have one
+    dimension. A head that is tied to the embedding is the same parameter, so it isn't decayed
+    either.
     """
     apart = list_embedding_names(network)
     return frozenset(
@@ -287,7 +288,7 @@ class Optimizer:
         return here
 
     def collect_values(self) -> dict[str, float]:
-        """Return the part of the state that consists of plain numbers, such as the step count."""
+        """Return the state that consists of plain numbers, such as the step count."""
         return {
             "steps": self.steps,
             "attempts": self.attempts,

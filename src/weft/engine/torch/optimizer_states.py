@@ -31,8 +31,8 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A stored parameter may contain several canonical ones. It has one scale per block of `block`
-    elements; each canonical parameter gets the scales of all blocks that contain its elements.
+    A stored parameter can contain several canonical parameters. It has one scale for every `block`
+    elements. Each canonical parameter gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -46,8 +46,8 @@ def from_named_tensors(
 ) -> dict[nn.Parameter, State]:
     """Return the states of stored parameters from the tensors that `to_named_tensors` returned.
 
-    If only some of the canonical parameters in a stored parameter have scales, the scales of the
-    others are 0.
+    A stored parameter can contain several canonical parameters. If only some of these have scales,
+    all other scales are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -97,7 +97,7 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return whether a tensor has the shape of its parameter, so that it can be sliced like it."""
+    """Return whether a tensor has its parameter's shape, and can be sliced in the same way."""
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 

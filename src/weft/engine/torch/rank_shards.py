@@ -46,9 +46,10 @@ def build_rank_shard(
     mesh: RankMesh,
     device: torch.device,
 ) -> RankShard:
-    """Allocate and fill `network`, which is this rank's part of the whole network `every`.
+    """Allocate and fill this rank's part of a network, and return its `RankShard`.
 
-    All ranks of the mesh must call this function.
+    `network` is the part of this rank, and `every` is the whole network. All ranks of the mesh must
+    call this function.
     """
     # Shard the network; trained parameters that are not in float32 yet are cast first.
     shards = None
@@ -152,7 +153,7 @@ def _list_stages(
 def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -> RankShard:
     """Return the shard of a data-parallel rank that has a copy of the whole network.
 
-    The network may consist of any modules, not only weft's.
+    The network need not be one of weft's own.
     """
     stored = find_canonical_parameters(network)
     shapes = {name: tuple(part.data.shape) for name, part in stored.items()}
@@ -250,10 +251,10 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Return a function that returns the tokens on which all ranks of a pipeline agree.
+    """Return a function whose result is the sampled tokens that all ranks of a pipeline use.
 
-    The ranks agree as `decoder.agree_on_tokens` does. If several pipelines generate the same
-    sequences, all of them use the tokens of the first one, which `alike` distributes.
+    The ranks agree on the tokens through `decoder.agree_on_tokens`. If several pipelines generate
+    the same sequences, all of them use the tokens of the first one, which `alike` distributes.
     """
     return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 

@@ -42,13 +42,13 @@ def build_row_gradient(
 def is_row_separable(
     loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
 ) -> bool:
-    """Check that the gradient of each row doesn't depend on the outputs of other rows.
+    """Return True if the gradient of each row doesn't depend on the outputs of other rows.
 
     The gradient over all rows is compared with gradients for which the outputs of half of the rows
-    are set to 0. Returns False if nothing can be concluded from these rows, because there is a
-    single row, no gradient, or a gradient that is not finite. Raises `ConfigError` with the loss's
-    name if the gradients differ, because training would then be wrong, and on an accelerator
-    without any error.
+    are set to 0. Raises `ConfigError` with the loss's name if the gradients differ, because
+    training on an accelerator would then silently be wrong. Returns False if these rows do not
+    allow a conclusion, because there is a single row, no gradient, or a gradient that is not
+    finite.
     """
     plain = {}
     for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():
@@ -94,7 +94,7 @@ def _compute_gradients(
     total: Mapping[str, float],
     scale: float,
 ) -> dict[Output, Tensor]:
-    """Return the gradient of `scale` times the loss with respect to each output it depends on."""
+    """Return the gradients of `scale` times the loss, one for each output that the loss depends on."""
     with torch.enable_grad():
         known = {key: value.detach().requires_grad_() for key, value in out.items()}
         zeros = torch.zeros_like(rows.mask)

@@ -24,7 +24,8 @@ SLOT_BYTES = 2**25  # bytes of a pinned buffer: SLOTS buffers are 128 MiB in eac
 class _PendingGradient:
     """Piece of a gradient that is being copied to the host.
 
-    `kept` references the source of the copy, so that its device memory isn't freed before the end.
+    `kept` references the source of the copy, so that its device memory isn't freed before the copy
+    is complete.
     """
 
     mark: CopyMark
@@ -94,7 +95,7 @@ class MasterUploader:
     """Copies masters to the device, after rounding them on the host to the target's dtype.
 
     `put` starts a copy, and returns as soon as all values are in buffers. `hold` makes later work
-    of the device wait for the copies.
+    on the device wait for the copies.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:

@@ -39,7 +39,10 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of the micro-batches of a minibatch; tensors stay on the device until `collect`."""
+    """Results of the micro-batches of a minibatch.
+
+    Tensors stay on the device until `collect` is called.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
@@ -260,7 +263,7 @@ class OptimizerStep:
     def _sum_denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
         """Return the sum over all ranks of each denominator of the loss.
 
-        Returns None if nothing is trained.
+        Returns None if the minibatch has no tokens or samples to train on.
         """
         own = loss.denominators(minibatch)
         reads_tokens = "scores" not in loss.outputs
@@ -279,7 +282,7 @@ class OptimizerStep:
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
-        """Return the reason to skip the update, or None if there is none.
+        """Return the reason to skip the update, or None if the weights should be updated.
 
         Values that are not finite are removed from `metrics`. Raises `NotFinite` if the loss or the
         gradient is not finite and `on_nonfinite` is "stop".

@@ -63,8 +63,8 @@ def sharegpt(
     """Read conversations given as `from`/`value` turns that were copied from web pages.
 
     Escapes and references are removed, and consecutive turns of one speaker are joined. A
-    conversation is left out if the bot speaks first, if the user speaks last, or if a turn of the
-    bot is empty.
+    conversation is left out if the bot speaks first, if the user speaks last, or if a bot turn is
+    empty.
     """
     for index, row in enumerate(rows):
         turns = _join_turns(_read_turns(row[column], use.make_random(index)))
@@ -84,7 +84,7 @@ def sharegpt(
 def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
     """Iterate over (speaker, text) of the turns.
 
-    At an empty turn of the bot, yields None and stops.
+    Yields None and stops if a turn of the bot is empty.
     """
     for turn in turns:
         speaker = turn["from"]

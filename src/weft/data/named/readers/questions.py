@@ -216,8 +216,8 @@ def each(
     """Read one example for each entry of the list in the column `answers`.
 
     `templates` are pairs (template of the question, template of the answer), one of which is drawn
-    at random for each example. In the question, {0} is the prompt; in the answer, {0} is the entry.
-    {1} is the entry of `labels` with the same index.
+    at random for each example. In the question, {0} is replaced by the prompt; in the answer, {0}
+    is replaced by the entry. In both, {1} is replaced by the entry of `labels` with the same index.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)

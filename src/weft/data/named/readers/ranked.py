@@ -105,7 +105,7 @@ def _build_comparison(
 def _find_opening(context: Sequence[Message]) -> str:
     """Return the first user message, which identifies a conversation.
 
-    System messages are ignored, since many rows have the same one.
+    System messages are ignored, since many rows have the same system message.
     """
     return str(next(message["content"] for message in context if message["role"] == "user"))
 

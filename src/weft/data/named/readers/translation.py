@@ -108,7 +108,7 @@ def divemt(
 ) -> Iterator[Example]:
     """Read translations from English, from rows `{src_text, tgt_text, subject_id: tur_t1}`.
 
-    Rows in languages without prompts are left out.
+    Rows in a language that has no translation prompts are left out.
     """
     pairs = []
     for row in rows:
