@@ -159,7 +159,7 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def qualify_error(name: str, error: ConfigError) -> ConfigError:
-    """Return the error with its option qualified by the role or call that the option belongs to.
+    """Return `error` with the option in its message prefixed by `name`, a role or call.
 
     For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`.
     """

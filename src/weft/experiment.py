@@ -79,9 +79,9 @@ STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def parse_step_range(text: str) -> range:
-    """Return the steps that a text such as `5:8` (inclusive) or `5` denotes, counted from 1.
+    """Return the steps that a string such as `5:8` (inclusive) or `5` denotes, counted from 1.
 
-    Raises `ConfigError` for a text of any other form.
+    Raises `ConfigError` for a string of any other form.
     """
     match = STEPS.fullmatch(text.strip())
     if match is None:
@@ -244,9 +244,9 @@ class Experiment:
         """Return the mesh that a call asks for; None without `layout` and `device_mesh`.
 
         If `device_mesh` is not set, the call uses the first devices of the first mesh in `role`
-        that has enough of them. If no mesh has enough, the call uses the first devices of the run.
-        Raises `ConfigError` for a mesh that does not fit, and if the last rule is needed but the
-        role's own mesh, the first in `role`, does not consist of the first devices.
+        that has enough of them. If no mesh has enough, the call uses the first devices of the run,
+        which raises `ConfigError` unless `role[0]` consists of the first devices, too. Also raises
+        `ConfigError` for a mesh that does not fit.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -274,7 +274,7 @@ class Experiment:
             raise qualify_error(call.name, error) from None
 
     def _is_training_call(self, call: MFCDef) -> bool:
-        """Return whether the call trains, or is an evaluation call with the name of one that does."""
+        """Return whether the call trains, or is an evaluation call named like a training call."""
         return call.trains or any(
             node.trains and node.name == call.name for node in self.graph.nodes
         )

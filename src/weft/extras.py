@@ -30,7 +30,7 @@ def find_sources() -> Path | None:
 
 
 def _read_source_folder() -> list[Path]:
-    """Return the source folder that pip recorded in direct_url.json, as a list of at most one."""
+    """Return a list with the source folder that pip recorded in direct_url.json, if there is one."""
     try:
         written = distribution("weft").read_text("direct_url.json")
         url = urlparse(json.loads(written or "{}").get("url", ""))

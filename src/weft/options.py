@@ -193,7 +193,7 @@ def read(
 
 
 def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
-    """Return an error of a nested group with the option's full dotted name."""
+    """Return an error that a nested group raised, with the full dotted name of its option."""
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
     if begins and begins[1] in names:
         return ConfigError(f"{prefix}{error}")

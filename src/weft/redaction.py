@@ -178,8 +178,8 @@ def mask_values(value: Any, name: str = "") -> Any:
 def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
     """Iterate over the dotted names of options whose values were masked when they were stored.
 
-    `value` is a stored configuration, or the part of one that is called `name`. `telling` is True
-    inside an option with a secret name.
+    `value` is a stored configuration, or the part of it that is called `name`. `telling` is True if
+    the name of this part, or of one that contains it, is secret.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():

@@ -50,7 +50,7 @@ class FunctionConversion:
 class Registry:
     """Registry of objects of one kind.
 
-    `package` is the package in `weft` whose modules register the shipped objects when they are
+    `package` is the package in `weft` whose modules register the built-in objects when they are
     imported.
     """
 
@@ -102,7 +102,7 @@ class Registry:
         )
 
     def list_names(self) -> list[str]:
-        """Return, sorted, all names that `get` can find by importing at most one module."""
+        """Return a sorted list of all names that `get` can find by importing at most one module."""
         return sorted({*self.list_shipped(), *self._objects})
 
     def get(self, name: str) -> Any:
@@ -147,7 +147,7 @@ class Registry:
         return self._convert(known)
 
     def load_all(self) -> list[str]:
-        """Import all shipped modules and return all registered names, sorted.
+        """Import all built-in modules and return all registered names, sorted.
 
         A module can register several names. Names that are import locations are left out.
         """
@@ -199,10 +199,10 @@ register_reader: Register = readers.register
 
 
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
-    """Register a dataset class or, if `rows` is given, a function that converts rows.
+    """Register a dataset class or, if `rows` is given, a function that converts each row.
 
-    Such a function, `fn(row, option=..)`, returns a row of the shipped dataset type `rows`
-    (`weft.data.datasets._row_function`).
+    Such a function, `fn(row, option=..)`, returns the row in the form that the built-in dataset
+    `rows` reads (`weft.data.datasets._row_function`).
     """
     if rows is None:
         form = None

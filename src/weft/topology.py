@@ -62,10 +62,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Return the layout that a text such as `d2t2p1` describes.
+        """Return the layout that a string such as `d2t2p1` describes.
 
         An omitted letter defaults to 1, except for `f`, which defaults to `d` for trained roles
-        without `e`. Raises `ConfigError` for an invalid text.
+        without `e`. Raises `ConfigError` for an invalid string.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -188,7 +188,7 @@ class Mesh:
     def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks whose coordinates equal those of `rank`, except on the given axes.
 
-        `rank` itself is included. The result has the order of the mesh.
+        The result includes `rank`, and is in the order of the mesh.
         """
         own = self.get_coordinates(rank)
         fixed_axes = []
@@ -400,7 +400,7 @@ FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 def find_stages(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
     """Return the pipeline stages that store a parameter.
 
-    There is one such stage, or the first and the last for a tied embedding.
+    A tied embedding is stored by the first and the last stage, any other parameter by one stage.
     """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:

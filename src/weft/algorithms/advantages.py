@@ -35,8 +35,8 @@ def compute_discounted_sums(
 ) -> Float[Vector, "T"]:
     """Return y_t = x_t + factor * y_{t+1} within each completion, [T]; y = 0 after the last row.
 
-    There is one vector operation per time step, over the completions that are long enough. After
-    sorting by decreasing length, these completions are the first ones.
+    Each time step is one vector operation over the completions that are long enough. Completions
+    are sorted by decreasing length, so that these are the first ones.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -91,7 +91,7 @@ def whiten(
 
     With `shift_mean=False`, the mean is added back. Statistics are over the whole batch. The
     variance divides by n - 1 and eps is added as in verl (`masked_whiten`) and TRL; ReaLHF divides
-    by n. The variance of a single value is taken to be 0, so that its result is 0.
+    by n. The variance of a single value is taken to be 0.
     """
     count = mask.sum()
     if count == 0:
@@ -296,9 +296,9 @@ def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
 def compute_informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
     """Return the number of groups divided by the number of groups with differing rewards.
 
-    Compensates for groups whose advantages are all 0 (GPG, Chu et al. 2025, arXiv:2504.02546).
-    Returns 1 if no group has differing rewards. verl's `gpg` divides by the number of nonzero
-    rewards instead.
+    The factor compensates for groups whose advantages are all 0 (GPG, Chu et al. 2025,
+    arXiv:2504.02546). It is 1 if no group has differing rewards. verl's `gpg` divides by the number
+    of nonzero rewards instead.
     """
     same = find_zero_variance(rewards, group)
     return len(same) / max(int((~same).sum()), 1) if (~same).any() else 1.0

@@ -102,7 +102,7 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """Part of `SequenceSample` that `Loss.denominators` reads.
+    """Subset of the interface of `SequenceSample` that `Loss.denominators` uses.
 
     The class `SequenceSample` is defined in a higher layer, which this module cannot import.
     """
@@ -137,9 +137,9 @@ class Loss(Protocol):
         return False
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the totals by which `__call__` divides, by name.
+        """Return the totals by which `__call__` divides the loss, by name.
 
-        They depend only on the data of the minibatch, and each is a sum over the ids.
+        The totals depend only on the data of the minibatch, and each is a sum over the ids.
         """
         ...
 
@@ -172,7 +172,7 @@ class Loss(Protocol):
 def reduce_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
     """Combine the statistics of micro-batches into weighted means, maxima and minima.
 
-    Names whose total weight is 0 are omitted.
+    Weighted means with a total weight of 0, and statistics that are NaN, are omitted.
     """
     values: dict[str, list[Stat]] = {}
     for part in parts:

@@ -185,7 +185,7 @@ def compute_policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds on policy drift; a minibatch that exceeds one takes no optimizer step.
+    """Bounds on policy drift; a minibatch that exceeds a bound takes no optimizer step.
 
     `imp_ratio` bounds the mean importance ratio, and `kl` the metric `approx_kl`; None means no
     bound.

@@ -243,7 +243,10 @@ class PreferenceLossKind:
 def _build_delta_kind(
     loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
 ) -> PreferenceLossKind:
-    """Return the kind of a loss that depends only on `delta` and supports all divergences."""
+    """Return the `PreferenceLossKind` of a loss that depends only on `delta` = better - worse.
+
+    Such a loss supports all divergences.
+    """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True
     )

@@ -105,10 +105,10 @@ class SFTLoss(Loss):
 def compute_row_weights(
     batch: RowBatch, total: Mapping[str, float], average: str
 ) -> Float[Array, "N"]:
-    """Return the row weights with which a sum over all micro-batches is an average, [N].
+    """Return the weight of each row with which the sum over all micro-batches is an average, [N].
 
-    With `average` "token", a weight is mask / trained tokens. With "sequence", it is mask /
-    (trained rows of the sequence * sequences with trained rows).
+    With `average` "token", a weight is mask / (number of trained tokens). With "sequence", it is
+    mask / (number of trained rows of the sequence * number of sequences with trained rows).
     """
     if average == "token":
         return batch.mask / max(total["tokens"], 1.0)

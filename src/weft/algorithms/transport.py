@@ -47,9 +47,9 @@ class TransportLoss(Loss):
     of a worse one. `label_smoothing` has the same meaning as in cDPO.
 
     The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`. For
-    `aot`, `partner` is b, stored at the better completion of a pair. For `aot_unpaired`, it is b at
-    a better completion and a at a worse one; then both sides of a comparison have a gradient, each
-    with the other side as a constant. The metrics are those of `PairwiseLoss`.
+    `aot`, `partner` is b, stored at the better completion of a pair. For `aot_unpaired`, `partner`
+    is b at a better completion and a at a worse one, so that every completion gets a gradient, with
+    its partner as a constant. The metrics are those of `PairwiseLoss`.
     """
 
     loss_type: str = "aot"
@@ -94,9 +94,10 @@ class TransportLoss(Loss):
     def _average_both_sides(
         self, one: Float[Array, "P"], other: Float[Array, "P"]
     ) -> Float[Array, "P"]:
-        """Return half the sum of the two losses, with the gradient of the whole sum.
+        """Return half the sum of two losses, but with the gradient of the full sum.
 
-        Each comparison occurs twice, once for each of its completions.
+        `one` and `other` have the losses of the better and of the worse completions, so that each
+        comparison is counted twice.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

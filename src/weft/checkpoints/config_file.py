@@ -105,7 +105,7 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def find_problem(key: str, value: Any) -> str | None:
-    """Return the rule that `value` violates, in words, or None if it is valid.
+    """Return a description of the rule that `value` violates, or None if it is valid.
 
     Only keys that are common to most models are checked.
     """

@@ -141,7 +141,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def _format_config_path(path: str | Path) -> str:
-    """Return the path of a model's config.json in the form used by messages.
+    """Return the path of a model's config.json as it is shown in messages.
 
     It starts with the path that the user typed or, for a trained prefix, with the path of the base
     model.
@@ -357,7 +357,7 @@ def init_random(
     """Return a network with random weights.
 
     The values of a parameter depend only on `seed` and the parameter's name, so an actor and its
-    reference are equal.
+    reference start with equal weights.
     """
     network = Transformer.build_empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():
@@ -511,7 +511,11 @@ def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
 def assemble(
     wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, tensor) for each name in `wanted`, assembled from its parameters."""
+    """Yield (name, tensor) for each checkpoint name in `wanted`.
+
+    `wanted` maps a checkpoint name to the keys of the parameters from which the tensor is
+    assembled.
+    """
     held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
         for piece in list_rectangles(key, tuple(parameters[key.name].shape)):

@@ -93,9 +93,9 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 def read_config_values(path: str) -> Mapping[str, Any]:
     """Return the values of a model's config.json without downloading it, or an empty mapping.
 
-    The file is looked up in the directory, in the hub's cache and among the shipped configurations;
-    for a trained prefix, the base model's is used. Raises `CheckpointError` if the file is invalid;
-    the message starts with its path.
+    The file is looked up in the directory, in the hub's cache and among the configurations that
+    weft ships; for a trained prefix, the base model's file is used. Raises `CheckpointError` if the
+    file is invalid; the message starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):

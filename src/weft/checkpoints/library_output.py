@@ -17,8 +17,8 @@ LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 def hide_library_output() -> Iterator[None]:
     """Hide progress bars, warnings of future changes, and log records below the level ERROR.
 
-    Model classes of `transformers` should also be imported in this context, because they import
-    torchao.
+    Model classes of `transformers` should also be imported in this context, because the import also
+    loads torchao, whose log records are hidden too.
     """
     from transformers.utils import logging as bars
 

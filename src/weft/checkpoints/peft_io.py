@@ -162,8 +162,9 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
     """Return the matrix B of a fused adapter, assembled from the B matrices of its layers.
 
-    `parts` are the B matrices of the layers `keys`. Each fills the rows that its layer has in the
-    checkpoint's fused weight, and columns that no other layer uses; the rest is 0.
+    `parts` are the B matrices of the layers `keys`. Each is copied to the rows that its layer has
+    in the checkpoint's fused weight, and to columns that no other layer uses. All other elements
+    are 0.
     """
     first = keys[0].fused
     assert first is not None
@@ -180,7 +181,11 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 
 
 def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Return the settings `r` and `lora_alpha` of most modules, and patterns for the exceptions."""
+    """Return the PEFT settings of adapters, given (rank, alpha) of each module.
+
+    `r` and `lora_alpha` are the most common values; `rank_pattern` and `alpha_pattern` list the
+    modules with other values.
+    """
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {}
     for module, pair in ranks.items():
@@ -296,11 +301,11 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
 def load_adapted(
     base: str | Path, adapter: str | Path, head: Head, dtype: torch.dtype, *, exact: bool = False
 ) -> Transformer:
-    """Load the model that PEFT would compute: `base` with the adapters of the directory `adapter`.
+    """Load `base` with the adapters in the directory `adapter`, as PEFT would.
 
-    The vocabulary is resized to that of the saved embedding. If the base model ties the embedding
-    and the output matrix, they are untied if their saved values differ or only one of them was
-    saved. `exact` has the same meaning as for `load_adapter`.
+    The vocabulary is resized to that of the saved embedding. An embedding that the base model ties
+    to the output matrix is untied if the directory has only one of the two matrices, or if their
+    saved values differ. `exact` has the same meaning as for `load_adapter`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -498,7 +503,8 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrices (A, B) of one layer of a fused adapter.
 
-    Ranks whose columns of B are 0 in all of the layer's rows are left out.
+    A rank is left out if its column of B is 0 in all of the layer's rows. If this is the case for
+    every rank, none is left out.
     """
     if key.fused is None:
         return a, b

@@ -116,5 +116,5 @@ def _find_stage(name: str, known: dict[str, int]) -> int:
 
 
 def describe(sizes: Sequence[int]) -> str:
-    """Return a text that lists the size of each stage."""
+    """Return a message that lists the size of each stage."""
     return ", ".join(f"stage {stage} {size / 2**20:,.1f} MiB" for stage, size in enumerate(sizes))

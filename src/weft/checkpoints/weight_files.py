@@ -402,9 +402,10 @@ def write(
 ) -> None:
     """Write the tensors as `model.safetensors`, or as shards with an index.
 
-    `sizes` has the number of bytes of each tensor, in the order of `tensors`, so that only one
-    shard is in memory at a time. No file exceeds `shard_bytes`, except for a single tensor that is
-    larger. Each file has a temporary name until it is complete.
+    `sizes` maps the name of each tensor to its number of bytes, in the order of `tensors`. The
+    shards are planned from it, so that only one shard is in memory at a time. No file exceeds
+    `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name until
+    it is complete.
     """
     shards = _split_shards(sizes, shard_bytes)
     if len(shards) == 1:

@@ -84,10 +84,10 @@ class StateBlocks(Generic[T]):
         return parts
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
-        """Return one state for each block of these ids, which the caller may modify.
+        """Return the states of these ids, one for each block, for the caller to modify.
 
-        Blocks that also contain other ids are split first, so that a change of a returned state
-        affects only `ids`. New ids get a new block.
+        A block that also contains other ids is split first, so that changes to the returned states
+        affect only `ids`. New ids get a new block.
         """
         states = []
         for block, chosen in self.group_by_block(ids).items():

@@ -14,7 +14,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class KeyEdge:
-    """Edge with the keys that `consumer` reads from `producer`, which is a node or `dataset`."""
+    """Edge with the keys that `consumer` reads from `producer`, which is a node or "dataset"."""
 
     producer: str
     consumer: str
@@ -199,9 +199,10 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def _find_makers(nodes: Sequence[Node]) -> dict[str, str]:
-    """Map each key, under its name on the graph's edges, to the name of the node that outputs it.
+    """Return, for each key, the name of the node that outputs it.
 
-    Raises `GraphError` if two nodes output the same key.
+    Keys have the names that are used on the graph's edges. Raises `GraphError` if two nodes output
+    the same key.
     """
     makers: dict[str, str] = {}
     for node in nodes:

@@ -16,7 +16,8 @@ class GraphPositions:
     """Positions of nodes and edges in a drawing.
 
     `x` maps each node to the position of its center, and `layer` to its row, counted from 0 at the
-    top. `bends` lists the (x, layer) points that each edge passes between its ends.
+    top. `bends` lists, for each edge, the (x, layer) points through which the edge passes between
+    its ends.
     """
 
     x: Mapping[str, float]
@@ -143,8 +144,8 @@ def _compute_coordinates(
 ) -> dict[str, float]:
     """Return the x coordinate of every node and bend, such that the drawing starts at x = 0.
 
-    Nodes and bends are close to the mean of their neighbors, keep their order in the row, and do
-    not overlap.
+    Nodes and bends are placed close to the mean position of their neighbors. They keep their order
+    in the row and do not overlap.
     """
     room = {}
     for row in rows:
@@ -183,7 +184,7 @@ def _compute_mean(values: Sequence[float], default: float) -> float:
 def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
-    """Set the positions `x` of a row as close to the positions `wished` as order and width allow.
+    """Set the coordinates `x` of a row as close to `wished` as its order and widths allow.
 
     The sum of the squared distances is minimized. `room` has the width of each node. Nodes that
     would overlap are merged into blocks that move together.

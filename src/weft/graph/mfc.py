@@ -13,7 +13,7 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 class Offload:
     """Hook that moves weights or optimizer state (`what`) to host memory after a call.
 
-    A hook that runs before a call loads them back to the device instead.
+    If the hook runs before a call, it loads them back to the device instead.
     """
 
     what: Literal["weights", "optimizer"] = "weights"
@@ -21,7 +21,10 @@ class Offload:
 
 @dataclass(frozen=True)
 class Call:
-    """Hook that calls `fn(model, **args)`, where `fn` was registered by `register_function`."""
+    """Hook that calls a function with the role's model and the keyword arguments `args`.
+
+    `function` is the name under which the function was registered by `register_function`.
+    """
 
     function: str
     args: Mapping[str, Any] = field(default_factory=dict)

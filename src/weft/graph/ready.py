@@ -319,7 +319,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the edge's call has started and its training node has not."""
+    """Return the blocks of ids that the edge's call has started, but its training node has not."""
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -359,9 +359,10 @@ def _count_refill(
 
 
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
-    """Return the ids that refill rounds processed in excess, after `producer` has fired.
+    """Return the ids that refill rounds processed in excess of what `producer` can still use.
 
-    The weights that were used for these ids would be too old for the next firing of `producer`.
+    Called after `producer` has fired. The weights that were used for these ids would be too old for
+    the next firing of `producer`.
     """
     surplus: dict[str, None] = {}
     for edge in graph.version_edges:

@@ -20,10 +20,10 @@ def can_run_ahead(graph: DataflowGraph) -> bool:
 def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
     """Return the firings to schedule first.
 
-    These are the calls that tolerate staleness, since other calls of their role would delay them.
-    If there are no such calls, these are all firings that do not train, since calls that are
-    scheduled after a training step wait for its weights. If all firings train, these are all
-    firings.
+    If any of `firings` are calls that tolerate staleness, only these are returned, since other
+    calls of their role would delay them. Otherwise the firings that do not train are returned,
+    since calls that are scheduled after a training step wait for its weights. If all firings train,
+    all of them are returned.
     """
     lagging = _find_stale_calls(graph)
     sampling = [firing for firing in firings if firing.node in lagging]

@@ -137,7 +137,7 @@ class RewardWorkerThread:
                     self.worker = worker
 
     def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
-        """Take jobs from the queue and compute them, until None is taken; then kill the worker."""
+        """Compute the jobs in the queue until it returns None, then kill the worker."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
@@ -181,7 +181,7 @@ class RewardWorkerThread:
                 self.worker = None
 
     def stop(self, job: Future[RewardReply] | None = None) -> None:
-        """Kill the worker; if `job` is given, only if the worker is computing this job."""
+        """Kill the worker. If `job` is given, do so only if the worker is computing this job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return

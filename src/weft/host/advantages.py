@@ -186,9 +186,10 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        The reward is the token's own reward minus the KL `penalty`. The last trained token of a
-        completion also gets the rest of the completion's reward, after shaping. If `ended` is false
-        for the completion, this token gets only the missing-eos penalty instead of the rest.
+        A token's entry in `token_rewards`, if present, is scaled, and the KL `penalty` is
+        subtracted. The rest of a completion's reward, which no single token has, is shaped and
+        added to the last trained token. For completions with `ended` false, the missing-eos penalty
+        is subtracted from this token instead.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")

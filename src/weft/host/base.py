@@ -72,10 +72,10 @@ class SupportsPrefetch(HostCallable, Protocol):
     `begin` runs in threads, possibly in parallel with itself and with `__call__` on another batch.
     It is never called if the keys `begins_with` are made by two nodes or by a host function.
 
-    `__call__` with these ids starts after `begin` has returned, and raises any error of `begin`.
-    The result of `__call__` must not depend on `begin`, because `__call__` may never get these ids,
-    or may get them with other values. In `begin`, `context.step` is not known yet (0), and recorded
-    metrics are not logged.
+    `__call__` with these ids starts after `begin` has returned. If `begin` raised an error,
+    `__call__` raises it. The result of `__call__` must not depend on `begin`, because `__call__`
+    may never get these ids, or may get them with other values. In `begin`, `context.step` is not
+    known yet (0), and recorded metrics are not logged.
     """
 
     begins_with: Sequence[str]

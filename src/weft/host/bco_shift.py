@@ -21,8 +21,8 @@ class BCOShift:
 
     The shift is (mean desirable reward + mean undesirable reward) / 2 over all completions so far,
     including those of this batch. The reward of a completion is beta times the sum of log pi - log
-    ref over its trained tokens. While completions of only one label have occurred, the shift is
-    their mean reward.
+    ref over its trained tokens. Until completions of both labels have been seen, the shift is the
+    mean reward of the label seen so far.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3.
 

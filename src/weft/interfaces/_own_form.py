@@ -1,4 +1,4 @@
-"""Convert a batch to the tokenizer and the prompt form of a role.
+"""Convert a batch for a role with another tokenizer or chat template than the data.
 
 A reward model or judge whose tokenizer or chat template differs from the data's reads prompts and
 completions in the text form that it was trained on, and in its own tokens.
@@ -58,8 +58,8 @@ def convert_to_own_tokens(
     Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
     and their completions as the assistant's turn, unless `prefix` or `suffix` is set. All other
     prompts are treated as plain text between `prefix` and `suffix`. Only completions that ended get
-    an end token. The key `finished` marks these; without it, they are the completions whose last
-    token is a stop token.
+    an end token. The key `finished` marks them; without this key, a completion has ended if its
+    last token is a stop token.
 
     The metadata `left_out` lists, for each id, the parts of its messages that the role's template
     does not render. Raises `ConfigError`, which names the role and the id, if the role has no

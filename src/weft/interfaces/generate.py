@@ -37,7 +37,7 @@ class GenerateInterface:
     keep the completions of their dataset rows. If the call is interruptible, new weights can be
     loaded between two tokens: completions continue at the same position, and `versions` records the
     weights that sampled each token. Random draws depend only on the run's seed, the index of the
-    firing, the id and the index of the completion.
+    call, the id and the index of the completion.
     """
 
     def __init__(
@@ -205,9 +205,10 @@ class GenerateInterface:
     def _build_outputs(
         self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]
     ) -> SequenceSample:
-        """Return the completions as keys of a sample, with the same number of completions per id.
+        """Return a sample with the completions, the same number for each of the `ids`.
 
-        `rows` has the tokens of each completion, in the order of `ids`.
+        `rows` has the tokens of each completion, in the order of `ids`. The keys are those that
+        `generate` describes.
         """
         events = []
         for row in rows:
@@ -243,7 +244,7 @@ class GenerateInterface:
 def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
     """Return the completions in the dataset rows of a batch, marked as not sampled.
 
-    Without the key `loss_mask`, all their tokens are trained.
+    If the batch has no `loss_mask`, all tokens of these completions are trained.
     """
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     completions = batch.select(keys=keys)
@@ -256,9 +257,9 @@ def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:
-    """Return the completions with the key `sampled`, which has the same value for all of them.
+    """Return the keys `completion` and `loss_mask` of the completions, and the key `sampled`.
 
-    The result also has the keys `completion` and `loss_mask`.
+    The argument `sampled` is the value that this key has for all completions.
     """
     marks = np.full(completions.num_sequences(), sampled, dtype=np.float32)
     return completions.select(keys=["completion", "loss_mask"]).update(

@@ -1,8 +1,8 @@
 """Interface `infer`: log-probs, entropy, values or scores of given completions.
 
-A role whose tokenizer or prompt form differs from the data's reads the text of prompts and
-completions, converted to its form and tokenized again (`_own_form.py`). Such a role can return one
-score per completion, but no values per token.
+If a role's tokenizer or prompt form differs from the data's, the text of prompts and completions is
+converted to the role's form and tokenized again (`_own_form.py`). Such a role can return one score
+per completion, but no values per token.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class InferInterface:
 
     `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the form that
     the role's model was trained on. Without them, prompts that are messages are rendered with the
-    role's own chat template. The key `finished` marks completions that ended; without it, these are
-    the completions whose last token is a stop token.
+    role's own chat template. The key `finished` marks completions that ended; without this key, a
+    completion has ended if its last token is a stop token.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class OutputSums:
 
     `sums` maps each output with values per token to (sum of the values, number of values). `owners`
     has the id that each of the `scores` belongs to, and `ids` is the number of ids. `cut` is the
-    number of ids for which the role's template omits a part of the prompt, or None if there are
-    none.
+    number of ids for which the role's template omits a part of the prompt, or None if it omits
+    nothing.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -162,11 +162,11 @@ class OutputSums:
 
 
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
-    """Return the mean of each output over all ranks.
+    """Return the metrics of an inference call: the mean of each output over all ranks.
 
     For scores, measures of their spread are included, under the metric names of reward nodes.
-    `prompts_in_part` is the share of prompts of which the role's template omits a part; it is
-    absent if there are no such prompts.
+    `prompts_in_part` is the fraction of prompts that the role's template does not render
+    completely; it is absent if all prompts are rendered completely.
     """
     context = HostContext()
     for key in parts[0].sums:

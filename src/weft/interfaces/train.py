@@ -56,7 +56,7 @@ class TrainInterface:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
-        """Return the division of a batch into minibatches for this call."""
+        """Return how a batch is divided into minibatches."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
@@ -133,7 +133,8 @@ def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
 
     Metrics in `ADDED` are summed. The first value is used for metrics in `FIRST`, the last value
     for metrics in `LAST`, the maximum for names that end in `_max`, and the mean for all others.
-    Tokens per second and the number of skipped updates are added.
+    The result also has `tokens_per_second` if the duration is known, and `skipped_updates`, the
+    number of skipped updates, if there are any.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):

@@ -65,8 +65,8 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
     """Iterate over the leaves of the graph of `roots`: the stage's input states and the weights.
 
-    In a sharded network, these are the whole weights, which are no longer parameters of its modules
-    at this point.
+    In a sharded network, the weights are whole tensors, which are no longer parameters of the
+    network's modules at this point.
     """
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen = set(nodes)

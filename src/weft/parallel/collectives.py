@@ -98,9 +98,9 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment of the rows with the indices `rows`, int64 [n], to the same ranks.
+        """Return the assignment restricted to the rows with indices `rows`, int64 [n].
 
-        An index may occur several times.
+        An index may occur several times. Each of the n rows is assigned to the same rank as before.
         """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 

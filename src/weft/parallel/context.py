@@ -70,7 +70,7 @@ def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int],
 
 
 def count_tokens(length: int, group: ProcessGroup) -> int:
-    """Return the number of tokens that this rank has of a pack of `length` tokens."""
+    """Return how many of the `length` tokens of a pack this rank has."""
     return sum(stop - start for start, stop in find_token_runs(length, group.size(), group.rank()))
 
 
@@ -103,7 +103,8 @@ class _TokenSharing:
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of `forward` with the pack reduced to this rank's tokens.
 
-        The rows, labels and supports in the arguments are reduced to those of this rank's outputs.
+        The rows, labels and sampling supports in the arguments are reduced to those of this rank's
+        outputs.
         """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)

@@ -27,9 +27,9 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Reduce every stack of experts to this rank's experts, and connect it to other ranks' experts.
+    """Keep only this rank's experts in each MoE layer, and connect the layer to the other ranks.
 
-    The memory of the reduced stacks is allocated later.
+    The memory of the smaller stacks of experts is allocated later.
     """
     for module in network.modules():
         if isinstance(module, MoE):
@@ -82,7 +82,8 @@ class GroupExpertExchange:
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
-        `sent` and `taken` are the number of tokens sent to, and received from, each rank.
+        `sent` and `taken` list the numbers of tokens that this rank sends to, and receives from,
+        each rank.
         """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group

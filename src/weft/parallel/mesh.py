@@ -68,7 +68,7 @@ class ProcessGroups:
 
 @contextmanager
 def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Name groups that are created in the block after their ranks and a counter.
+    """Make torch name the groups created in this block by `ranks` and a counter.
 
     The counter is the number of earlier groups of the same ranks. torch itself derives the name
     from the ranks and the number of all groups of the process. With torch's names, ranks that
@@ -90,7 +90,7 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """Layout on its devices, as seen by one of its ranks.
+    """Layout on the devices of a mesh, as seen by one of its ranks.
 
     All ranks of the mesh must construct this object, because the constructor creates the process
     groups.
@@ -150,7 +150,10 @@ class RankMesh:
         return None
 
     def get_host_group(self, axis: str) -> ProcessGroup:
-        """Return the group for host tensors of the ranks along `axis` ("pipeline" or "context")."""
+        """Return the process group for host tensors that consists of the ranks along an axis.
+
+        `axis` is "pipeline" or "context".
+        """
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 
     @property
@@ -206,10 +209,10 @@ class RankMesh:
         )
 
     def _find_strided_ranks(self, e: int) -> tuple[int, ...]:
-        """Return every e-th rank along the data axis, including this rank.
+        """Return every `e`-th rank along the data axis, including this rank.
 
-        If something is split over each `e` consecutive ranks, the returned ranks all have the same
-        part.
+        If a tensor is split over groups of `e` consecutive ranks, the returned ranks hold the same
+        part of the tensor.
         """
         return self.mesh.list_ranks_along(self.rank, "data")[self.coordinates.data % e :: e]
 

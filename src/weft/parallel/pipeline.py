@@ -305,12 +305,12 @@ class _PipelineRun:
         self._pass_back(stage, microbatch, passed)
 
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
-        """Compute the gradient of the stage's input, but not the gradients of the weights.
+        """Compute the gradient of the stage's input, but not yet the gradients of its weights.
 
-        `_run_backward_weight` computes those of the weights. The first stage has no input gradient
-        to compute, so its whole backward pass runs later. If activations are recomputed, the whole
-        backward pass runs now; otherwise the blocks would be recomputed once for each group of
-        weights.
+        `_run_backward_weight` computes the gradients of the weights. The first stage has no input
+        gradient to compute, so its whole backward pass runs later. If activations are recomputed,
+        the whole backward pass runs now; otherwise the blocks would be recomputed once for each
+        group of weights.
         """
         if stage == 0:
             return

@@ -50,7 +50,7 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 class _DecoderPass:
     """Forward pass over `x`, for which this rank still has to compute the stages `left`.
 
-    `made` is the result, which is set when the last stage is computed.
+    `output` is the result, which is filled when the last stage is computed.
     """
 
     x: Packed
@@ -145,7 +145,7 @@ class StagedDecoder:
         return self.network.train(mode)
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return `Transformer.compute_hidden(x, rows)` on the last rank.
+        """Return the result of `Transformer.compute_hidden(x, rows)` on the last rank.
 
         Other ranks return an empty tensor [rows, 0]. If `rows` is None and this rank has several
         stages, the result has no valid values until `catch_up` has been called.

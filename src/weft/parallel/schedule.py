@@ -42,7 +42,10 @@ TABLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class ComputeAction:
-    """Computation of a pass ("F" or "B"), or half of a backward pass ("I" or "W"), of one stage."""
+    """Forward ("F") or backward ("B") pass of a micro-batch through a stage, or half of the latter.
+
+    The half "I" computes the gradient of the stage's input, and the half "W" those of its weights.
+    """
 
     half: Half
     stage: int
@@ -129,12 +132,12 @@ def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Orde
 def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     """Add a SEND after each computation in `order` whose result another rank needs.
 
-    Returns the actions of each rank. The matching RECV is at the same time in the receiving rank's
-    list. The times are those of a simulated run in which every rank computes one action at a time,
-    and begins it once its inputs exist. All lists therefore agree with one global order of events
-    in which a SEND and its RECV are one event. So no two ranks wait for each other, even if a send
-    returns only once it is received (rendezvous), and messages between two ranks keep one order,
-    which NCCL needs.
+    Returns the actions of each rank, including the RECV that matches each SEND. Actions are placed
+    in the order of a simulated run, in which every rank computes one action at a time and begins it
+    once its inputs exist. A SEND and its RECV happen at the same time in this run, so the lists of
+    all ranks agree with one global order. Therefore no two ranks wait for each other, even if a
+    send returns only once it is received (rendezvous), and the messages between two ranks keep one
+    order, which NCCL needs.
 
     Raises `ValueError` for an order that cannot be run.
     """
@@ -166,7 +169,7 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
 
 
 def _find_target(action: ComputeAction, placement: Placement) -> int | None:
-    """Return the stage that receives the result of an action, or None if there is none."""
+    """Return the stage that receives the result of an action, or None if no stage needs it."""
     if action.half == "W":
         return None
     target = action.stage + (1 if action.half == "F" else -1)
@@ -217,7 +220,7 @@ def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
 
 
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
-    """Return the order of one of torch's schedules, which is built with stand-ins for the stages.
+    """Return the order of computations in one of torch's schedules, without building real stages.
 
     torch's interleaved tables accept only some numbers of micro-batches. The table is therefore
     built for the next number that is accepted, and the micro-batches beyond `count` are removed,

@@ -112,7 +112,7 @@ class LocalShards:
             sharded.grad = None
 
     def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
-        """Return this rank's rows of a parameter of the network. There may be none."""
+        """Return this rank's rows of a parameter of the network, which may be empty."""
         return self._pairs[id(sharded)][1]
 
     def get_local_gradient(self, sharded: Tensor) -> Tensor:
@@ -139,8 +139,9 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
-    The memory of a borrowed parameter can be allocated after FSDP2 first looked it up. Without this
-    call, FSDP2 would then allocate other memory for uneven rows in the first pass.
+    If a parameter is shared with another network, its memory can be allocated after FSDP2 first
+    looked it up. Without this call, FSDP2 would then allocate other memory for uneven rows in the
+    first pass.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:

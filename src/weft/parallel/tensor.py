@@ -184,7 +184,7 @@ def _sum_copies(
 ) -> None:
     """Sum the gradients of key and value heads over the ranks that hold the same head.
 
-    These are `copies` consecutive ranks. `pattern` matches the names of the parameters.
+    Each head is held by `copies` consecutive ranks. `pattern` matches the names of the parameters.
     """
     held = []
     for name, part in stored.items():

@@ -86,11 +86,11 @@ def move(
 
 
 class Reallocation:
-    """Execution of a plan on one rank. It can be repeated, and reuses the message schedule.
+    """Executor of a plan on one rank. `move` can run repeatedly, and reuses the message schedule.
 
     Every rank of `group`, which includes both layouts, must have the same plan and bucket size.
-    Without a group, only this process takes part. If ranks share a host's memory, two buckets of
-    shared memory stay allocated for the lifetime of this object.
+    Without a group, only this process takes part. If ranks on the same host share memory, two
+    buckets of shared memory stay allocated for the lifetime of this object.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Reallocation:
         """Set target = eta * source + (1 - eta) * target for the parameters in the plan.
 
         The target gets the source's version. Every rank of the group must call this. `source` and
-        `target` are this rank's engines; either is None if this rank does not have it. A piece is
+        `target` are this rank's engines; either is None if this rank has no such engine. A piece is
         sent in the source's dtype, or in the target's if that is smaller and `eta` is 1: the target
         would round it in the same way.
 
@@ -176,7 +176,7 @@ class Reallocation:
 
         The ranks first exchange a checksum of their plan and `eta`, whether they have a source, and
         the version of the source. Then they exchange the dtypes of their source and target
-        parameters. Raises `RunError` if these do not match.
+        parameters. Raises `RunError` if plans, versions or dtypes do not match.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         facts_by_rank = self._link.all_gather(

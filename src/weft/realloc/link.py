@@ -20,7 +20,7 @@ Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receiv
 class PendingMessage:
     """Message that is being sent or received between `rank` and `others`.
 
-    With NCCL, one object represents all messages of a call of `post_messages`.
+    With NCCL, one object represents all messages of one `post_messages` call.
     """
 
     work: Work

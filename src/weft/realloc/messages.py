@@ -42,7 +42,11 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """Source engine of this rank (None if there is none), with the rectangles of its parameters."""
+    """Parameters of this rank's source engine.
+
+    `engine` is None if this rank has no source engine. `rectangles` maps each parameter to the
+    rectangle that this rank has, in coordinates of the whole parameter, and its values.
+    """
 
     engine: VersionedWeights | None
     rectangles: Mapping[str, tuple[Slice, Tensor]]
@@ -142,9 +146,9 @@ class MessageExchange:
     def _begin(self, at: int) -> None:
         """Pack the messages of the step at index `at`, and start to send and receive them.
 
-        Consecutive steps use different buffers, because the previous step is still in flight. The
-        step before the previous one used the same buffer, so this first waits until it is
-        acknowledged.
+        The previous step is still in flight, so consecutive steps use different buffers. The step
+        at index `at` - 2 used the same buffers as this one, so its acknowledgements are awaited
+        first.
         """
         step = self._steps[at]
         slot = at % 2

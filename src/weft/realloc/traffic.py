@@ -15,7 +15,7 @@ from weft.topology import Slice
 class ReallocationTraffic:
     """Bytes that a plan sends or leaves in place. Counters are by rank unless noted.
 
-    A piece that stays on its rank counts as `kept` if the rank holds the same rectangle of the
+    A piece that stays on its rank counts as `in_place` if the rank holds the same rectangle of the
     parameter before and after the reallocation, and as `copied` otherwise.
     """
 
@@ -48,7 +48,7 @@ def count_traffic(
 ) -> ReallocationTraffic:
     """Count the bytes that a plan from `source` to `target` sends or leaves in place.
 
-    `itemsize` maps each parameter to the number of bytes per element in which it is sent. `node_of`
+    `itemsize` maps each parameter to the number of bytes that are sent per element. `node_of`
     returns the machine of a rank.
     """
     traffic = ReallocationTraffic()

@@ -58,7 +58,7 @@ class OutputCache:
     ) -> tuple[SequenceSample, int]:
         """Return the outputs for all ids of `batch`, and how many of the ids were in the cache.
 
-        `compute` is called once, on the ids that are not cached.
+        `compute` is called at most once, on the ids that are not cached.
         """
         names = dict(zip(batch.ids, hash_contents(batch), strict=True))
         missing = []

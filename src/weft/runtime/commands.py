@@ -227,8 +227,8 @@ class PendingCommands:
     def _find_last_runnable(self) -> int | None:
         """Return the job number of the last pending command that all ranks of the mesh can run now.
 
-        A command can run if it was sent to all of these ranks and precedes the next call that
-        generates. Returns None if there is none.
+        A command can run if it was sent to all of these ranks and precedes the next generation
+        call. Returns None if no command can run.
         """
         last = None
         for queued in self._process.list_pending():
@@ -279,7 +279,7 @@ class MoveParameters:
 
     All ranks of both engines run this command, after `PrepareReallocation`. The target gets the
     version of the source. If the target is a copy of a role, `weights` is the number of updates
-    that it has received after this one. If `saved_version` is given, the parameters that
+    that the copy has received, including this one. If `saved_version` is given, the parameters that
     `SaveParameters` saved under this version are sent instead of the current ones, and are then
     freed.
     """
@@ -452,7 +452,7 @@ class DescribeNumerics:
 def describe_samples(
     minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str
 ) -> SampleMeta:
-    """Return the non-tensor metadata of `ids`, given the minibatches into which a batch was split.
+    """Return the metadata columns of `ids`, collected from the minibatches of a batch.
 
     If ids were split into single completions, the metadata column named `owner` has the original id
     of each completion.

@@ -223,10 +223,10 @@ class DeviceProcess:
         return self._pending
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next command and return its number. A running command may also call this.
+        """Run the next command, waiting for it if necessary, and return its number.
 
-        Waits for a command to arrive. Raises `DevicesLost` if none arrives within `seconds`
-        seconds.
+        A running command may also call this method. Raises `DevicesLost` if no command arrives
+        within `seconds` seconds.
         """
         try:
             if self._pending:

@@ -1,9 +1,9 @@
-"""Jobs on many devices: issued in order, finished by reports, failed when a device dies.
+"""Dispatcher of jobs on many devices, which fail if a device dies.
 
-A job is one command on each of several ranks. It is issued when the jobs in its `after` are
-finished and no earlier job that shares a role with it is still waiting to be issued. Each role
-therefore runs its requests in the order in which they were made, and all ranks run the same
-commands in the same order.
+A job is one command on each of several ranks. It is finished when all of these ranks have reported
+the end of their command. A job is issued when the jobs in its `after` are finished and no earlier
+job that shares a role with it is still waiting to be issued. Each role therefore runs its requests
+in the order in which they were made, and all ranks run the same commands in the same order.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class JobDispatcher:
         threading.Thread(target=self._receive_reports, name="weft-devices", daemon=True).start()
 
     def submit(self, *jobs: DeviceJob) -> None:
-        """Submit jobs in this order. Each is issued once it does not have to wait for other jobs."""
+        """Submit jobs in the given order. Each is issued once it no longer waits for other jobs."""
         with self._lock:
             for job in jobs:
                 job.number = self._next_number
@@ -268,7 +268,10 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail jobs with a connection error if no device was reported dead in time to explain it."""
+        """Fail each job whose connection error was not explained in time by the death of a device.
+
+        The time limit is `DOUBT_SECONDS` seconds.
+        """
         with self._lock:
             over = []
             for doubt in self._doubts:
@@ -293,7 +296,7 @@ class JobDispatcher:
         )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
-        """Return " in JOB or JOB" with up to three unfinished jobs of these ranks, or ""."""
+        """Return " in " and up to three unfinished jobs of these ranks, or "" if there are none."""
         with self._lock:
             names = []
             for job in self._jobs.values():
@@ -302,12 +305,11 @@ class JobDispatcher:
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
-        """Describe the devices that delay a job.
+        """Describe the devices that delay a job, given the `ranks` that have not finished it.
 
-        `ranks` are the ranks that have not finished the job. If some of them answer and others do
-        not, those that do not answer are described. Otherwise the ranks that are not waiting for
-        others are described, with the code that they are running. If there are none, all `ranks`
-        are listed.
+        If only some of these devices answer, those that do not answer are described. Otherwise,
+        each device that is not waiting for others is described, with the code that it is running.
+        If all devices are waiting or none answers, all `ranks` are listed.
         """
         activities = self._devices.describe_activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]

@@ -1,4 +1,4 @@
-"""Runner of a graph's host functions: each firing in its own thread, some on early outputs."""
+"""Runner of a graph's host functions. Each firing has a thread, and some begin on early outputs."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs for the node, if its function can start on them.
+        """Request early outputs for the node, if its function can process them.
 
-        This requires that a single model call outputs all keys that the function starts on.
+        This requires that a single model call outputs all keys with which the function begins.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

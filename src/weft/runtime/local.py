@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _QueuedFunction:
-    """Queued function. If `is_generation`, it must not run inside another generation."""
+    """Function in the queue. If `is_generation`, it must not run within another generation call."""
 
     function: Callable[[], None]
     is_generation: bool = False

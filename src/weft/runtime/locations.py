@@ -76,11 +76,11 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return the requests by which a rank obtains the `keys` of the ids that it lacks.
+        """Return requests for the tensors `keys` of these ids that a rank does not have yet.
 
-        All keys of an id that come from the same rank are in one request. Devices are preferred to
-        the driver as the source. A key that no rank has is left out; reading it later raises the
-        error.
+        Keys that are already being sent to the rank are not requested. All keys of an id that come
+        from the same rank are in one request. Devices are preferred to the driver as the source. A
+        key that no rank has is left out; an error is raised when the key is read.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)

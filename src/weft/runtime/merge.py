@@ -22,7 +22,7 @@ def merge_results(
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the `seen` samples of all ranks, with one sample per id; return None if there are none."""
+    """Merge `MFCResult.seen` of all ranks, with one sample per id; return None if all are None."""
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -34,9 +34,9 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -
     """Combine the metrics of data-parallel ranks. `counts` has the number of ids of each rank.
 
     Metrics that are equal on all ranks are unchanged. The largest `*_max` and the smallest `*_min`
-    are kept; other metrics are averaged over ids. The duration of the call is measured from the
-    start of the first rank to the end of the last rank. Ranks that lack a metric are ignored for
-    it.
+    are kept; other metrics are averaged over ids. Ranks that lack a metric do not count in its
+    average. The duration of the call is measured from the start of the first rank to the end of the
+    last rank.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -22,8 +22,8 @@ FailureCallback = Callable[[BaseException], None]
 class ParameterTransfers:
     """Scheduler of parameter transfers. Not thread-safe.
 
-    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
-    rank.
+    `built` maps each rank to the description of its engines, and `hosts` maps each rank to its
+    machine.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy `place`, if it is outdated, before the next submitted call.
+        """Update the copy `place`, if it is outdated, for the call that is submitted next.
 
         The copy gets the newest weights of its role or, if `version` is given, the weights of that
-        version. Returns the number of updates that the copy has received by then, or None if
-        `place` is a role's own engine.
+        version. Returns the number of updates that the copy will have received, or None if `place`
+        is a role's own engine.
         """
         if place not in self._weights:
             return None

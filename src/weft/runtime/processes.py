@@ -1,4 +1,4 @@
-"""Descendants of this process, read from /proc. There are none on systems other than Linux."""
+"""Descendants of this process, read from /proc. None are found on systems other than Linux."""
 
 from __future__ import annotations
 

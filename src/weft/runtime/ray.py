@@ -157,7 +157,8 @@ class _DeviceActor:
 class RayDevices:
     """`DeviceTransport` to Ray actors.
 
-    `close` kills the actors, and stops the Ray cluster if it was started for them.
+    `close` kills the actors. If the Ray cluster was started for these devices, `close` also stops
+    it.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class RayCluster:
 
     @property
     def lost_part(self) -> str | None:
-        """Description of the part of Ray that is lost, or None."""
+        """Description of the part of Ray that is lost, or None if no part is known to be lost."""
         return self._watch.lost_part
 
     def is_alive(self) -> bool:

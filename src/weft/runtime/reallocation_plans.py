@@ -38,10 +38,10 @@ class ReallocationPlan:
 
 
 class ReallocationPlanCache:
-    """Creates reallocation plans on first use, and caches them.
+    """Cache of reallocation plans, each of which is created on first use.
 
-    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
-    rank.
+    `built` maps each rank to the description of its engines, and `hosts` maps each rank to its
+    machine.
     """
 
     def __init__(

@@ -118,10 +118,10 @@ def find_damage(point: RecoveryPoint) -> str | None:
 
 
 def find_named_point(path: Path) -> RecoveryPoint:
-    """Return the recovery point that the option `resume_from` names.
+    """Return the recovery point that the option `resume_from` selects.
 
-    `path` can be a recovery point, a checkpoint of the same step, or a run, whose newest intact
-    point is then returned. Raises `CheckpointError` if there is no such point; the message lists
+    `path` is a recovery point, a checkpoint of the same step, or a run. For a run, the newest
+    intact point is returned. Raises `CheckpointError` if there is no such point; the message lists
     the points of the run.
     """
     path = path.expanduser()

@@ -1,8 +1,8 @@
 """Engines of a worker, one per (role, mesh): building, copying, offloading, saving and restoring.
 
-A worker has an engine for each role whose own mesh includes its rank. It also has a copy of each
-role that calls use on another mesh with this rank. Transfers between devices are in
-`weft.runtime.parameters`.
+A worker has an engine for each role whose own mesh includes the worker's rank. If calls use a role
+on another mesh that includes this rank, the worker also has a copy of the role for that mesh.
+Transfers between devices are in `weft.runtime.parameters`.
 """
 
 from __future__ import annotations

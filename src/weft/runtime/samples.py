@@ -87,7 +87,8 @@ class SampleReader:
     def read_generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Return one row for each completion of these ids.
 
-        Its fields include id, prompt, completion, completion_ids, logprobs and finish_reason.
+        The fields of a row include id, prompt, completion, completion_ids, logprobs and
+        finish_reason.
         """
         batch = self._fetch(ids, ["logprobs", "finished"])
         logprobs: Sequence[Any] = [None] * batch.num_sequences()
@@ -133,11 +134,11 @@ class SampleReader:
     def _fetch_trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None
     ) -> SequenceSample | None:
-        """Return the rows to show for a step whose graph does not generate.
+        """Return the samples to show for a step whose graph generates no completions.
 
-        These are the step's rows in `seen`, which are the same in every layout. If `seen` has none
-        of them, these are the step's first rows. Returns None if the step is not shown in detail,
-        or if the rows have no completions.
+        If `seen` has any ids of the step, the samples are chosen from these ids, which are the same
+        in every parallel layout. Otherwise they are the first of the step's ids. Returns None if
+        the step is not shown in detail, or if the samples have no completions.
         """
         if not self._is_detailed(step):
             return None
@@ -156,7 +157,7 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Iterate over rows with values per token, one for each completion."""
+        """Iterate over rows with values per token, with one row for each completion."""
         counts = batch.lengths["completion"].tolist()
         held = {}
         for key in (*BY_TOKEN, "advantages"):
@@ -183,11 +184,12 @@ class SampleReader:
     def _format_by_token(
         self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
-        """Return the text of each token, with `logprobs`, `trained` (0 or 1) and `advantages`.
+        """Return the token-level fields of a row: `tokens`, `logprobs`, `trained` and `advantages`.
 
-        `trained` is left out if all tokens are trained, and `advantages` if all are equal.
-        `advantage` is the mean advantage. `log_ratio` is the sum of log-probs minus reference
-        log-probs over the trained tokens.
+        `tokens` has the text of each token. `trained` (0 or 1) is left out if all tokens are
+        trained, and `advantages` if all are equal. The result also includes `advantage`, the mean
+        advantage, and `log_ratio`, the sum of log-probs minus reference log-probs over the trained
+        tokens.
         """
         columns: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
         if "logprobs" in values:
@@ -206,7 +208,7 @@ class SampleReader:
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the index in the batch and the row of each completion."""
+        """Yield, for each completion, its index in the batch and its row."""
         # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]

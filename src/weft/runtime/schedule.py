@@ -71,7 +71,7 @@ class RunLength:
         return optimizer.build_schedule(total, per_epoch).total_steps
 
     def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """Return the specs of all roles with the run's options.
+        """Return the specs of all roles, with the options of the run applied.
 
         Specs of trained roles also get their learning rate schedule.
         """

@@ -8,7 +8,7 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Map each call that runs independently of training to the copy of its role that it uses.
+    """Return, for each call that runs independently of training, the copy of its role that it uses.
 
     Such a copy shares no device with the role's own mesh. All calls on the copy tolerate stale
     weights, and no sync writes to the role.

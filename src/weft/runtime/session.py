@@ -398,7 +398,7 @@ class Session:
             self._parts.data.close()
 
     def build_interruption(self) -> Interrupted | None:
-        """Return the error of a run that a second signal stopped during a step.
+        """Return the error to raise for a run that a second signal stopped during a step.
 
         Returns None if no signal was received.
         """
@@ -443,7 +443,7 @@ def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str
 def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
     """Return the frequencies of the actions `evaluate`, `save`, `milestone` and `cut`.
 
-    `cut` is the writing of recovery points. If the run evaluates and no frequency is set for it,
+    The action `cut` writes a recovery point. If the run evaluates and no frequency is set for it,
     the evaluation takes place once per epoch.
     """
     evaluate = ActionFrequency(

@@ -115,7 +115,7 @@ def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """Return `parts`, which are given as metadata only, with their tensors from `batch`."""
+    """Return the samples `parts`, which have only metadata, with their tensors from `batch`."""
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)
     else:

@@ -17,7 +17,7 @@ class FiringMetrics:
 
 @dataclass
 class StepMetrics:
-    """Metrics of all firings of a step, grouped by node. Nodes are in the order of output.
+    """Metrics of all firings of a step, grouped by node in the order in which nodes were added.
 
     Most nodes fire once per step. If a filter refills the batch, some nodes fire several times.
     """

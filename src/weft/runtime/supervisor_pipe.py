@@ -81,7 +81,10 @@ class SupervisorPipe:
                 self.finish_rank(report.number, rank)
 
     def finish_rank(self, number: int, rank: int) -> None:
-        """Record that a rank has finished a call, and report the call once all of its ranks have."""
+        """Record that a rank has finished a call.
+
+        Once all ranks of the call have finished, the end of the call is reported.
+        """
         with self._lock:
             if number not in self._unfinished_ranks:
                 return
@@ -97,7 +100,10 @@ class SupervisorPipe:
             self._send({"anew": True})
 
     def report_lost_part(self, what: str) -> None:
-        """Report that `what`, a part of Ray, is lost, before Ray can end this process."""
+        """Report that part of Ray, `what`, is lost.
+
+        This should be called at once, since Ray can end this process at any moment.
+        """
         with self._lock:
             self._send({"gone": what})
 

@@ -45,7 +45,7 @@ class TokenDecoder:
         return self._texts[id]
 
     def _decode_after_anchor(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens that follow other text, so that a space before a word is kept."""
+        """Decode tokens as a continuation of other text, so that a space before a word is kept."""
         if self._anchor is None:
             self._anchor = self._choose_anchor(ids[0])
         anchor, text = self._anchor

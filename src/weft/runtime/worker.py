@@ -152,7 +152,7 @@ class Worker:
     ) -> Model:
         """Return the handle through which interfaces use the role's engine on `mesh`.
 
-        By default this is the role's own mesh. For `weights` and `or_newer`, see
+        By default, `mesh` is the role's own mesh. For `weights` and `or_newer`, see
         `RoleEngines.engine`.
         """
         control = self._experiment.control

@@ -138,7 +138,7 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
 def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
     """Check that the keys of a sample are consistent and survive serialization.
 
-    Raises `AssertionError`; `where` names the sample in its message.
+    Raises `AssertionError` if they do not; the message refers to the sample as `where`.
     """
     # Every key has data, and token ids are in the vocabulary.
     for key in sample.keys:

@@ -133,7 +133,7 @@ class InterfaceBench:
 def build_small_batch() -> SequenceSample:
     """Return a batch of three ids with two completions each.
 
-    It has all keys that the shipped datasets and nodes produce, except `support`.
+    The batch has all keys that the built-in datasets and nodes produce, except `support`.
     """
     tokenizer = build_small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]

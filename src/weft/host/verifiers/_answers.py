@@ -58,10 +58,10 @@ NUMBER = re.compile(
 def find_references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
-    """Return the reference answers from `column`, or else from the first of `COLUMNS` present.
+    """Return the reference answers from `column` or, if it is None, from one of `COLUMNS`.
 
-    An entry is None if its row has no answer. If there is no such column, all `count` entries are
-    None.
+    The first of `COLUMNS` that the data have is used. An entry is None if its row has no answer. If
+    there is no such column, all `count` entries are None.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:

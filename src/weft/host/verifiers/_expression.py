@@ -1,4 +1,4 @@
-"""Parser of expressions in plain form (`_latex.to_plain_form`)."""
+"""Parser of expressions in normalized answers (`_latex.to_plain_form`)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ParsedExpression:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> ParsedExpression | None:
-    """Parse a text in plain form, as returned by `_latex.to_plain_form`.
+    """Parse a normalized answer, as returned by `_latex.to_plain_form`.
 
     Returns None if the text is not an expression.
     """
@@ -137,7 +137,7 @@ class _ExpressionSyntaxError(Exception):
 
 
 class _ExpressionParser:
-    """Recursive-descent parser of expressions in plain form.
+    """Recursive-descent parser of normalized expressions (`_latex.to_plain_form`).
 
     The grammar is sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^
     atom)?.

@@ -45,7 +45,7 @@ def count_words(text: str) -> int:
 
 
 def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
-    """Compare `count` with `bound`; `relation` is "at least" or "less than".
+    """Return whether `count` is "at least" or "less than" `bound`, as `relation` specifies.
 
     Raises `ValueError` for any other relation.
     """
@@ -57,7 +57,7 @@ def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
 
 
 def _check_paragraphs(text: str, a: Arguments) -> bool:
-    """Check the number of paragraphs, which are separated by *** dividers.
+    """Return whether a text has the required number of paragraphs, separated by *** dividers.
 
     Only the first and the last paragraph may be empty; an empty paragraph is not counted.
     """
@@ -68,7 +68,7 @@ def _check_paragraphs(text: str, a: Arguments) -> bool:
 
 
 def _check_nth_paragraph(text: str, a: Arguments) -> bool:
-    """Check the number of paragraphs, and the first word of the nth paragraph.
+    """Return whether the number of paragraphs and the first word of the nth one are as required.
 
     Paragraphs are separated by blank lines.
     """

@@ -228,7 +228,7 @@ def enter(wanted: IsolationSettings) -> None:
 
 
 def _unshare() -> None:
-    """Enter new namespaces, including a user namespace unless root can enter the others without it."""
+    """Enter new namespaces, and also a user namespace unless root can do without one."""
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
     gid = os.getegid()

@@ -60,7 +60,7 @@ def open_cache(file: Path) -> JudgeCache:
 
 
 class JudgeCache:
-    """Persistent mapping from keys to texts.
+    """Persistent mapping from keys to strings.
 
     If the file cannot be used, a warning is issued once; after that, lookups return None and
     nothing is stored.
@@ -91,7 +91,7 @@ class JudgeCache:
         return database
 
     def get(self, key: str) -> str | None:
-        """Return the text that is stored under a key, or None if there is none."""
+        """Return the text that is stored under a key, or None if the key is unknown."""
         if self._database is None:
             return None
         try:

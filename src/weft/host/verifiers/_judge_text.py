@@ -60,7 +60,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
 
 
 def shorten(text: str) -> str:
-    """Return a text on one line and truncated, so that it can be shown in a message."""
+    """Return a text on a single line, truncated for use in a message."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 

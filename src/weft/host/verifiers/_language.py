@@ -163,7 +163,7 @@ def _find_script(sign: str) -> str:
 def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
     """Return the first candidate whose `LETTERS` make up at least 1% of the text's letters.
 
-    If there is none, return `default`.
+    Returns `default` if no candidate has that many.
     """
     letters = sum(sign.isalpha() for sign in text)
     for language in candidates:

@@ -1,7 +1,7 @@
 """Normalisation of mathematical answers in LaTeX, in two steps.
 
 `tidy` removes marks without a meaning and leaves LaTeX. `to_plain_form` turns a tidy answer into
-plain form, which has one spelling for each notation.
+plain form: a normalized answer, in which equivalent notations are written in the same way.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ NAME = re.compile(
 
 
 def extract_braced(text: str) -> str | None:
-    """Return the text in the braces that open at the first character; None if they don't close."""
+    """Return the text in the braces that begin a text, or None if the braces do not close."""
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -154,8 +154,8 @@ def tidy(answer: str) -> str:
     """Return an answer in LaTeX without marks that have no meaning.
 
     Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
-    are removed, and the words "and" and "or" between members become commas, so that every comma
-    separates two members.
+    are removed, and the words "and" and "or" between the members of a list become commas, so that
+    every comma separates two members.
     """
     # Marks around the answer, and styles
     text = answer.strip()
@@ -202,7 +202,7 @@ def _remove_style(text: str) -> str:
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """Split a text such as `x=5` or `x \\in A` into a name, in plain form, and a value.
+    """Split a text such as `x=5` or `x \\in A` into a normalized name and a value.
 
     The name is None if the text does not name its value.
     """
@@ -252,7 +252,10 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def are_spelled_alike(one: str, other: str) -> bool:
-    """Return whether two texts in plain form are equal, ignoring insignificant letter case."""
+    """Return whether two normalized answers are equal, ignoring insignificant letter case.
+
+    `one` and `other` are results of `to_plain_form`.
+    """
     if one == other:
         return True
     return one.casefold() == other.casefold() and not (
@@ -272,11 +275,11 @@ def _is_case_significant(text: str) -> bool:
 
 
 def to_plain_form(answer: str) -> str:
-    """Return an answer in plain form, which has one spelling for each notation.
+    """Return a normalized answer, in which equivalent notations are written in the same way.
 
     `answer` is the result of `tidy`. Spacing, units, dollar and percent signs are removed. The
-    arguments of fractions and roots are in braces. A blank remains between two numbers unless they
-    are digit groups of one number.
+    arguments of fractions and roots are in braces. White space is kept only between two numbers
+    that are not digit groups of one number.
     """
     # Degrees, units and names
     text = answer.strip().strip("$").rstrip(".").strip()
@@ -315,7 +318,7 @@ def _convert_repeating_decimal(match: re.Match[str]) -> str:
 
 
 def parse_exact(text: str) -> Fraction | None:
-    """Return the exact value of a number in plain form (`to_plain_form`); None for other texts.
+    """Return the exact value of a number, normalized by `to_plain_form`; None for other texts.
 
     The number can have a decimal point and a fraction bar, or be hexadecimal (0x1F).
     """

@@ -3,11 +3,11 @@
 Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
 weft and contains no secret.
 
-The socket delivers pairs of descriptors, one to read from and one to write to. The reply is the
-process id of the process that is forked for them. That process reads two messages: (protections,
-limits, folders, disk_mb, program), then (tests, prompt, entry point, word). It forks one process
-for the program and one for the tests. The tests' process calls the program's functions
-(`_peer.py`), and writes the word, a random text, after the last test; this proves that all tests
+The socket delivers pairs of descriptors, one to read from and one to write to. For each pair, this
+process forks another process and replies with its process id. The new process reads two messages:
+(protections, limits, folders, disk_mb, program), then (tests, prompt, entry point, word). It forks
+one process for the program and one for the tests. The tests' process calls the program's functions
+(`_peer.py`). After the last test, it writes the word, a random string, which proves that all tests
 have passed. The program's process is started before the second message is read, so it never
 contains the tests or the word.
 """

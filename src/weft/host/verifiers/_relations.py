@@ -18,7 +18,7 @@ CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
 def compare_ratios(one: str, other: str) -> bool | None:
-    """Return whether two ratios in plain form (`_latex.to_plain_form`) are proportional.
+    """Return whether two ratios, normalized by `_latex.to_plain_form`, are proportional.
 
     Returns None if neither text is a ratio, or if the comparison is undecided.
     """

@@ -150,7 +150,7 @@ def run_tests(
     """Return whether a program and its tests finish without error and within the limits.
 
     All processes that they start have ended when the call returns. `active` has the names of the
-    protections to use; by default, these are all that work on this system.
+    protections to use; by default, all protections that work on this system are used.
     """
     # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)

@@ -330,7 +330,7 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
-    """Count the leaves of an expression tree in `leaves`.
+    """Count the leaves of an expression tree, and add the counts to `leaves`.
 
     Leaves that are implied by a minus sign, a fraction bar or a root are counted in `implied`.
     Returns False if the tree has an operation that may have dropped an operand or been evaluated,

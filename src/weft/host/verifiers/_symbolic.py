@@ -39,7 +39,7 @@ SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
 def mark_formula(text: str) -> str:
-    """Put a text between dollar signs, unless it already has signs of a formula or a box."""
+    """Put a text between dollar signs, unless it already contains a marked formula or a box."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
@@ -78,10 +78,10 @@ def _create_engine(pid: int) -> AlgebraProcess:
 class AlgebraProcess:
     """Process that compares answers by `math_verify`, with a time budget.
 
-    The process is started for the first comparison. One answer can use at most `SECONDS`, and all
-    answers share an allowance, so that n answers use at most `ALLOWANCE + REFILL * n` seconds: the
-    first slow answers get the full time, later ones only a little. The budget is in processor time,
-    so that verdicts do not depend on the load of the machine.
+    The process is started for the first comparison. One answer can use at most `SECONDS`. In
+    addition, all answers share an allowance: n answers can use at most `ALLOWANCE + REFILL * n`
+    seconds. The first slow answers therefore get the full time, and later ones only a little. The
+    budget is in processor time, so that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:

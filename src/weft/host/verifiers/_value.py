@@ -39,9 +39,9 @@ class _UndecidedValue(Exception):
 
 
 def have_same_value(one: str, other: str) -> bool | None:
-    """Return whether two texts in plain form are expressions with the same value.
+    """Return whether two normalized answers are expressions with the same value.
 
-    The plain form is that of `_latex.to_plain_form`. Expressions with letters are compared for
+    The answers are results of `_latex.to_plain_form`. Expressions with letters are compared for
     several values of the letters. A decimal with many digits equals the number that it approximates
     if all its digits are right. Returns None if the comparison is undecided.
     """
@@ -117,7 +117,7 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
 def _measure_distance(
     a: ParsedExpression, b: ParsedExpression, seed: int
 ) -> tuple[Fraction, Fraction] | None:
-    """Return the distance of two values, and the distance relative to the larger value.
+    """Return the distance between two values, and the distance relative to the larger value.
 
     Both are 0 for equal values. Rounded values count as equal if their distance is within the
     rounding error that is allowed for numbers of their size. Returns None if one of the values is
@@ -187,7 +187,7 @@ class _TreeCalculator:
     Values are exact fractions as long as possible, and otherwise rounded numbers with a precision
     of `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
     `_UndecidedValue`. `size` is the largest size of a rounded number so far, as in `_ComplexValue`,
-    or -1.
+    or -1 if all numbers so far were exact.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:

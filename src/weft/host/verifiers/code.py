@@ -41,7 +41,7 @@ def _is_defined(code: str, name: str) -> bool:
 
 
 def parse_tests(test: Any, entry_point: str | None) -> str:
-    """Return the code of a row's tests, which are a text or a list of statements.
+    """Return the code of a row's tests, which are a string or a list of statements.
 
     If the tests define a function `check` (HumanEval), a call `check(entry_point)` is appended.
     Raises `DataError` for tests of another type.

@@ -47,9 +47,9 @@ def are_equal(answer: str, reference: str) -> bool:
     For example, 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1 and {1,2} = {2,1}, but [0,1) differs from
     (0,1].
 
-    Cases that can be decided with certainty (numbers, lists, tuples, intervals, the same spelling,
-    the same value) are decided here. Computer algebra (`math_verify`) decides the rest; its verdict
-    "equal" counts only if it depends on every letter and number of both answers.
+    Cases that can be decided with certainty (numbers, lists, tuples, intervals, equal spelling,
+    equal value) are decided without computer algebra. All other cases are decided by `math_verify`,
+    whose verdict "equal" counts only if it depends on every letter and number of both answers.
     """
     symbolic.get_engine().begin()
     return _are_tidy_equal(answer, reference)
@@ -125,9 +125,10 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 
 
 def _compare_quantities(one: str, other: str) -> bool | None:
-    """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3).
+    """Return whether two answers are the same quantity with several units.
 
-    Returns None if neither text is such a quantity, or if the comparison is undecided.
+    An example is 3 hours 20 minutes, which does not equal the number 3. Returns None if neither
+    answer is such a quantity, or if the comparison is undecided.
     """
     quantities = parse_quantities(one), parse_quantities(other)
     if quantities[0] is None and quantities[1] is None:
@@ -144,7 +145,10 @@ def _compare_quantities(one: str, other: str) -> bool | None:
 
 
 def _compare_intervals(one: str, other: str) -> bool | None:
-    """Compare tuples and intervals, and inequalities that are intervals; None for other texts."""
+    """Return whether two tuples or intervals are equal; None for other answers.
+
+    An inequality such as `x<5` is compared as the interval that it describes.
+    """
     conditions = parse_inequality(one), parse_inequality(other)
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # different letters
