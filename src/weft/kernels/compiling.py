@@ -33,13 +33,13 @@ def find_obstacle(device: torch.device) -> str | None:
 def compile_by_rows(
     function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
 ) -> Callable[..., Any]:
-    """Return the function in a form that is compiled at its first call, for any number of rows.
+    """Return a version of `function` that is compiled at its first call, for any number of rows.
 
     Rows are the first dimension of all tensor arguments, and of all tensors in dataclass arguments.
     A single row is compiled separately. Callers in the same process share the compiled code if
-    their arguments have the same form, as for modules with equal sizes. If `whole` is False, the
-    function may call code that cannot be compiled, and only the parts between such calls are
-    compiled.
+    their arguments have the same structure, for example modules with equal sizes. If `whole` is
+    False, the function may call code that cannot be compiled, and only the parts between such calls
+    are compiled.
     """
 
     @functools.wraps(function)

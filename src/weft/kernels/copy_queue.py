@@ -34,7 +34,7 @@ class CopyMark(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Interface of a queue of copies between host and device, which are made in order.
+    """Interface of a queue of copies between host and device, which are executed in order.
 
     `has_separate_memory` is True if the device's memory is separate from the host's.
     """

@@ -31,8 +31,8 @@ def compute_rms_norm_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients dx and dweight of `rms_norm`, each None if not requested.
 
-    With n = x r, r = 1 / rms and g = dy (offset + weight), they are dx = r (g - n mean(g n)) and
-    dweight = sum of dy n.
+    With r = `inverse`, dy = `grad_y`, n = x r and g = dy (offset + weight), the gradients are dx =
+    r (g - n mean(g n)) and dweight = sum of dy n.
     """
     grad = _widen(grad_y)
     normed = _widen(x) * inverse

@@ -30,13 +30,13 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 class Fp8Product:
-    """Product of x [..., in] and weight [out, in] transposed in fp8, differentiable in both.
+    """Product of x [..., in] and weight [out, in] transposed, computed in fp8.
 
-    In each of the three products of a layer (forward, and the gradients with respect to x and to
-    weight), the inputs are rounded to 8 bits. Scales are computed from the largest element of the
-    whole tensor or of each row, depending on the torchao `recipe`. Sums and gradients have the
-    wider dtype. `emulate` computes products of the rounded inputs in the wider dtype, on any
-    device.
+    The product is differentiable in x and weight. In each of the three products of a layer
+    (forward, and the gradients with respect to x and to weight), the inputs are rounded to 8 bits.
+    Scales are computed from the largest element of the whole tensor or of each row, depending on
+    the torchao `recipe`. Sums and gradients have the wider dtype. With `emulate`, products of the
+    rounded inputs are computed in the wider dtype, on any device.
 
     Raises `ImportError` if torchao is not installed.
     """

@@ -1,4 +1,4 @@
-"""Products of rows, sorted by group, and one matrix per group, as in a mixture of experts.
+"""Products of sorted rows, each with the matrix of its group, as in a mixture of experts.
 
 On a GPU and in bfloat16, one kernel computes all groups, and the sizes of the groups stay on the
 device. Otherwise, each group is a separate product, and the host must know the sizes.
@@ -24,8 +24,8 @@ ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 class RowGroups:
     """Number of rows in each group.
 
-    `counts` is int64 [groups]. `host_counts` has the same numbers on the host, if they are known
-    there.
+    `counts` is int64 [groups]. `host_counts` contains the same numbers on the host, or is None if
+    they are known only on the device.
     """
 
     counts: Tensor
@@ -68,8 +68,8 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     """Return each row of x multiplied by the transposed matrix of its group, [rows, out].
 
-    x [rows, in] is sorted by group, and `weight` [groups, out, in] has the matrices. Differentiable
-    once, in x and weight.
+    x [rows, in] is sorted by group, and `weight` [groups, out, in] contains the matrices. The
+    result can be differentiated once with respect to x and weight.
     """
     if serves(x, weight):
         return _GroupedLinear.apply(x, weight, groups)

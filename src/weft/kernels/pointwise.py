@@ -83,8 +83,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Return the gradients with respect to x and weight.
 
-        With n = x r, r = 1 / rms and g = dy (offset + weight), they are dx = r (g - n mean(g n))
-        and dweight = sum of dy n.
+        With r = 1 / rms, n = x r and g = dy (offset + weight), where dy is the gradient of the
+        result, the gradients are dx = r (g - n mean(g n)) and dweight = sum of dy n.
         """
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
@@ -252,7 +252,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _RotateFunction(torch.autograd.Function):
     """Autograd function behind `rotate`.
 
-    For the backward pass, it saves only the angles; the gradient is rotated in the opposite
+    Saves only the angles for the backward pass, which rotates the gradient in the opposite
     direction.
     """
 

@@ -34,15 +34,15 @@ WIDE = ("cuda", "meta")
 class GradientSum:
     """Sum of a weight's gradients in float32, in the `grad` of a parameter of the same shape.
 
-    The gradient is added by the product that computes it, and autograd gets no gradient for the
-    weight.
+    Gradients are added to the sum as they are computed, so autograd does not return a gradient for
+    the weight.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Add left [rows, n] times right [m, n] transposed to the gradient.
+        """Add left [rows, n] times right [m, n] transposed to the sum.
 
         Both matrices have half precision.
         """
@@ -52,9 +52,9 @@ class GradientSum:
             add_product(self._parameter.grad, left, right)
 
     def take(self, total: Tensor) -> None:
-        """Add `total`, a float32 sum of gradients, to the gradient.
+        """Add `total`, a float32 gradient, to the sum.
 
-        This tensor may become the stored gradient itself, so the caller must not write to it later.
+        `total` may become the stored sum itself, so the caller must not write to it later.
         """
         if self._parameter.grad is None:
             self._parameter.grad = total
@@ -114,7 +114,7 @@ def prepare_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """Return `product` in float32, even if left [n, k] and right [m, k] have half precision.
+    """Compute `product` in float32 if left [n, k] and right [m, k] have half precision.
 
     The sums are then not rounded to half precision. `wide_right` is the result of
     `prepare_wide(right)`.

@@ -35,7 +35,7 @@ def attend(
     """Return attention [T, queries, dim] of a pack's queries over the keys and values of the pack.
 
     `heads` [T, queries + 2 kv, dim] contains queries, keys and values, in this order. Queries and
-    keys are first rotated by `rotation`. Differentiable once.
+    keys are first rotated by `rotation`. The result can be differentiated once.
     """
     out: Tensor = _AttendSegments.apply(heads, kv, rotation, segments, scale)
     return out
@@ -44,11 +44,11 @@ def attend(
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
 ) -> Tensor:
-    """Return attention of queries over separate keys and values, [R, heads, dim].
+    """Return attention [R, heads, dim] of R queries over T keys and values.
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Each
-    row is in one `own` segment of one of the `parts`, which have no `across` segments. Segments of
-    different parts can have the same keys. Differentiable once.
+    query is in one `own` segment of one of the `parts`, which have no `across` segments. Segments
+    of different parts can have the same keys. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out

@@ -80,7 +80,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _choose_variant() -> str | None:
-    """Return the variant that `WEFT_NATIVE` selects, by default `native`; None for no kernels.
+    """Return the variant that `WEFT_NATIVE` selects, by default `native`; None to use no kernels.
 
     Raises `ConfigError` for an unknown variant and for one that the processor does not support.
     """

@@ -1,6 +1,6 @@
 """Matrix products by weft's own CPU kernels.
 
-One kernel is for products of few rows and reads the matrix in place. The other is for all other
+A kernel for products of few rows reads the matrix in place, and a second kernel computes all other
 products.
 """
 

@@ -87,7 +87,7 @@ def choose(device: torch.device, version: str) -> str | None:
 
 
 def find_active_implementation() -> str | None:
-    """Return the name of the implementation that replaces torch's own, or None if there is none."""
+    """Return the name of the implementation that replaces torch's own; None if torch's own is used."""
     current: str | None = getattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: None
     )()
@@ -214,6 +214,6 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
 def _reach(window: int | None) -> tuple[int, int]:
     """Return how many keys to the left and to the right of its own key each query attends to.
 
-    A number of -1 means all keys.
+    The value -1 means all keys.
     """
     return (-1, 0) if window is None else (window - 1, 0)

@@ -38,9 +38,10 @@ ContinuationSpans = tuple[
 
 
 def serves(device: torch.device, head_dim: int) -> bool:
-    """Return whether a fused kernel is available.
+    """Return whether a fused kernel supports this device and head size.
 
-    On a CPU, torch has a fused kernel only for the forward pass, and weft's own kernels are better.
+    On a CPU, the result is False: torch has a fused kernel only for the forward pass, and weft's
+    own kernels are better.
     """
     return device.type == "cuda" and head_dim >= LEAST_DIM and _can_compile()
 
@@ -102,7 +103,7 @@ class KeySpans:
 
     @property
     def mask_mod(self) -> Mod:
-        """Mask function for FlexAttention, which is True if `query` attends to `key`."""
+        """Mask function for FlexAttention, which returns True where a query attends to a key."""
         near = self.near
         start = self.far_start
         stop = self.far_stop
@@ -114,7 +115,7 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return a mask of the block pairs that attention uses, and a mask of those it uses fully.
+        """Return a mask of the block pairs that attention uses, and one of the pairs it uses fully.
 
         Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first mask is
         True if any query of the query block attends to any key of the key block, and the second if

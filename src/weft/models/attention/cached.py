@@ -39,8 +39,8 @@ def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
     """Compute the same result as `attend_by_kernels`, with torch operations.
 
-    A decode step is computed as one masked rectangle, and a pass with several new tokens per row is
-    computed row by row.
+    A decode step is computed for all rows at once, with a mask for the keys that a row does not
+    have. A pass with several new tokens per row is computed row by row.
     """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
@@ -51,10 +51,10 @@ def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def _view_as_rows(stored: Tensor) -> Tensor:
-    """Return a view of keys or values [slots, kv_heads, room, head_dim] for the kernels.
+    """Return slot 0 of the keys or values `stored` as a view [room, kv_heads, head_dim].
 
-    The kernels use only the strides of the view: the distance between keys and between heads. They
-    find the slots by the key indices in `Cached.segments`.
+    `stored` is [slots, kv_heads, room, head_dim]. The kernels use only the strides of the view, and
+    find the other slots by the key indices in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 
@@ -62,8 +62,8 @@ def _view_as_rows(stored: Tensor) -> Tensor:
 def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
     """Compute attention of one new token per row.
 
-    The query heads that share a key-value head are placed in the query dimension, so that keys and
-    values need not be repeated.
+    The query heads that share a key-value head are treated as several queries of this head, so that
+    keys and values need not be repeated.
     """
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
@@ -88,8 +88,9 @@ def _attend_prefixes(
 ) -> AttentionState:
     """Return the attention of one query per row over the row's prefix; 0 for rows without a prefix.
 
-    `grouped` is [R, kv_heads, group, dim]. The queries of all rows with the same prefix are
-    multiplied with the keys of the prefix at once, so that these keys are read only once.
+    `grouped`, the queries, is [R, kv_heads, group, dim]. The queries of all rows with the same
+    prefix are multiplied with the keys of the prefix at once, so that these keys are read only
+    once.
     """
     lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)

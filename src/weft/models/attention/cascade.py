@@ -34,8 +34,8 @@ def attend_to(
 ) -> AttentionState:
     """Compute attention of q [n, heads, L, dim] over k and v [n, heads, M, dim], on a CPU.
 
-    `mask` is added to the scores. The result can be merged with the attention of the same queries
-    over other keys.
+    `mask`, if given, is added to the scores. With `causal`, each query attends only to the keys up
+    to its own. The result can be merged with the attention of the same queries over other keys.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
@@ -44,8 +44,8 @@ def attend_to(
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
     """Merge the attention of the same rows over two disjoint sets of keys.
 
-    Only exp and log are used. Their kernels give bit-identical results wherever an element is in a
-    tensor, so training and decoding round in the same way.
+    Only exp and log are used, because their results have the same bits wherever an element is in a
+    tensor. Training and decoding therefore round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -59,8 +59,8 @@ def attend(
 ) -> Tensor:
     """Return attention, [T, heads, dim], of q [T, heads, dim] over k and v [T, kv_heads, dim].
 
-    Every row is in exactly one causal part and in any number of other parts. The number of heads is
-    a multiple of kv_heads.
+    `parts` define the keys to which each row attends. Every row is in exactly one causal part and
+    in any number of other parts. The number of heads is a multiple of kv_heads.
     """
     return _CascadeAttention.apply(q, k, v, parts, scale)
 
@@ -177,7 +177,7 @@ def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
 
 
 def _select_tokens(x: Tensor, bucket: SequenceBucket, padded: bool = False) -> Tensor:
-    """Return the rows of x [T, ...] for the tokens of a bucket, with padding if `padded`."""
+    """Return the rows of x [T, ...] for the tokens of a bucket, with padding rows if `padded`."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

@@ -1,4 +1,4 @@
-"""Attention contexts: which tokens of a pack attend to which.
+"""Attention contexts, which define the keys to which each token of a pack attends.
 
 `Dense` is for whole sequences, and `Prefixed` is for sequences of which some share a prefix. For
 new tokens of cached sequences, the caches define the contexts `weft.models.kv.slots.Cached` and
@@ -26,7 +26,7 @@ class AttentionContext(Protocol):
 
     @property
     def dense(self) -> Dense:
-        """The tokens of this pass as whole sequences, without cached or shared tokens."""
+        """The tokens of this pass as whole sequences, without cached or shared tokens before them."""
         ...
 
     @property
@@ -200,7 +200,7 @@ class Prefixed:
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
-        """Parts of attention: first those within the segments, then those over the prefixes."""
+        """Parts of attention: first those within segments, then those over shared prefixes."""
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = []

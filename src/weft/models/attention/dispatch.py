@@ -85,7 +85,7 @@ def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
 
 
 def build_segments(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
-    """Return the segments of a pack, which define the keys to which each row attends."""
+    """Return the segments that define the keys to which each row of a pack attends."""
     if isinstance(context, Prefixed):  # no window: no sequence is longer than one here
         return VarlenSegments(context.dense.segments, context.prefix_segments)
     return VarlenSegments(context.segments, None, spec.window)

@@ -62,7 +62,10 @@ class PackShard:
 
     @cached_property
     def dense(self) -> Dense:
-        """Context in which this rank's part of each sequence is a whole, possibly empty sequence."""
+        """Context that treats this rank's tokens of each sequence as a whole sequence.
+
+        A sequence is empty if this rank has none of its tokens.
+        """
         counts = []
         for first, end in pairwise(self.whole.starts):
             counts.append(
@@ -135,7 +138,7 @@ def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
 def attend_on_accelerator(given: AttentionInputs, context: PackShard) -> Tensor:
     """Return attention of this rank's tokens, [n, heads, dim].
 
-    Flash attention is used if it supports the inputs, else `attend_by_torch`.
+    Flash attention is used if it supports the inputs. Otherwise, `attend_by_torch` is used.
     """
     if given.has_dropout or not accelerator.supports_flash(given.q, given.spec):
         return attend_by_torch(given, context)

@@ -46,9 +46,10 @@ def attend_causal(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return causal attention within each row of a rectangle, [n, heads, L, dim].
+    """Return causal attention within each sequence of a padded rectangle, [n, heads, L, dim].
 
-    q is [n, heads, L, dim]; k and v are [n, kv_heads, L, dim].
+    q is [n, heads, L, dim]; k and v are [n, kv_heads, L, dim]. `drop`, if given, applies dropout to
+    the attention weights.
     """
     length = q.shape[2]
     tail = kernels.in_vectors(length, q.device) - length
@@ -77,7 +78,8 @@ def attend_tail(
 ) -> Tensor:
     """Return attention of a sequence's last n tokens over all its tokens, [1, heads, n, dim].
 
-    q is [1, heads, n, dim]; k and v are [1, kv_heads, L, dim].
+    q is [1, heads, n, dim]; k and v are [1, kv_heads, L, dim]. `drop`, if given, applies dropout to
+    the attention weights.
     """
     count = q.shape[2]
     length = k.shape[2]

@@ -152,7 +152,7 @@ class ConfigReader:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation function that the value of `key`, by default `default`, names.
+        """Return the activation function that `key` names; `default` is used if the key is absent.
 
         Raises `CheckpointError` if the name is unknown.
         """

@@ -36,10 +36,11 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Read the `TransformerConfig` fields that Llama-like families store under the same keys.
+    """Read the `TransformerConfig` fields whose keys are the same in all Llama-like families.
 
-    `act` consists of the key of the activation function and the default value. The field `extra` is
-    not included, because the family may still read other keys.
+    `tied` and `theta` are default values. `act` is a pair: the key of the activation function, and
+    the default value. The field `extra` is not included, because the family may still read other
+    keys.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -65,7 +66,10 @@ def llama_fields(
 
 
 def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[str, Any]:
-    """Return the config.json values that Llama-like families store under the same keys."""
+    """Return the config.json values whose keys are the same in all Llama-like families.
+
+    `act` is the key of the activation function.
+    """
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -1,9 +1,9 @@
 """Map from parameters to the tensors of a checkpoint, which can be transposed, fused or stacked.
 
 A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
-converts it to rectangles, for the whole parameter or any `Slice` of it. Reading copies the
-rectangles from the checkpoint, and writing copies them to it, so a map that is correct in
-one direction is also correct in the other.
+lists the rectangles of checkpoint tensors that contain the parameter, or any `Slice` of it. Reading
+copies these rectangles from the checkpoint, and writing copies them to it, so a map that is correct
+in one direction is also correct in the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class FusedLayout:
 
     The tensor consists of `blocks` blocks. Each block has one run of rows per parameter, with the
     lengths `sizes`. For example, the qkv tensor of phi3 is one block (q, k, v), and that of
-    gpt_neox has one block (head_dim, head_dim, head_dim) per head.
+    gpt_neox has one block (head_dim, head_dim, head_dim) per head. The layout is for one of these
+    parameters, whose runs have the length `sizes[index]`.
     """
 
     blocks: int
@@ -105,7 +106,7 @@ class CheckpointRectangle:
 def list_rectangles(
     key: Key, shape: Shape, where: Slice | None = None
 ) -> list[CheckpointRectangle]:
-    """Return disjoint rectangles that together cover `parameter[where]`.
+    """Return disjoint rectangles that together cover the part `where` of a parameter.
 
     `shape` is the shape of the parameter. By default, the rectangles cover the whole parameter.
     """
@@ -139,7 +140,7 @@ class KeyMap:
 
     @classmethod
     def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
-        """Create the map from templates; templates that contain `{i}` are used for every layer."""
+        """Create a map from `templates`; those with `{i}` in their names are used for every layer."""
         keys_by_name: dict[str, Key] = {}
         for key in templates:
             for bound in (

@@ -1,6 +1,6 @@
-"""Llama 1, 2, 3, 3.1 and 3.2, CodeLlama, and models like them.
+"""Llama 1, 2, 3, 3.1 and 3.2, CodeLlama, and similar models.
 
-Touvron et al. 2023; Grattafiori et al. 2024.
+See Touvron et al. 2023 and Grattafiori et al. 2024.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Page tables, which list the pages that contain each row's tokens; numpy only, no torch.
+"""Page tables, which list the pages that contain each row's tokens, as numpy arrays.
 
 A page has room for `page_size` tokens, and the pages of a row contain the row's tokens in order.
-The rows that use each page are counted, so rows with the same beginning can share pages. Before a
+The rows that use each page are counted, so rows with a common prefix can share pages. Before a
 row writes to a page that other rows use too, the row gets a copy of the page.
+This module does not use torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PageAllocator:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Grow to `count` pages that rows can use, or as far as `max_pages` allows."""
+        """Grow to `count` pages that rows can use, or to as many as `max_pages` allows."""
         old = len(self)
         new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
@@ -50,7 +51,7 @@ class PageAllocator:
             self._free = [*range(new - 1, old - 1, -1), *self._free]
 
     def allocate(self, count: int) -> Ids:
-        """Return `count` free pages, each of which then has one user."""
+        """Allocate `count` pages, each of which has one user, and return their indices."""
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
         assert count <= len(self._free), (
@@ -61,11 +62,11 @@ class PageAllocator:
         return taken
 
     def add_users(self, pages: Ids) -> None:
-        """Add one user to each page."""
+        """Increase the number of users of each page by 1."""
         self.users[pages] += 1
 
     def remove_users(self, pages: Ids) -> None:
-        """Remove one user from each of these pages, which must be distinct.
+        """Decrease the number of users of each page by 1; the pages must be distinct.
 
         Pages that no longer have a user become free.
         """
@@ -86,7 +87,7 @@ class PageCopies:
 
     @classmethod
     def build_empty(cls) -> PageCopies:
-        """Return an object without any copies."""
+        """Return a `PageCopies` without any copies."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
@@ -123,7 +124,10 @@ class PageTables:
         return self.table[row, : self.page_counts[row]].copy()
 
     def assign_pages(self, row: int, pages: Ids) -> None:
-        """Assign pages to an empty row, which shares them with the rows that already use them."""
+        """Assign `pages`, which other rows already use, to an empty row.
+
+        The rows then share these pages.
+        """
         assert not self.page_counts[row]
         self.ensure_size(row + 1, len(pages))
         self.pages.add_users(pages)
@@ -150,7 +154,7 @@ class PageTables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> PageCopies:
-        """Make room for `after` tokens in total in each of `rows`, which contain `before` tokens.
+        """Make room for `after[i]` tokens in row `rows[i]`, which contains `before[i]` tokens.
 
         The rows must be distinct. If the last page of a row is partly filled and shared, the row
         gets a new page in its place. Returns the page copies that must be made before the rows are
@@ -195,7 +199,7 @@ class PageTables:
     def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the indices into `rows` of rows whose last page is partly filled and shared."""
+        """Return the indices into `rows` of those rows whose last page is partly filled and shared."""
         page = self.pages.page_size
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]

@@ -68,7 +68,7 @@ class Paged:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens without the stored ones."""
+        """The new tokens as whole sequences, without the stored tokens."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -132,9 +132,9 @@ class PagePool:
         self.values = tensors[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` pages, or for the largest number of pages that the pool may have.
+        """Make room for `count` pages, or for as many as the pool may have.
 
-        The number is rounded up to a power of two, so that only few different sizes occur.
+        The number is rounded up to a power of two, so that only a few different sizes occur.
         """
         if count < len(self.pages):
             return
@@ -208,7 +208,7 @@ class PagedCache:
     """
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
-        """Create an empty cache whose page table has `width` columns at first."""
+        """Create an empty cache; its page table initially has `width` columns."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
         self.tables = PageTables(pool.pages, width=width)
         self.used = np.zeros(len(self.tables.page_counts), np.int64)
@@ -230,7 +230,7 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """Set row 0 of `prefix` as the prefix of these empty rows; None means no prefix."""
+        """Make row 0 of `prefix` the prefix of the empty rows `slots`; None means no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.assign_pages(slot, prefix.tables.copy_pages(0))
@@ -244,7 +244,7 @@ class PagedCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a row, and move the last active row to its index.
+        """Release the row `slot`, and move the last active row to this index.
 
         Returns the index that the last row had before the move. It equals `slot` if the released
         row was the last one.
@@ -273,7 +273,7 @@ class PagedCache:
         )
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Return `count` new rows with the contents of row `slot`: several samples of one prompt."""
+        """Return `count` new rows with the contents of `slot`, for several samples of one prompt."""
         new = self.allocate(count)
         for row in new:
             self.tables.assign_pages(row, self.tables.copy_pages(slot))
@@ -284,8 +284,8 @@ class PagedCache:
         """Append `tokens` to the rows `slots` and return the network's input for these tokens.
 
         `tokens` is int64 [R], with one token per row, or a sequence of R tensors, each int64 [n >=
-        1]. In the result, `rows` are the indices of the last new token of each row, and `labels`
-        are these tokens. The hidden states at `rows` predict the next tokens.
+        1]. In the result, `rows` contains the index of each row's last new token, and `labels`
+        contains these tokens. The hidden states at `rows` predict the next tokens.
         """
         if isinstance(tokens, Tensor):
             return self.pool.build_packed(put(self.step(slots, tokens.cpu().numpy()), self.device))

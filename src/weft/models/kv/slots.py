@@ -85,7 +85,7 @@ class Cached:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens without the cached ones."""
+        """The new tokens as whole sequences, without the cached tokens."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -95,7 +95,7 @@ class Cached:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """Length of each new token's sequence after this pass, including its prefix, int64 [T]."""
+        """Length of each new token's sequence after this pass, including the prefix, int64 [T]."""
         return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
@@ -120,7 +120,7 @@ class Cached:
 
     @cached_property
     def places(self) -> Tensor:
-        """Index of each new token's key, as defined in `segments`, int64 [T] on the host."""
+        """Key index of each new token, counted as in `segments`, int64 [T] on the host."""
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
             return torch.from_numpy(key + keys - 1)
@@ -128,7 +128,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Each prefix, with the indices of the new tokens whose sequences begin with it, int64 [n]."""
+        """Prefixes, each with the indices, int64 [n], of the new tokens that follow it."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -140,8 +140,8 @@ class Cached:
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 
-        The mask is 0 for the keys in the slot to which the row's token attends, and minus infinity
-        for all other keys. All layers with the same window share the mask.
+        The mask is 0 for the keys of a row's slot to which the row's token attends, and minus
+        infinity for all other keys. All layers with the same window share the mask.
         """
         if window not in self._decode_masks:
             places = torch.arange(length, device=self.cache.device)
@@ -194,11 +194,11 @@ class KVCache:
         rectangle: bool = True,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Allocate the slots.
+        """Allocate `slots` slots with room for `room` tokens each.
 
-        With `rectangle`, active slots are stored in order, and unwritten memory is zero. Otherwise
-        slots can be stored in any order, and unwritten memory has arbitrary contents (including
-        NaN) and uses no physical memory yet. The second layout is only for networks whose attention
+        With `rectangle`, active slots are stored in order, and unwritten memory is zero. Without
+        `rectangle`, slots can be stored in any order, and unwritten memory has arbitrary contents
+        (including NaN) and uses no physical memory yet. This is only for networks whose attention
         reads each row's keys where they are stored, and no other keys.
         """
         self.device = torch.device(device)
@@ -259,9 +259,9 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """Set the prefix of these empty slots: a cache with one slot, or None for no prefix.
+        """Make `prefix`, a cache with one slot, precede the contents of the empty slots `slots`.
 
-        The prefix precedes the contents of the slots.
+        None means no prefix.
         """
         assert prefix is None or prefix.places[0] == 0, (
             "a prefix is read from the beginning of its memory"
@@ -290,7 +290,7 @@ class KVCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release a slot, and move the last active slot to its index.
+        """Release the slot `slot`, and move the last active slot to this index.
 
         Returns the index that the last slot had before the move. It equals `slot` if the released
         slot was the last one.
@@ -337,8 +337,8 @@ class KVCache:
         """Append `tokens` to the slots `slots` and return the network's input for these tokens.
 
         `tokens` is int64 [R], with one token per slot, or a sequence of R tensors, each int64 [n >=
-        1]. In the result, `rows` are the indices of the last new token of each slot, and `labels`
-        are these tokens. The hidden states at `rows` predict the next tokens.
+        1]. In the result, `rows` contains the index of each slot's last new token, and `labels`
+        contains these tokens. The hidden states at `rows` predict the next tokens.
         """
         # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
@@ -471,7 +471,7 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs of slices, each the indices of slots and the places of these slots in memory.
+    """Return pairs (slots, places) of slices that select the same slots, by index and in memory.
 
     There is one pair if the slots are stored consecutively, else one pair per slot.
     """

@@ -40,12 +40,13 @@ class MoEAuxLoss:
         whole: Tensor | None = None,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Create a loss for the sequences of a pack, with no layers added by default.
+        """Create a loss for the sequences of a pack.
 
         `lengths`, int64 [S], are the lengths of the sequences. `num_layers` is the number of layers
-        with experts in the whole network; it is needed only if the pass does not compute all of
-        them. If the sequences are split over ranks, `lengths` has the number of this rank's tokens
-        in each sequence, `whole` has the number of all tokens, and `reduce` sums a tensor over the
+        with experts in the whole network; it is needed only if the pass computes only some of them.
+        `layers` is the list to which the values of the layers are added, by default an empty list.
+        If the sequences are split over ranks, `lengths` has the number of this rank's tokens in
+        each sequence, `whole` has the number of all tokens, and `reduce` sums a tensor over the
         ranks.
         """
         self.lengths = lengths
@@ -83,9 +84,9 @@ class MoEAuxLoss:
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
     """Return the weight of the auxiliary loss in training.
 
-    `coefficient` is the user's option, which is returned if it is set. Otherwise the weight is
-    `router_aux_loss_coef` of config.json if `output_router_logits` is set there, as in
-    `transformers`, else 0. Raises `ConfigError` if the option is set and the network has no
+    If the user's option `coefficient` is set, it is the weight. Otherwise the weight is the
+    `router_aux_loss_coef` of config.json if `output_router_logits` is set, as in `transformers`,
+    and 0 if it is not set. Raises `ConfigError` if the option is set and the network has no
     experts.
     """
     if config.experts is None:

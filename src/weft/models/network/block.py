@@ -264,7 +264,7 @@ class Block(nn.Module):
 
     `layer` is the index of the layer in the whole network. If attention and MLP are split over
     ranks, `enter` sums the gradients of their inputs over the ranks. If the ranks also divide the
-    rows of a pass, the `RowShare` of the pass sums these gradients instead.
+    rows of a pass, the pass has a `RowShare`, which sums these gradients instead.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -326,7 +326,7 @@ class Block(nn.Module):
 
         x [N, hidden] is the block's input, and `mixed` is the result of `Attention.attend` for the
         same rows. `late` is the dropout inside attention and MLP, and `stream` is the dropout of
-        their results before these are added to x.
+        the outputs of attention and MLP before they are added to x.
         """
         attended = _drop(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT
@@ -361,7 +361,10 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class FeedForwardArguments:
-    """Arguments of an MLP or of experts besides the hidden states, as in `Block.compute_output`."""
+    """Arguments of an MLP or of experts, in addition to the hidden states.
+
+    They have the same meaning as in `Block.compute_output`.
+    """
 
     late: TokenDropout | None
     stream: TokenDropout | None

@@ -17,12 +17,12 @@ def compile_blocks(
     """Compile the parts of each block before and after attention.
 
     The compiled parts are used in passes without cached keys. They are compiled at the first use,
-    once for all blocks of the same form and for any number of tokens. Attention and experts keep
-    their own kernels, so only the part before attention is compiled in a block with experts. The
-    gradients of compiled matrices are computed by autograd.
+    once for all blocks of the same structure and for any number of tokens. Attention and experts
+    keep their own kernels, so only the part before attention is compiled in a block with experts.
+    The gradients of compiled matrices are computed by autograd.
 
     If layers are split over ranks, the ranks communicate between the compiled parts, not in them.
-    With `fp8`, compiled products use fp8 if the sizes of the matrix allow it.
+    With `fp8`, compiled products use fp8 if the sizes of the matrix allow this.
     """
     for block in network.blocks:
         assert isinstance(block, Block)

@@ -108,7 +108,7 @@ class TransformerConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of q k^T in attention.
+        """Factor by which q k^T is multiplied in attention.
 
         Some networks additionally divide q k^T by the number of the layer, counted from 1.
         """

@@ -3,8 +3,8 @@
     keys = DropoutKeys.from_sequences(seed, step, [(id, k), ...])    # one (id, k) per sequence
     packed = replace(packed, dropout=keys)
 
-A mask depends only on the seed and on what is dropped: the step, sequence, position, layer and
-channel. A pack without keys has no dropout. Masks are computed by threefry-2x32, the hash function
+A mask depends only on the seed, the step, and the sequence, position, layer and channel of each
+element. A pack without keys has no dropout. Masks are computed by threefry-2x32, the hash function
 of `weft.randomness`. The key of the hash is `derive_key(seed, "dropout", step, id, k)` of the
 sequence, and the counter is (position, site << 20 | pair of channels). Each of the two output words
 decides whether one channel is dropped. For attention weights, a separate key is first derived for
@@ -139,7 +139,7 @@ class TokenDropout:
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return a copy of the dropout for another layer; None if there is no dropout."""
+    """Return a copy of the dropout `how` for the layer `layer`, or None if `how` is None."""
     return None if how is None else replace(how, layer=layer)
 
 

@@ -41,7 +41,8 @@ def compute_outputs(
 ) -> dict[Output, Tensor]:
     """Return the outputs `want` for the rows of `x`, given their hidden states `hidden` [N, H].
 
-    Outputs for several ids per row are over the whole vocabulary, even if there is a `support`.
+    Outputs for several ids per row are computed over the whole vocabulary, even if there is a
+    `support`.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
@@ -141,10 +142,10 @@ def compute_given_outputs(
 ) -> dict[Output, Tensor]:
     """Return the log-probs of the given `ids`, and of all other ids together.
 
-    `ids` is int [N, K], and the ids of a row are distinct. `given_logprobs` [N, K + 1] are the
-    log-probs of the ids, followed by the log-prob of all other ids together. With `labelled`, the
-    result also has `logprobs` [N], the log-probs of `labels`. Both outputs are differentiable in
-    `hidden` [N, H] and in the projection.
+    `ids` is int [N, K], and the ids of a row are distinct. The result contains `given_logprobs` [N,
+    K + 1]: the log-probs of the ids, followed by the log-prob of all other ids together. With
+    `labelled`, it also contains `logprobs` [N], the log-probs of `labels`. Both outputs are
+    differentiable in `hidden` [N, H] and in the projection.
 
     The dtypes and the arguments `temperature`, `chunk` and `gradient` are the same as in
     `weft.models.network.token_outputs.compute_token_outputs`.
@@ -241,9 +242,10 @@ class _EventLogprobs:
             grad_k - p_k g  for the k-th given id,
             q_j (grad_rest - p_rest g)  for any other id j,
 
-        and `grad_label` is added for the label. g is the sum of all given gradients of the row, and
-        q_j = p_j / p_rest is the softmax over only the other ids. No digits cancel, however small
-        p_rest is.
+        and `grad_label` is added for the label. Here grad_k and grad_rest are the elements of the
+        row's `grad_event`, p_k and p_rest are the probabilities of the events, and g is the sum of
+        the row's `grad_event` and `grad_label`. q_j = p_j / p_rest is the softmax over only the
+        other ids. No precision is lost by cancellation, however small p_rest is.
         """
         if grad_label is None:
             total = grad_event.sum(dim=1)

@@ -1,6 +1,6 @@
-"""Freezing of the first layers, training of embeddings with adapters, and residual dropout.
+"""Freezing of the first layers, training of embeddings in addition to adapters, and dropout.
 
-The dropout of the outputs of attention and MLP can increase with depth.
+Dropout of the outputs of attention and MLP can increase with the depth of the layer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
     """Freeze the embeddings and the first `first` blocks of the whole network.
 
-    If `dtype` is set, the frozen weights are converted to it, since they have no master weights. A
-    tied output matrix is frozen together with the embedding.
+    If `dtype` is set, the frozen weights are converted to this dtype, since they have no master
+    weights. A tied output matrix is frozen together with the embedding.
     """
     blocks = []
     for block in network.blocks:
@@ -46,8 +46,8 @@ def train_embeddings(network: Transformer) -> None:
 def count_frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
     """Return how many of the first layers are frozen: `first`, or all but the last `last` layers.
 
-    Returns None if neither is set. Raises `ConfigError` if `first` or `last` is larger than
-    `num_layers`.
+    Returns None if `first` and `last` are both None. Raises `ConfigError` if `first` or `last` is
+    larger than `num_layers`.
     """
     if first is not None and first > num_layers:
         raise ConfigError(

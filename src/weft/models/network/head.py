@@ -24,7 +24,7 @@ class LMHead(nn.Module):
     """Output layer of a language model.
 
     `weight` is None if the layer uses the embedding's matrix, which is then an argument of each
-    call.
+    method.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -79,9 +79,9 @@ class ValueHead(nn.Module):
 def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
-    `weight` is [1, H]. In bfloat16, two thousand different rewards would be rounded to half as many
-    values. The result is a copy and not a view, because writing to a view in place would bypass the
-    hooks that FSDP2 attaches to the outputs of a network, and FSDP2 warns of this.
+    `weight` is [1, H]. In bfloat16, rounding would reduce two thousand different rewards to half as
+    many values. The result is a copy and not a view, because writing to a view in place would
+    bypass the hooks that FSDP2 attaches to the outputs of a network, and FSDP2 warns of this.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
@@ -90,9 +90,9 @@ def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
 def find_score_rows(x: Packed, padding: int | None) -> Tensor:
     """Return the index of the token at which each sequence's score is read, int64 [S].
 
-    This is the last token, or, if `padding` is set, the last token other than `padding`.
-    `transformers` pools in the same way: a sequence that ends with one padding token is read one
-    token earlier. A sequence that consists only of padding tokens is read at its last token.
+    This is the last token, or, if `padding` is set, the last token other than `padding`. If a
+    sequence consists only of padding tokens, it is the last token. `transformers` selects the token
+    in the same way.
     """
     last = x.attention.last_tokens
     if padding is None:

@@ -68,7 +68,8 @@ def apply_adapter(
 ) -> Tensor:
     """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
-    If `dropped` is None, y is x. W and the bias are frozen.
+    If `dropped` is None, y is x. W and the bias are frozen. The gradients of A and B are added to
+    the two `sums`, where these are set.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)

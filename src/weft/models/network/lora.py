@@ -47,9 +47,9 @@ def attach(
 ) -> None:
     """Add adapters of rank `r` to the layers `targets` and freeze the rest of the network.
 
-    By default, all of `TARGETS` get adapters. A value or score head is not frozen. A is uniform in
-    +-1/sqrt(in) and depends only on `seed` and the name of the parameter. B is 0, so the outputs of
-    the network do not change. Raises `ConfigError` for a target that the network lacks.
+    By default, all layers in `TARGETS` get adapters. A value or score head is not frozen. A is
+    uniform in +-1/sqrt(in) and depends only on `seed` and the name of the parameter. B is 0, so the
+    outputs of the network do not change. Raises `ConfigError` for a target that the network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in find_canonical_parameters(network).items():
@@ -162,7 +162,7 @@ def list_adapters(layer: Linear) -> list[Adapter]:
 
 @contextmanager
 def disable_adapters(network: nn.Module) -> Iterator[None]:
-    """Disable all adapters and prefixes in a `with` block, so that the base model is computed."""
+    """Disable all adapters and prefixes in a `with` block, so that the network is the base model."""
     held = []
     for module in network.modules():
         if isinstance(module, Adapter | PrefixKeysValues):

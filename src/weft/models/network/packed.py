@@ -29,7 +29,7 @@ RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 class TopIds:
     """Request for the `count` most likely ids of each row, considering only ids less than `below`.
 
-    If there are fewer such ids, all of them are returned.
+    If fewer than `count` ids are considered, all of them are returned.
     """
 
     count: int

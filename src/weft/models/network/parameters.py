@@ -18,9 +18,9 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Location of a canonical parameter: `rows` of a module's `parameter`.
+    """Location of a canonical parameter: the rows `rows` of the stored parameter `parameter`.
 
-    If `rows` is None, the canonical parameter is the whole stored one.
+    If `rows` is None, the canonical parameter is the whole stored parameter.
     """
 
     name: str  # name of the stored parameter in the network
@@ -34,7 +34,7 @@ class StoredParameter:
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of the canonical parameter, as a view; None if there is no gradient."""
+        """Gradient of the canonical parameter, as a view, or None if it has not been computed."""
         return None if self.parameter.grad is None else self.select_rows(self.parameter.grad)
 
     @property
@@ -50,7 +50,7 @@ class StoredParameter:
 
 
 def find_canonical_parameters(network: nn.Module) -> dict[str, StoredParameter]:
-    """Return the location of every parameter by canonical name; tied parameters have one name.
+    """Return the location of every parameter by canonical name; tied parameters are listed once.
 
     Parameters of modules that are not weft's keep the names that they have in the module.
     """
@@ -108,7 +108,7 @@ def _iterate_adapter(
 
 
 def number_block(name: str, layers: Sequence[int] | None) -> str:
-    """Return the parameter name with the block's local index replaced by its index in the network.
+    """Return `name` with the local index of its block replaced by the index in the whole network.
 
     `layers` are the indices of the local blocks in the whole network; None leaves the name
     unchanged.

@@ -40,7 +40,7 @@ class PrefixKeysValues(nn.Module):
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def build_heads(self, heads: Tensor) -> Tensor:
-        """Return the prefix in the form of `heads`, [tokens, heads + 2 kv_heads, head_dim].
+        """Return the prefix in the layout of `heads`, [tokens, heads + 2 kv_heads, head_dim].
 
         The queries are zeros, because their attention outputs are not used.
         """
@@ -52,7 +52,7 @@ class PrefixKeysValues(nn.Module):
 class InsertedPrefix:
     """Pack of whole sequences in which the trained prefix is inserted before each sequence.
 
-    Only attention uses this longer pack.
+    Only attention uses this longer pack. In shapes, `all` is the number of its tokens.
     """
 
     attention: AttentionContext
@@ -71,7 +71,7 @@ class InsertedPrefix:
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return the attention outputs without those of the prefix: [all, heads, dim] -> [T, ...]."""
+        """Remove the attention outputs of the prefix tokens: [all, heads, dim] -> [T, ...]."""
         return mixed.index_select(0, self.pack_places)
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
@@ -100,11 +100,11 @@ class OverwrittenPrefix:
         return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return the attention outputs unchanged: the placeholders are tokens of the pack."""
+        """Return the attention outputs unchanged, because the placeholders are tokens of the pack."""
         return mixed
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Return the dropout unchanged: the placeholders are tokens of the pack."""
+        """Return the dropout unchanged, because the placeholders are tokens of the pack."""
         return dropout
 
 
@@ -113,7 +113,8 @@ def insert_prefix(
 ) -> InsertedPrefix:
     """Insert a prefix of `count` tokens before each sequence of a pack of `num_tokens` tokens.
 
-    If several sequences share their first tokens, the prefix is inserted only once before these.
+    If several sequences share their first tokens, the prefix is inserted only once, before the
+    shared tokens.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
@@ -163,7 +164,7 @@ def overwrite_prefix(
 ) -> OverwrittenPrefix | None:
     """Find the new tokens that are placeholders for the `count` tokens of the prefix.
 
-    Returns None if there are no such tokens.
+    Returns None if no new token is a placeholder.
     """
     if isinstance(context, Paged):
         if context.is_decode_step:

@@ -54,7 +54,7 @@ class Quantized(Tensor):
     def build_empty(
         cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
     ) -> Quantized:
-        """Return a matrix without values, which must be copied into it later."""
+        """Return a matrix with uninitialized values, which must be overwritten later."""
         if kind == "8bit":
             codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
             scales = (rows, 1)
@@ -74,7 +74,7 @@ class Quantized(Tensor):
         return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 
     def select_rows(self, where: slice) -> Quantized:
-        """Return some rows as a view, so that values copied into the view change this matrix."""
+        """Return the rows `where` as a view; values copied into the view change this matrix."""
         return Quantized(self.codes[where], self.scales[where], self.kind, self.dtype)
 
     def to_whole(self) -> Tensor:

@@ -24,9 +24,9 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return (cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
 
-    `lengths`, int64 [T], has the length of each token's sequence. The schemes that depend on this
-    length (dynamic and longrope) use the length of each sequence separately, so a pack gives the
-    same results as separate sequences.
+    `lengths`, int64 [T], is the length of each token's sequence. The schemes that depend on this
+    length (dynamic and longrope) use the length of each sequence separately, so the results are the
+    same whether sequences are packed or not.
     """
     frequencies, factor = _compute_frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]

@@ -44,8 +44,8 @@ class RowShare(Protocol):
 class SharedRows:
     """Assignment of the rows of one pass to the ranks.
 
-    The pass may need the final hidden states of only some tokens. `wanted_tokens`, int64, are the
-    tokens among these that this rank has, as indices into this rank's rows.
+    The pass may need the final hidden states of only some of the tokens. `wanted_tokens`, int64,
+    are indices into this rank's rows: they select those of the needed tokens that this rank has.
     """
 
     token_share: RowShare  # of all tokens of the pack
@@ -54,7 +54,7 @@ class SharedRows:
 
 
 class RowSharing(Protocol):
-    """Interface of a rule by which the ranks divide the rows of each pass."""
+    """Interface of objects that divide the rows of each pass among the ranks."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
         """Assign the packed `tokens` [T] to the ranks.
@@ -76,7 +76,8 @@ def gather_inputs(
 
     In the backward pass, gradients are summed over the ranks. With a `share`, x has only this
     rank's rows, and the other rows are gathered. Otherwise x has all rows, and `enter` sums the
-    gradients. If both are None, the layer is not split, and x is returned unchanged.
+    gradients. If `share` and `enter` are both None, the layer is not split, and x is returned
+    unchanged.
     """
     if share is not None:
         return share.gather(x)

@@ -45,7 +45,7 @@ class OutputProjection:
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed at once, the same on every rank."""
+        """Return the number of rows whose logits are computed at once, which is equal on all ranks."""
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
@@ -123,9 +123,10 @@ class _TokenOutputSettings:
 
 
 class ProjectionGradients:
-    """Gradients of the inputs of an output projection, summed over chunks of rows.
+    """Gradients with respect to the inputs of an output projection, computed in chunks of rows.
 
-    The weight's gradient is added to the `gradient_sum` if there is one.
+    The gradients of the weight and the bias are summed over the chunks. If there is a
+    `gradient_sum`, the weight's gradient is added to it.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class ProjectionGradients:
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
         """Add the gradients of a chunk of rows, whose logits have the gradient scale * grad_logits.
 
-        `scale` [R] is multiplied with matrices [R, H], and not with the larger `grad_logits` [R,
-        V].
+        The factors `scale` [R] are applied to matrices [R, H] and not to `grad_logits` [R, V],
+        which is larger.
         """
         hidden, weight, _ = self._inputs
         grad_raw = grad_logits.to(weight.dtype)
@@ -444,7 +445,7 @@ def _recompute_softmax(
 def _select_gradients(
     gradients: Mapping[Output, Tensor], rows: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients with respect to the log-probs and the entropy of the chunk `rows`."""
+    """Return the chunk `rows` of the gradients with respect to the log-probs and the entropy."""
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
 
@@ -490,7 +491,7 @@ def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
-    """Return logp with 0 for ids outside the support of their row, so that p log p is 0 there."""
+    """Return `logp` with 0 for ids outside their row's support, so that p log p is 0 there."""
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)

@@ -10,7 +10,7 @@
 Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks. The stage has
 the embedding if block 0 is included, and the last norm and the head if the last block is. A stage
 without the embedding reads `states` [T, hidden], and a stage without the head returns its states.
-If a rank has several runs of consecutive blocks, `split` makes a network of each run.
+If a rank has several runs of consecutive blocks, `split` creates a network for each run.
 
 Under tensor parallelism, a rank's network has a configuration with fewer heads, a narrower MLP and
 a smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
@@ -370,7 +370,7 @@ class Transformer(nn.Module):
 def _place_prefix(
     x: Packed, at: BlockContext, count: int
 ) -> prefix.InsertedPrefix | prefix.OverwrittenPrefix | None:
-    """Return where the prefix's `count` tokens are in a pass, or None if the pass has none."""
+    """Return how the `count` prefix tokens are placed in a pass, or None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.overwrite_prefix(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
