@@ -9,9 +9,10 @@ from weft.cli.main import main as weft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `weft quickstart` with `argv`, by default `sys.argv`, and return the exit code.
+    """Run `weft quickstart` with the arguments `argv`, and return the exit code.
 
-    A script that registers a quickstart can end with `sys.exit(main())`.
+    By default, the arguments are read from `sys.argv`. A script that registers a quickstart can end
+    with `sys.exit(main())`.
     """
     if argv is None:
         sys.argv.insert(1, "quickstart")

@@ -46,8 +46,8 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
     """Open a policy, with the chat template of `--chat-template` if that is given.
 
-    For the name of a run, its newest checkpoint is opened. Raises `UserError` for a model that is
-    not a policy.
+    If `name` is the name of a run, the run's newest checkpoint is opened. Raises `UserError` for a
+    model that is not a policy.
     """
     return _print_notes(
         open_policy(_build_spec(name, given, ModelQuery("MODEL", POLICIES), given.chat_template))
@@ -55,7 +55,7 @@ def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
 
 
 def check_policies(names: Iterable[str]) -> None:
-    """Raise `UserError` for the first name that is not a policy; no model is loaded."""
+    """Raise `UserError` for the first name that is not a policy, without loading a model."""
     for name in names:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 
@@ -63,8 +63,8 @@ def check_policies(names: Iterable[str]) -> None:
 def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:
     """Open a reward model with its own tokenizer and chat template.
 
-    For the name of a run, its newest checkpoint is opened. `option` is the flag to name in error
-    messages. Raises `UserError` for a model that is not a reward model.
+    If `name` is the name of a run, the run's newest checkpoint is opened. `option` is the flag to
+    name in error messages. Raises `UserError` for a model that is not a reward model.
     """
     return _print_notes(open_scorer(_build_spec(name, given, ModelQuery(option, SCORERS), None)))
 

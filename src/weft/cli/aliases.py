@@ -112,8 +112,9 @@ class OverrideTranslation:
     def add_assignment(self, target: str, override: Override, value: Any) -> None:
         """Assign `value` to the option `target`, which the user wrote as `override.name`.
 
-        If two spellings set the same option, the one with the later position in the stack of
-        sections is used. Raises `ConfigError` if both have the same position.
+        If several spellings set the same option, the config section that comes last takes
+        precedence, and the command line overrides all sections. Raises `ConfigError` if two
+        spellings are set in the same place.
         """
         before = self.user_spellings.setdefault(target, override.name)
         if before != override.name:
@@ -146,7 +147,7 @@ class OverrideTranslation:
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
     """Return the overrides under weft's option names, and a note for each alternative spelling.
 
-    Unknown names are returned unchanged; `options.read` rejects them.
+    Unknown names are returned unchanged; `options.read` raises an error for them later.
     """
     done = build_translation(overrides, config)
     return done.overrides, done.notes
@@ -157,7 +158,8 @@ def build_translation(
 ) -> OverrideTranslation:
     """Translate overrides to weft's option names, and record how the user spelled each option.
 
-    `ranks` maps a name, as the user spelled it, to its position in the stack of sections.
+    `ranks` maps a name, as the user spelled it, to the position of the config section that sets it.
+    Sections with a higher position take precedence.
     """
     done = OverrideTranslation(
         config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
@@ -181,14 +183,14 @@ def build_translation(
 
 
 def list_spellings(config: RunConfig) -> list[str]:
-    """Return all option names of other programs that this configuration accepts."""
+    """Return all option names of other programs that are accepted for this configuration."""
     return [*RENAMED, *VALUE_TRANSLATORS, *config.spellings]
 
 
 def map_spellings(config: RunConfig) -> dict[str, list[str]]:
     """Return, for each option, up to `MAX_SHOWN_SPELLINGS` names that other programs use for it.
 
-    The names are for help pages. Names that equal the last part of the option's own name are left
+    Help pages show these names. A name that equals the last part of the option's own name is left
     out.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
@@ -220,7 +222,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if `name` sets an option of model calls for a host function."""
+    """Raise `ConfigError` if `name` is an option of model calls, but its node is a host function."""
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
@@ -233,8 +235,8 @@ def _check_node(name: str, config: RunConfig) -> None:
 def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
     """Split an override such as `group={a: 1, b: 2}` into `group.a=1` and `group.b=2`.
 
-    The override is returned unsplit if its name is an option, or if its value is not a mapping or
-    is empty.
+    The override is returned unchanged if its name is an option, if its value is empty, or if its
+    value is not a mapping.
     """
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
@@ -270,9 +272,9 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
 
 
 def _map_to_trained_role(config: RunConfig, name: str) -> str:
-    """Return the trained role's option for a name without a role, such as `optimizer.lr`.
+    """Return the full option name, such as `actor.optimizer.lr`, for a name without a role.
 
-    Raises `ConfigError` unless exactly one role is trained.
+    The role is the only trained role. Raises `ConfigError` if several roles, or none, are trained.
     """
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
@@ -286,7 +288,11 @@ def _map_to_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _translate_batch(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `dataset.train_bs_n_seqs` to batch per device x accumulation steps x data-parallel ranks."""
+    """Set `dataset.train_bs_n_seqs` to the global batch size.
+
+    This is the batch size per device times the accumulation steps times the number of data-parallel
+    ranks.
+    """
     if BATCH_SPELLINGS[0] not in given:
         raise ConfigError(
             f"{BATCH_SPELLINGS[1]}: multiplies {BATCH_SPELLINGS[0]}, which is not set; write "
@@ -312,10 +318,10 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    The number is read from `given`, the values that the user set: from the layout of the training
-    call or of the role, from `allocation_mode`, or else from the role's `data_parallel_size`. The
-    number is 1 if none of these is set, and the number of all devices if `allocation_mode` is
-    "heuristic".
+    The number is determined from `given`, the values that the user set. The first of these that is
+    set is used: the layout of the training call, the layout of the role, `allocation_mode`, and the
+    role's `data_parallel_size`. If none is set, the result is 1. If `allocation_mode` is
+    "heuristic", the result is the number of all devices.
     """
     role = done.trained_roles[0]
     call = next(
@@ -332,7 +338,7 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
 
 
 def _translate_warmup(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` for a value below 1."""
+    """Set `MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` if the value is below 1."""
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
@@ -369,9 +375,10 @@ def _translate_use_peft(
 def _translate_strategy(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `save_freq_steps` or `eval_freq_steps` for "steps", or `..._freq_epochs=1` for "epoch".
+    """Set the interval between checkpoints or evaluations.
 
-    The interval is 500 steps if the user sets none.
+    The value "steps" sets `save_freq_steps` or `eval_freq_steps`, to 500 unless the user sets the
+    interval. The value "epoch" sets `save_freq_epochs` or `eval_freq_epochs` to 1.
     """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
@@ -386,9 +393,10 @@ def _translate_strategy(
 def _translate_report_to(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `logger.tensorboard=true`, `logger.wandb.mode=online` or `logger.trackio.project`.
+    """Set the option that enables each named logger.
 
-    The value "none" enables no logger.
+    These options are `logger.tensorboard=true`, `logger.wandb.mode=online` and
+    `logger.trackio.project`. The value "none" enables no logger.
     """
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
@@ -404,7 +412,10 @@ def _translate_report_to(
 
 
 def _translate_resume(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `recover_mode=resume` for true, latest or the bare flag, or `resume_from` for a path."""
+    """Set `recover_mode=resume` if the value is true or latest, or `resume_from` if it is a path.
+
+    The flag without a value means true.
+    """
     value = given[override.name]
     if value in (True, "latest", "true"):
         done.add_assignments(["recover_mode"], override, "resume")

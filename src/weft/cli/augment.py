@@ -172,7 +172,7 @@ def _parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def _find_paths(given: argparse.Namespace) -> list[str]:
-    """Return the files to read: the named files, and the files of the named datasets.
+    """Return the paths of the files to read: the given files, and those of the named datasets.
 
     Raises `ConfigError` if there are none.
     """
@@ -212,7 +212,7 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
 
 
 def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Return the settings that the written rows depend on, including the number of rows `count`."""
+    """Return the settings that determine the written rows, including the number of rows, `count`."""
     left_out = ("out", "yes", "device", "backend")
     plain = {}
     for name, value in vars(given).items():

@@ -126,9 +126,9 @@ def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _list_quickstart_names(words: Sequence[str]) -> list[str]:
-    """Return the names of the shipped quickstarts and of those registered in user code.
+    """Return the names of the built-in quickstarts and of those registered in user code.
 
-    User code is not run, but searched for calls of `register_quickstart`.
+    User code is not run. It is only searched for calls of `register_quickstart`.
     """
     named = []
     for file in _find_user_files(words):
@@ -165,7 +165,10 @@ def _build_config(name: str, words: Sequence[str]) -> Any:
 
 
 def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over completions of option names, one level at a time: `actor.`, then its options."""
+    """Iterate over completions of option names, one level at a time.
+
+    For example, `act` is completed to `actor.`, and `actor.` to the options of the actor.
+    """
     given = {word.partition("=")[0] for word in words}
     open_ones = []
     for leaf in iterate_options(_build_config(name, words)):
@@ -175,9 +178,10 @@ def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator
 
 
 def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
-    """Iterate over the names of `options`, each cut after the first dot that follows `current`.
+    """Iterate over the names of `options` up to the next level after `current`.
 
-    If only one group matches, the names of its options are returned instead.
+    For example, `actor.optimizer.lr` is shortened to `actor.optimizer.` if `current` is "actor.".
+    If all options are in the same group, the names within this group are returned instead.
     """
     start = current.rfind(".") + 1
     descriptions: dict[str, str] = {}
@@ -246,9 +250,10 @@ def _list_sections(words: Sequence[str]) -> Iterator[Word]:
 
 
 def _complete_command(name: str, words: list[str], current: str) -> Iterator[Word]:
-    """Iterate over the subcommands or flags of a command, or else over runs, sections or files.
+    """Iterate over completions for a command other than `quickstart`.
 
-    Subcommands and flags are read from the command's help.
+    The command's subcommands and flags are read from its help. Other arguments are completed with
+    the names of runs, sections or files.
     """
     if name not in COMMANDS:
         return
@@ -317,9 +322,9 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 
 
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
-    """Iterate over the paths of the runs in ./runs, then over other files and folders.
+    """Iterate over paths that begin with `begun`: first the runs in ./runs, then files and folders.
 
-    All paths begin with `begun`. Folders that contain a listed run are left out.
+    Folders that contain one of these runs are left out.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

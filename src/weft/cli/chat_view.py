@@ -24,10 +24,10 @@ def is_printable(character: str) -> bool:
 
 
 class StreamWrapper:
-    """Wraps a stream of text at word boundaries.
+    """Wrapper that breaks a stream of text into lines at word boundaries.
 
-    `feed` accepts a piece of the stream, and returns the text that can be printed. A word is held
-    back until it is complete.
+    `feed` accepts the next piece of the stream and returns the text that can be printed. An
+    incomplete word is held back.
     """
 
     def __init__(self, width: int, indent: int) -> None:

@@ -33,9 +33,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_candidates(words: list[str]) -> int:
-    """Print a line for each completion of the last word: the candidate, a tab, its description.
+    """Print the completions of the last word, one per line, and return the exit code 0.
 
-    The tab and the description are left out if there is no description. Returns the exit code 0.
+    A line has the candidate, a tab and a description. Without a description, it has only the
+    candidate.
     """
     from weft.cli.candidates import find_candidates
 

@@ -129,7 +129,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def list_sections(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines that list the recipes with their purpose, other sections, and unusable files."""
+    """Yield lines that list the recipes with their purpose, the other sections, and unusable files."""
     broken: list[str] = []
     library = SectionLibrary.from_folders(given.folders, broken)
     sections = []
@@ -186,9 +186,9 @@ def _describe_recipe(section: ConfigSection) -> str | None:
 
 
 def show_stack(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the merged options of the given sections as lines, each with its origin.
+    """Yield the options that result from merging the given sections, each with its origin.
 
-    A line with the command comes first, and notes come last.
+    The first line is the command to run, and the last lines are notes.
     """
     names = []
     for word in given.words:
@@ -206,7 +206,7 @@ def show_stack(given: argparse.Namespace) -> Iterator[str]:
 
 
 def copy_section(given: argparse.Namespace) -> Iterator[str]:
-    """Copy one section with its comments to a new file. Yields a line of confirmation."""
+    """Copy one section with its comments to a new file, and yield a line of confirmation."""
     section = SectionLibrary.from_folders(given.folders).get(given.name)
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} exists; name another file")
@@ -219,7 +219,8 @@ def copy_section(given: argparse.Namespace) -> Iterator[str]:
 def _read_section_text(section: ConfigSection) -> str:
     """Return the section's source text with its comments.
 
-    A section that uses a YAML anchor defined elsewhere in its file is written as plain YAML.
+    If the section uses a YAML anchor that is defined outside it, its values are written as YAML
+    without anchors and comments.
     """
     import yaml
 
@@ -251,10 +252,10 @@ def _find_top_keys(rows: Sequence[str]) -> set[str]:
 
 
 def validate_words(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section of the given files, and the stack of the given sections.
+    """Check every section in the given files, and check that the given sections can be combined.
 
-    Yields a line for each valid section and for a valid stack. Raises a `ConfigError` that lists
-    every problem.
+    Yields a line for each valid section and for a valid combination. Raises a `ConfigError` that
+    lists every problem.
     """
     problems: list[str] = []
     names: list[str] = []
@@ -320,10 +321,10 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Return the name of a quickstart that accepts the stack of sections, and an empty string.
+    """Find a quickstart that accepts the sections `names`; return its name and an empty string.
 
-    If no quickstart accepts the stack, return the likeliest quickstart and the problem. If
-    `quickstart` is given, only that one is tried.
+    If no quickstart accepts the sections, the result is the most likely quickstart and an error
+    message. If `quickstart` is given, only that one is tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
@@ -345,9 +346,9 @@ def _read_checked_stack(
     quickstart: str,
     given: Iterable[overrides.Override],
 ) -> SectionStack:
-    """Return the stack after checking its options as for a run of `quickstart`.
+    """Merge the sections `names`, and check the resulting options as for a run of `quickstart`.
 
-    Raises a `ConfigError` that names the origin of an invalid option.
+    Raises a `ConfigError` that states where an invalid option was set.
     """
     from weft.cli.quickstart import apply_overrides
 
@@ -426,7 +427,7 @@ def _check_call(name: str, call: MFCOptions) -> None:
 def _check_sources(config: RunConfig, stack: SectionStack) -> None:
     """Check the datasets in `dataset.sources`.
 
-    Raises a `ConfigError` that has the location of the list in its message.
+    Raises a `ConfigError` whose message begins with the file and line of the list.
     """
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None

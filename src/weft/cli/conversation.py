@@ -322,9 +322,10 @@ class Conversation:
         self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
-        """On a terminal, print the token count, the speed, and why the answer is incomplete.
+        """Print the token count, the speed, and the reason why the answer is incomplete.
 
-        The reason is left out if the answer is complete.
+        Nothing is printed unless the output is a terminal. The reason is left out if the answer is
+        complete.
         """
         if not self.view.interactive:
             return
@@ -338,7 +339,7 @@ class Conversation:
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return the sampling limits that have an effect, such as top_p, by name."""
+    """Return the sampling limits that have an effect, such as top_p, keyed by name."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
     for name, value in off.items():

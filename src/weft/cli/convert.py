@@ -32,7 +32,7 @@ SPECIAL_PIECES = {
 def main(argv: Sequence[str]) -> int:
     """Run `weft convert ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be converted.
+    Raises `UserError` if the input cannot be converted.
     """
     parser = CommandParser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
@@ -189,10 +189,10 @@ def _read_vocabulary(path: Path, size: int) -> spm.SentencePieceModel:
 
 
 def _save_tokenizer(vocabulary: spm.SentencePieceModel, length: int, output: Path) -> None:
-    """Save a fast tokenizer that begins each sequence with BOS.
+    """Save a fast tokenizer that adds BOS at the start of each sequence.
 
-    `length` is the maximum number of tokens. The unknown piece, which never occurs, is also used
-    for padding.
+    `length` is the maximum number of tokens. The token for unknown text is also used for padding,
+    because it never occurs in encoded text.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -154,9 +154,9 @@ def answer_request(
 ) -> DashboardAnswer:
     """Return the answer to a request for the URL path `target`.
 
-    `host` is the request's Host header, and `known` the ETag of the client's copy of the page. If
-    the path lacks the token, or the host is not this machine, the answer reveals nothing about any
-    run.
+    `host` is the request's Host header, and `known` is the ETag of the client's copy of the page.
+    If the path lacks the token, or if the host is not this machine, the answer reveals nothing
+    about any run.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
         return DashboardAnswer(403, "Only this machine can open this address.")

@@ -1,4 +1,4 @@
-"""`weft data`: inspect training data as a run reads it: tokens, counts, suspicious rows."""
+"""`weft data`: show training data as a run reads it, count rows, and find suspicious rows."""
 
 from __future__ import annotations
 
@@ -183,10 +183,10 @@ def _parse_count(text: str) -> int:
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """Return the dataset type that is set, or the type whose format the first row has.
+    """Return the dataset type that the user set, or else guess it from the first row.
 
-    `mode` decides the type of named datasets and of message trees. Raises `ConfigError` if the
-    first row fits no type.
+    For named datasets and message trees, `mode` determines the type. Raises `ConfigError` if no
+    type matches the first row.
     """
     from weft.data.rows import SINGLE_MESSAGE_HINT, guess_type, is_tree, is_tree_message
     from weft.data.sources import UnreadableRow, find_files, read_rows
@@ -233,9 +233,10 @@ def _load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
-    """Return the tokenizer's options, with a run or model name in `path` replaced by a directory.
+    """Return the tokenizer's options with `path` resolved to a directory.
 
-    Raises `CheckpointError` if no tokenizer is found.
+    In the argument, `path` can also be the name of a run or of a model. Raises `CheckpointError` if
+    no tokenizer is found.
     """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
@@ -317,10 +318,10 @@ def _needs_all_rows(spec: DatasetSpec) -> bool:
 
 
 def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> int | None:
-    """Print a table of the number of rows per source.
+    """Print a table of the number of rows in each source.
 
-    With a tokenizer, the rows are loaded as for a run, so that rows cut or left out are counted
-    too. Returns the exit code, or None for success.
+    With a tokenizer, the rows are loaded as for a run, so that the numbers of truncated and omitted
+    rows are also known. Returns the exit code, or None for success.
     """
     from weft.cli import named_data
     from weft.data.loader import load_data, resolve_sources
@@ -346,9 +347,10 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 
 
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print one line per source: `name: longest (p99 N, >4096: number of longer rows)`.
+    """Print, for each source, the longest row, the 99th percentile, and the number of long rows.
 
-    Lengths are in tokens. No row is truncated or left out.
+    A line has the form `name: longest (p99 N, >4096: COUNT)`. Lengths are in tokens. No row is
+    truncated or left out.
     """
     from weft.cli.named_data import iterate_length_statistics
 
@@ -416,10 +418,10 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 
 
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print the number of rows of each file, and the suspicious rows that a scan finds.
+    """Print the number of rows in each file, and the suspicious rows.
 
-    Suspicious rows contain one of the phrases to look for, repeat another row, or have an empty
-    answer or cannot be read. With a tokenizer, invalid and overlong rows are also printed.
+    A row is suspicious if it contains one of the phrases to look for, repeats another row, has an
+    empty answer, or cannot be read. With a tokenizer, invalid and overlong rows are also printed.
     """
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look

@@ -52,7 +52,7 @@ def add_dataset_options(command: argparse.ArgumentParser, *, modes: bool = True)
 
 
 def add_stack_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of commands that read the data of a stack of sections."""
+    """Add `--configs` and `--config-dir`, which select config sections that list datasets."""
     command.add_argument(
         "--configs",
         nargs="+",
@@ -110,7 +110,8 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
 def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
     """Remove assignments such as `key=value` from the values of list options, and return them.
 
-    argparse stores assignments that follow a list option, such as `--datasets`, among its values.
+    argparse adds the assignments that follow a list option, such as `--datasets`, to the option's
+    values.
     """
     words = list[str]()
     for name in options:
@@ -161,8 +162,8 @@ def _set_named_datasets(
 ) -> None:
     """Set the data sources to the datasets named on the command line.
 
-    Datasets that are neither local nor allowed to be downloaded are left out. Raises `ConfigError`
-    if none remains. `copy` is the path of a local copy.
+    A dataset is left out if it is not on this machine and the user does not allow its download.
+    Raises `ConfigError` if no dataset remains. `copy` is the path of a local copy.
     """
     if not (arguments.datasets or arguments.configs or copy):
         return
@@ -191,7 +192,7 @@ def _set_named_datasets(
 def _extract_data_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in a run's configuration that define its data.
 
-    If the configuration does not set `tokenizer`, the tokenizer of its model or actor is used.
+    If `tokenizer` is not set, the tokenizer of the run's model or actor is used.
     """
     options = {}
     for name in ("dataset", "tokenizer", "seed"):

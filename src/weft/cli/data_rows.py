@@ -11,9 +11,9 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """Return the prompt and completions of a sample with one id as text, token by token.
+    """Return the prompt and completions of `sample`, which has only one id, as text.
 
-    `lines` puts each token on its own line.
+    Tokens are separated by |. With `lines`, each token is on its own line.
     """
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")

@@ -75,8 +75,8 @@ LENGTH_OPTIONS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_len
 class DeepSpeedOverrides:
     """Result of reading a DeepSpeed file.
 
-    `assignments` set weft's options; the command line overrides them. `notes` explain how the file
-    was read.
+    `assignments` set weft's options, unless the command line overrides them. `notes` explain to the
+    user how the file was interpreted.
     """
 
     flag: str  # the flag as it was written
@@ -87,10 +87,10 @@ class DeepSpeedOverrides:
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def describe_autos(self, config: RunConfig) -> list[str]:
-        """Return a note on the values that weft uses for the file's keys with the value "auto".
+        """Return a list with a note on the values that replace "auto" in the DeepSpeed file.
 
-        The list is empty if there are no such keys. Raises `ConfigError` if the file's batch sizes
-        do not fit the number of data-parallel ranks.
+        The list is empty if the file has no value "auto". Raises `ConfigError` if the file's batch
+        sizes do not fit the number of data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
@@ -115,8 +115,8 @@ class DeepSpeedOverrides:
 def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
     """Convert a DeepSpeed file to overrides of weft's options.
 
-    `file` is "" if the flag is given without a file. `given` are the other assignments of the run.
-    Raises a `ConfigError` that lists every key that weft does not support.
+    `file` is "" if `--deepspeed` is used without a file. `given` are the other assignments of the
+    run. Raises a `ConfigError` that lists every key that weft does not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN_FILES.get(Path(file).name)
@@ -196,9 +196,10 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
-    """Format the values of the options `names`, or say that weft chooses them if none is set.
+    """Format the values of the options `names`.
 
-    Without names, the result is "0".
+    If none of them is set, the text says that weft chooses the values. If `names` is empty, the
+    result is "0".
     """
     if not names:
         return "0"

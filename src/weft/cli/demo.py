@@ -28,9 +28,10 @@ FINAL_STEPS = 10  # number of final steps averaged for a stage's result
 
 @dataclass
 class Demo:
-    """One execution of the demo, with its runs in the folder `root/{name}`.
+    """One execution of the demo, whose runs are in the folder `root/{name}`.
 
-    `accuracy` has the held-out accuracy of each stage, and `seconds` the duration of each run.
+    `accuracy` maps each stage to its held-out accuracy, and `seconds` maps each run to its
+    duration.
     """
 
     root: Path
@@ -49,7 +50,7 @@ class Demo:
         return self.folder / "material"
 
     def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
-        """Return the options that the runs of all stages share, with `others` added."""
+        """Return the options that all stages share, with the options in `others` added."""
         own = {
             "experiment_name": self.name,
             "trial_name": trial,
@@ -61,8 +62,8 @@ class Demo:
     def run_stage(self, config: Any, doing: str = "starting") -> Any:
         """Run one stage, show its progress in one line, and store its duration in `seconds`.
 
-        The key in `seconds` is the trial name. `doing` is the text of the progress line at the
-        start.
+        The duration is stored under the trial name. `doing` is the text that the progress line
+        shows first.
         """
         from weft.launch.run import run
 
@@ -85,9 +86,9 @@ class Demo:
         return self.run_stage(config, "sampling").directory / "generations.jsonl"
 
     def measure_accuracy(self, stage: str, model: Path) -> float:
-        """Sample answers to the held-out problems, and return the share of correct ones.
+        """Sample answers to the held-out problems, and return the fraction of correct answers.
 
-        The share is also stored in `accuracy`, by `stage`.
+        The fraction is also stored in `accuracy` under the key `stage`.
         """
         rows = self.material / "held_out.jsonl"
         self.accuracy[stage] = task.compute_accuracy(
@@ -127,9 +128,9 @@ def train_sft(demo: Demo) -> Path:
 def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     """Train a reward model that prefers correct sums to wrong ones.
 
-    Wrong sums are the model's own mistakes, sampled at a high temperature, and random digit errors.
-    Returns the checkpoint, the share of correctly ordered pairs in the first step, and the mean
-    share in the last steps.
+    The wrong sums are the model's own mistakes, sampled at a high temperature, and sums with a
+    random digit changed. Returns the checkpoint, the fraction of correctly ordered pairs in the
+    first step, and the mean of this fraction over the last steps.
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.draw_problems(demo.seed, HELD_OUT)

@@ -67,7 +67,7 @@ def build_lesson_rows(
 ) -> list[dict[str, Any]]:
     """Return `times` rows per problem, each with a prompt and an answer of the unreliable teacher.
 
-    On average a share `TEACHER_ACCURACY` of the answers is correct.
+    On average, the fraction `TEACHER_ACCURACY` of the answers is correct.
     """
     draw = random.Random(seed)
     result: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ def write_model(directory: Path) -> Path:
 
 
 def compute_accuracy(generations: Path) -> float:
-    """Return the share of completions in a `generations.jsonl` file that equal the correct sum."""
+    """Return the fraction of completions in a `generations.jsonl` file that are the correct sum."""
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     return sum(is_correct(row["prompt"], row["completion"]) for row in rows) / len(rows)
 
@@ -148,10 +148,10 @@ def build_preference_rows(
 ) -> list[dict[str, Any]]:
     """Return preference pairs in which a correct sum is preferred to a wrong one.
 
-    Wrong sums are the model's own mistakes in `generations`, and `times` random digit errors per
-    problem. The model's mistakes alone are few and repeat the same answers. A reward model would
-    memorize them instead of learning to add, and PPO would then find wrong answers that the reward
-    model never saw.
+    The wrong sums are the model's own mistakes in `generations`, and `times` sums per problem with
+    a random digit changed. The model's mistakes alone would be too few and too similar: a reward
+    model would memorize them instead of learning to add, and PPO would find wrong answers that the
+    reward model never saw.
     """
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]

@@ -21,9 +21,10 @@ BAR_WIDTH = 30  # columns
 
 
 class StageView:
-    """View of a run as one terminal line: progress bar, steps, headline metric, elapsed time.
+    """Progress display of a run in one terminal line.
 
-    Prints nothing if the output is not a terminal.
+    The line shows a progress bar, the steps, the headline metric and the elapsed time. If the
+    output is not a terminal, nothing is printed.
     """
 
     def __init__(self, console: Console, doing: str) -> None:

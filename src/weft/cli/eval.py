@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 class _EvaluationData:
     """File or dataset on which a reward model is evaluated.
 
-    `kind` is the form of the rows: preference, paired_comparison or ranking.
+    `kind` is the format of the rows: preference, paired_comparison or ranking.
     """
 
     name: str
@@ -103,7 +103,7 @@ class _EvaluationData:
 
 
 def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
-    """Return the given files, and the named datasets that are local or allowed to be downloaded.
+    """Return the given files, and the named datasets that are local or may be downloaded.
 
     Raises `ConfigError` if there are none.
     """
@@ -134,10 +134,10 @@ def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
 def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Return the files of named datasets, converted to rows as for reward-model training.
+    """Convert named datasets to rows as for reward-model training, and return the files.
 
-    `words` set the parameters and the local copy of the datasets. `args` are arguments of the
-    dataset type.
+    `words` are assignments that set parameters of the datasets or the path of a local copy. `args`
+    are arguments of the dataset type.
     """
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import NamedDataSettings, group_by_dataset
@@ -182,9 +182,9 @@ def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _guess_form(path: str, split: str | None) -> str:
-    """Return the form of the rows in `path`, guessed from the first row.
+    """Return the format of the rows in `path`, guessed from the first row.
 
-    Raises `ConfigError` if the first row fits no form.
+    Raises `ConfigError` if the first row has none of the formats.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows

@@ -1,7 +1,7 @@
-"""Files that `weft examples write` creates: sums of two digits in every row form, two models.
+"""Files that `weft examples write` creates: sums of digits in every row format, and two models.
 
-One model is for sums, the other for any text; both are tiny and have random weights. The bytes are
-the same on every machine.
+One model is for sums of two digits, the other for any text. Both are tiny and have random weights.
+The bytes of all files are the same on every machine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def _format_answer(each: tuple[int, int]) -> str:
 
 
 def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
-    """Return a random wrong answer, at most 3 away from the sum of the two numbers in `each`."""
+    """Return a random wrong answer to the sum of the two numbers in `each`.
+
+    The answer differs from the sum by at most 3.
+    """
     return str(
         draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
     )
@@ -159,8 +162,8 @@ def _build_text_model() -> dict[str, bytes]:
 def _list_byte_characters() -> list[str]:
     """Return the character that represents each byte in byte-level vocabularies.
 
-    Printable bytes represent themselves; the others use characters from U+0100 on (Radford et al.
-    2019, GPT-2).
+    Printable bytes represent themselves. Other bytes are represented by characters from U+0100 on
+    (Radford et al. 2019, GPT-2).
     """
     printed = {
         *range(ord("!"), ord("~") + 1),

@@ -55,16 +55,16 @@ MAX_SUGGESTIONS = 8
 
 @dataclass(frozen=True)
 class OptionSheet:
-    """Formats the options of a configuration for a help page that is `width` columns wide."""
+    """Formatter for the options of a configuration, on a help page that is `width` columns wide."""
 
     name: str
     config: Any
     width: int
 
     def list_options(self) -> list[OptionDescription]:
-        """Return the options that have an effect.
+        """Return the options that can have an effect.
 
-        The optimizer options of untrained roles are left out.
+        The optimizer options of roles that are not trained are left out.
         """
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
@@ -140,7 +140,7 @@ class OptionSheet:
 def describe_config(config: type) -> list[str]:
     """Return the paragraphs of a configuration's docstring, each without line breaks.
 
-    Returns [] for the docstring that `dataclass` generates.
+    The list is empty for the docstring that `dataclass` generates.
     """
     text = inspect.cleandoc(config.__doc__ or "")
     if text.startswith(f"{config.__name__}("):
@@ -197,7 +197,7 @@ def _format_common_options(
 
 
 def split_command(words: Sequence[str], width: int) -> Iterator[str]:
-    """Split a command into lines that can be pasted into a shell; words are not split."""
+    """Split a command into lines that can be pasted into a shell, without breaking words."""
     line = " "
     for word in map(shlex.quote, words):
         if len(line) + len(word) + 3 > width and line.strip():
@@ -293,7 +293,7 @@ def _describe_option(
 ) -> str:
     """Return an option's description, followed by type, default and other spellings in brackets.
 
-    `spelled` are the other spellings, and `needed` the names of the required options. `brief`
+    `spelled` are the other spellings, and `needed` are the names of the required options. `brief`
     shortens the description and leaves out the type.
     """
     facts = [] if brief else [leaf.type]
@@ -308,10 +308,10 @@ def _describe_option(
 
 
 def shorten_to_clause(text: str) -> str:
-    """Shorten a help text that is too long to its first clause, or to the part before a comma.
+    """Shorten a help text of more than `MAX_BRIEF_LENGTH` characters to its first clause.
 
-    The limit is `MAX_BRIEF_LENGTH` characters. A clause that is too long and has no comma within
-    the limit is kept whole.
+    If the clause is still too long, it is cut at the last comma within the limit. A clause without
+    such a comma is returned whole.
     """
     if len(text) <= MAX_BRIEF_LENGTH:
         return text

@@ -81,7 +81,7 @@ def _format_location(failure: LoggedFailure) -> str:
 def _print_new_lines(
     run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]
 ) -> None:
-    """Print new lines of the logs until no process works on the run.
+    """Print new lines of the logs until no process is working on the run.
 
     `files` returns the current log files. It is called repeatedly, because new processes can create
     log files.

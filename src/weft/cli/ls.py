@@ -170,7 +170,7 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    It has the status of the least finished run, the newest metric, and the total size.
+    The summary has the status of the least finished run, the newest metric, and the total size.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])
@@ -198,8 +198,8 @@ def _rank_status(status: str) -> int:
 def build_table(runs: Sequence[RunSummary], width: int) -> Table:
     """Return a table with one row per run that fits in `width` columns.
 
-    Wide tables also have the full metric name and the time of the last write. Narrow tables leave
-    out the less important columns before run names are truncated.
+    Wide tables also show the full metric name and the time of the last write. In narrow tables, the
+    less important columns are left out before run names are truncated.
     """
     rows = [_format_cells(run) for run in runs]
     if rows:
@@ -235,7 +235,7 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
 
 
 def _format_cells(run: RunSummary) -> dict[str, str]:
-    """Return the text of each cell in a run's table row, by column."""
+    """Return the text of each cell in a run's table row, keyed by column."""
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,

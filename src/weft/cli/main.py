@@ -111,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
-    """Remove empty OpenMP variables, because OpenMP prints a warning for each when torch loads it."""
+    """Remove empty OpenMP variables from `environment`.
+
+    OpenMP would print a warning for each of them when torch is imported.
+    """
     for name in [
         name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
     ]:

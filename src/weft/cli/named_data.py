@@ -48,7 +48,7 @@ PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subs
 class DatasetCounts:
     """Counts for one dataset: rows, rows per epoch, and messages per language.
 
-    The language of a message is the one stated in the row, or the detected one.
+    The language of a message is read from the row or detected from the text.
     """
 
     name: str
@@ -59,9 +59,9 @@ class DatasetCounts:
     unreadable: int = 0
 
     def to_table_cells(self, drawn: bool) -> list[int]:
-        """Return the counts in the dataset's table row: training, validation, and total rows.
+        """Return the numbers of training, validation and all rows, for the dataset's table row.
 
-        If `drawn` is set, the rows per epoch are added.
+        With `drawn`, the number of rows per epoch is added.
         """
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
@@ -72,8 +72,8 @@ def resolve_sources(
 ) -> list[SourceSpec]:
     """Return the data sources named on the command line and in the options.
 
-    Each word in `words` is the name of a dataset or of a section that lists datasets, or several
-    names separated by commas. The single word `all` means all datasets for `mode`.
+    Each word in `words` is the name of a dataset, the name of a config section that lists datasets,
+    or several names separated by commas. The single word `all` means all datasets for `mode`.
     """
     names = []
     for word in words:
@@ -98,7 +98,7 @@ def resolve_sources(
 def _resolve_word(
     word: str, mode: str, spec: DatasetSpec, settings: NamedDataSettings
 ) -> list[SourceSpec]:
-    """Return the source for a dataset name, or the sources that a section lists.
+    """Return the source for a dataset name, or the sources that a config section lists.
 
     Raises a `ConfigError` that suggests similar names if the name is unknown.
     """
@@ -116,9 +116,9 @@ def _resolve_word(
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
-    """Return the sources that are local or that the user allows to be downloaded.
+    """Return the sources that are local or that the user allows weft to download.
 
-    The user allows downloads with `yes` or by answering a prompt on a terminal.
+    The user allows downloads by the flag `yes`, or by answering a prompt on a terminal.
     """
     cache = find_cache_root(spec.cache_dir)
     missing = []
@@ -152,8 +152,8 @@ def count_source(
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
-    `detect` returns the language of a text. If `detect` is None, the languages stated in the rows
-    are counted. Raises `DataError` if the source cannot be read.
+    `detect` returns the language of a text. If it is None, the languages that the rows state are
+    counted. Raises `DataError` if the source cannot be read.
     """
     spec = request.spec
     if source.valid_split is None:
@@ -184,7 +184,7 @@ def count_source(
 
 
 class _LanguageCounter:
-    """Counts the languages and the unreadable rows in files."""
+    """Counter of the languages and the unreadable rows in files."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect
@@ -263,7 +263,8 @@ def _list_columns(drawn: bool) -> list[str]:
 def _list_language_counts(counted: Sequence[DatasetCounts]) -> list[list[str]]:
     """Return the table of messages by language: a header row, and a row per dataset.
 
-    Datasets without languages are left out. The column of the most frequent language comes first.
+    Datasets without language information are left out. Columns are sorted by frequency, with the
+    most frequent language first.
     """
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
@@ -321,10 +322,10 @@ def to_source_entry(source: SourceSpec) -> dict[str, Any]:
 
 
 def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
-    """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens.
+    """Yield, for each source, a line about the lengths of its rows in tokens.
 
-    Lengths are in tokens. Raises `ConfigError` for a user-defined dataset class, whose row lengths
-    are unknown.
+    The line has the longest row, the 99th percentile, and the number of rows longer than `limit`.
+    Raises `ConfigError` for a user-defined dataset class, whose row lengths are unknown.
     """
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
@@ -341,9 +342,10 @@ def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
 def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
     """Print the table of counts, and return the exit code.
 
-    The exit code is 2 if a dataset could not be read, after the reason is printed. The table is
-    also written as CSV to `output`, if given. With `detect`, languages are detected instead of
-    being read from the rows.
+    If some of the datasets cannot be read, the reasons are printed and the exit code is 2. If
+    `output` is given, the table is also written to this file as CSV. With `detect`, languages are
+    detected instead of being read from the rows. Raises `DataError` if none of the datasets can be
+    read.
     """
     # Count every source.
     tell = load_language_detector() if detect else None

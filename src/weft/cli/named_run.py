@@ -44,7 +44,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def find_given_run(given: argparse.Namespace, command: str) -> Path:
     """Return the directory of the run that the arguments of `add_run` select.
 
-    The run need not have finished a step. `command` is the name of the command, for error messages.
+    The run may not have finished a step yet. `command` is the command's name, for error messages.
     Raises `ConfigError` if the run does not exist, or if the arguments do not select exactly one
     run.
     """
@@ -76,8 +76,9 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     """Return the configuration with the run's names set, and a note on a generated name.
 
     The note is None if the user named the trial. The default experiment is `asked_for`, the name of
-    a recipe or algorithm. The default trial is the newest unfinished numbered trial with the same
-    configuration. If there is none, the trial gets the next number.
+    a recipe or algorithm. By default, the trial is the newest unfinished trial that has a number as
+    its name and the same configuration. If no such trial exists, a new one with the next number is
+    used.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -118,9 +119,9 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of the started run that `word` names, or None if there is none.
+    """Return the directory of the started run that `word` names, or None if it does not exist.
 
-    The run need not have metrics yet. `word` is a path, absolute or relative to the current folder
+    The run may not have metrics yet. `word` is a path, absolute or relative to the current folder
     or to `root`.
     """
     given = Path(word).expanduser()
@@ -172,9 +173,9 @@ def find_run(word: str, root: Path) -> Path:
 
 
 def _find_similar_runs(given: Path, root: Path) -> list[str]:
-    """Return the runs in `root` with names similar to `given`, most similar first.
+    """Return the runs in `root` whose names are similar to `given`, most similar first.
 
-    The two parts of EXPERIMENT/TRIAL are compared separately. A single word is compared with the
+    In EXPERIMENT/TRIAL, the two parts are compared separately. A single word is compared with the
     names of trials.
     """
     given_parts = (given.relative_to(root) if given.is_relative_to(root) else given).parts

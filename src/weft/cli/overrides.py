@@ -24,7 +24,8 @@ NUMBER_LIST_OPTION = "device_mesh"  # number lists that a text option accepts as
 class Override:
     """Assignment of a value to an option.
 
-    `removed` marks `~key`, which restores the default. `typed` is the original command-line word.
+    `removed` marks an assignment `~key`, which restores the default. `typed` is the original
+    command-line word.
     """
 
     name: str
@@ -36,8 +37,9 @@ class Override:
 def parse(words: Sequence[str]) -> list[Override]:
     """Return the assignments in `words`, in order.
 
-    A word that is invalid in Hydra's grammar, or that Hydra reads as a sweep, becomes a string or a
-    list of strings if its option accepts one. Raises `ConfigError` for other invalid words.
+    If Hydra's grammar does not allow a word, or if Hydra would read it as a sweep, its value is
+    used as a string or a list of strings, provided that the option accepts one. Raises
+    `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -96,9 +98,9 @@ def _build_sweep_error(word: str, name: str) -> ConfigError:
 
 
 def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """Return an assignment of the word's literal text.
+    """Return an assignment of the literal text of a word.
 
-    Raises `error` if the text looks as if another meaning was intended: quotes, interpolations,
+    Raises `error` if the text seems to be meant differently: if it has quotes, interpolations,
     brackets that do not form a list or, with `sweep`, a sweep function.
     """
     match = WORD.fullmatch(word)
@@ -151,7 +153,7 @@ def _build_syntax_error(word: str, error: Exception) -> ConfigError:
 
 
 def merge(values: dict[str, Any], override: Override) -> None:
-    """Apply one override to the nested `values`, creating the groups in its dotted name."""
+    """Apply one override to the nested `values`, creating missing groups of its dotted name."""
     *groups, last = override.name.split(".")
     inner = values
     if last == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
@@ -187,9 +189,10 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Iterate over nested values as assignments to dotted names, so that aliases work in files too.
+    """Flatten nested values into assignments to dotted names, such as `actor.optimizer.lr`.
 
-    A mapping with a colon in one of its keys, such as weights by FILE.py:function, is kept whole.
+    A mapping is not flattened if one of its keys contains a colon, as in a mapping from
+    `FILE.py:function` to a weight.
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
@@ -230,10 +233,10 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `resolved` whose keys are in `wanted`, also within nested mappings.
+    """Return the entries of `resolved` whose keys are in `wanted`, including nested entries.
 
-    If the value in `wanted` is a `CommandLineValue`, it is returned instead of the resolved value,
-    because it has the text that the user typed.
+    If the value in `wanted` is a `CommandLineValue`, it is kept, because it has the text that the
+    user typed.
     """
     selected: dict[str, Any] = {}
     for key, value in wanted.items():

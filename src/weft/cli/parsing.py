@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         return values, rest
 
     def _normalize_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the words with flags spelled as this parser spells them, with - or _."""
+        """Return the words with each flag spelled as this parser defines it, with - or _."""
         end = list(words).index("--") if "--" in words else len(words)
         return [*map(self._normalize_flag, words[:end]), *words[end:]]
 

@@ -158,9 +158,9 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
-    """Print the allocation that the search finds for the experiment of `weft quickstart WORDS`.
+    """Print the placement that the search finds for the experiment of `weft quickstart WORDS`.
 
-    `as_json` prints it as JSON. Raises `ConfigError` if there is nothing to search.
+    With `as_json`, the output is JSON. Raises `ConfigError` if there is nothing to search.
     """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment

@@ -98,11 +98,11 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 def build_training_case(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[MemoryCase, int, int, str]:
-    """Return a training case, with the number of all and of trained parameters, and the layout.
+    """Describe training on one GPU, or on one rank of a layout, for the memory plan.
 
-    The case describes training on one GPU, or on one rank of a layout, with `tokens` tokens per
-    micro-batch and several micro-batches per minibatch. Raises `ConfigError` for options that a run
-    would reject.
+    Returns the description, the number of all parameters, the number of trained parameters, and the
+    layout. Each micro-batch has `tokens` tokens, and each minibatch has several micro-batches.
+    Raises `ConfigError` for options that are invalid for a run.
     """
     import torch
 

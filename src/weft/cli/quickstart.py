@@ -46,7 +46,7 @@ FLAGS = (
 
 @dataclass
 class QuickstartCommandLine:
-    """Parsed command line of `weft quickstart`: its flags, and assignments to options."""
+    """Parsed command line of `weft quickstart`: the flags, and the assignments to options."""
 
     name: str = ""
     assignments: list[str] = field(default_factory=list)
@@ -103,9 +103,10 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
 ) -> tuple[SectionStack, DeepSpeedOverrides | None]:
-    """Return the result of reading sections and command line, and the DeepSpeed overrides, if any.
+    """Return the merged options of the sections and the command line, and the DeepSpeed overrides.
 
-    The command line overrides the sections, and the sections override the DeepSpeed file.
+    The command line overrides the sections, and the sections override the DeepSpeed file. The
+    second result is None without a DeepSpeed file.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -135,10 +136,10 @@ def _run(
     *,
     supervise: bool,
 ) -> int:
-    """Build the configuration, then do what the flags ask for, and return the exit code.
+    """Build the configuration, do what the flags ask for, and return the exit code.
 
-    The flags can ask to print the configuration, to print the plan (a dry run), to start a Slurm
-    job or, by default, to run.
+    The flags can ask to print the configuration, to print the plan (a dry run), or to start a Slurm
+    job. Without such flags, the run is started.
     """
     config, notes = apply_overrides(base, values, words.imports)
     print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
@@ -184,9 +185,9 @@ def _run(
 
 
 def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
-    """Return the configuration with the run's names set.
+    """Return the configuration with the names of the experiment and the trial set.
 
-    A process started by a supervisor uses the names that the supervisor chose.
+    A process that was started by a supervisor uses the names that the supervisor chose.
     """
     from weft.cli.named_run import with_names
 
@@ -207,9 +208,9 @@ def is_reporting() -> bool:
 
 
 def print_start(experiment: Experiment, *, several: bool) -> None:
-    """Print that the run is starting, before torch is loaded, which takes seconds.
+    """Print that the run is starting, before torch is imported, which takes seconds.
 
-    `several` is True for a run whose processes Ray starts.
+    `several` is True for a run whose processes are started by Ray.
     """
     from weft.observe.progress import make_view
 
@@ -248,9 +249,9 @@ def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _read_assignments(words: QuickstartCommandLine) -> tuple[Any, list[overrides.Override]]:
-    """Return the quickstart's default configuration, and the assignments of config files and words.
+    """Return the default configuration of the quickstart, and all assignments in order.
 
-    The assignments of config files come first, so that the command line overrides them.
+    The assignments of config files come before those of the command line, which override them.
     """
     from weft.cli import sections
 
@@ -271,8 +272,8 @@ def apply_overrides(
 ) -> tuple[Config, list[str]]:
     """Return `base` with the assignments applied, and notes for the user.
 
-    The notes are about options that are set repeatedly and about translated names. `imports` are
-    modules added to the option `imports`. Raises `ConfigError` for invalid assignments.
+    The notes say which options are set repeatedly and which names were translated. `imports` are
+    modules that are added to the option `imports`. Raises `ConfigError` for invalid assignments.
     """
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
@@ -295,9 +296,10 @@ def apply_overrides(
 
 
 def _check_group(base: Any, assignment: overrides.Override) -> None:
-    """Raise `ConfigError` if a group of options is assigned a text, number or list.
+    """Raise `ConfigError` if a string, number or list is assigned to a group of options.
 
-    A later assignment to an option of the group would hide this error, so it is checked first.
+    This is checked before the assignments are merged, because a later assignment to an option of
+    the group would hide the error.
     """
     if assignment.name.isidentifier():
         group = getattr(base, assignment.name, None)
@@ -426,9 +428,10 @@ def _take_section_names(attached: str, rest: list[str]) -> list[str]:
 
 
 def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
-    """Return the modules in the last assignment of `imports=[...]`.
+    """Return the modules that the last assignment `imports=[...]` lists.
 
-    They are imported first, because they may register the quickstart.
+    These modules are imported before other assignments are read, because they may register the
+    quickstart.
     """
     named = []
     for override in values:

@@ -60,7 +60,7 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _ReaLTranslation:
-    """Translation of one command line from ReaL's names to weft's, while it is in progress.
+    """State of the translation of one command line from ReaL's option names to weft's.
 
     `layouts` collects the parallel degrees of each call.
     """
@@ -144,7 +144,10 @@ def _translate_option(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _strip_group(done: _ReaLTranslation, name: str) -> str:
-    """Remove the prefix `exp_ctrl.` of a name, or replace `allocation.` by the main role's name."""
+    """Return an option's name without the prefix `exp_ctrl.`.
+
+    The prefix `allocation.` is replaced by the name of the main role.
+    """
     if name.startswith("exp_ctrl."):
         return name.removeprefix("exp_ctrl.")
     if name.startswith("allocation."):
@@ -153,7 +156,10 @@ def _strip_group(done: _ReaLTranslation, name: str) -> str:
 
 
 def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
-    """Translate ReaL's values of an option that weft also has; other values are unchanged."""
+    """Translate a value that only ReaL accepts for an option that weft also has.
+
+    Other values are unchanged.
+    """
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
         done.add_renamed(override, override.name, "adamw")
@@ -194,8 +200,8 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
 def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
     """Store a parallel degree of `call`, such as `data_parallel_size`, for the call's layout.
 
-    The assignment is left unchanged if `call` has no layout, as for a model's own `parallel.*`, or
-    if the user also sets the layout. Raises `ConfigError` for an invalid size.
+    The assignment is left unchanged if `call` has no layout (for example in a model's own
+    `parallel.*`), or if the user also sets the layout. Raises `ConfigError` for an invalid size.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.translated.append(override)
@@ -207,7 +213,7 @@ def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degre
 
 
 def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
-    """Translate a call's `use_sequence_parallel` to `sequence_parallel` of the call's model."""
+    """Translate a call's `use_sequence_parallel` to the option `sequence_parallel` of its model."""
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
     if to_plain(override.value) is True:
@@ -224,9 +230,9 @@ def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str)
 
 
 def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
-    """Translate `nodelist` to `slurm.nodelist`, if the run has `mode=slurm`.
+    """Translate `nodelist` to `slurm.nodelist` if the run has `mode=slurm`.
 
-    In other modes, `nodelist` only determines how the devices of `device_mesh` are numbered.
+    In other modes, `nodelist` only determines how the devices in `device_mesh` are numbered.
     """
     _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
     if done.given.get("mode") == "slurm":
@@ -267,9 +273,10 @@ def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
 
 
 def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
-    """Return the index of `node` in `nodelist`; 0 in a single-node run without `nodelist`.
+    """Return the index of `node` in `nodelist`.
 
-    Raises `ConfigError` for an unknown node.
+    In a single-node run without `nodelist`, the index is 0. Raises `ConfigError` for an unknown
+    node.
     """
     if node in done.nodes:
         return done.nodes.index(node)

@@ -98,7 +98,8 @@ def _is_run(name: str) -> bool:
 def _is_own(name: str, config: RunConfig) -> bool:
     """Return whether an option belongs only to the algorithm.
 
-    Options of the run, of roles, of the data, of sampling and of calls have shared tables.
+    Other options are those of the run, roles, data, sampling and calls. The reference lists them in
+    tables that all algorithms share.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):

@@ -81,7 +81,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 def _find(word: str, root: Path) -> Path:
     """Return the folder of the run that `word` names.
 
-    A folder that has only some of the files of a run is also accepted.
+    The folder may lack some of the files of a run.
     """
     given = Path(word).expanduser()
     if any((given / name).is_file() for name in KNOWN):

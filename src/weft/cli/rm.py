@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
 def check_removable(run: Path) -> Path:
     """Return `run` if it can be removed.
 
-    Raises `ConfigError` for a link, a folder that is not a run, a run that a process works on, or a
-    folder that contains the current folder or another run.
+    Raises `ConfigError` for a link, for a folder that is not a run, for a run that is in use, and
+    for a folder that contains the current folder or another run.
     """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
@@ -139,7 +139,7 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
-    """Return the removal of the whole run, or only of those `parts` that exist."""
+    """Return the removal of the whole run or, if `parts` is not empty, of the parts that exist."""
     if not parts:
         return RunRemoval(run, (run,), whole=True)
     return RunRemoval(
@@ -205,7 +205,10 @@ def confirm_removal(num_bytes: int) -> bool:
 
 
 def remove(removal: RunRemoval) -> None:
-    """Remove the folders, holding the run's lock so that no process starts to work on the run."""
+    """Remove the folders.
+
+    The run's lock is held meanwhile, so that no process can start to work on the run.
+    """
     from weft.runtime.directory import RunLock
 
     num_bytes = removal.num_bytes

@@ -227,7 +227,10 @@ def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """Return a path for a model's report that is not in `taken`, the other models' paths."""
+    """Return a path in `folder` for a model's report.
+
+    `taken` has the paths of the other models' reports, which are not used again.
+    """
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)

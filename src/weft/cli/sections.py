@@ -40,7 +40,7 @@ class ConfigSection:
     trlx: bool = False  # True for a trlX configuration
 
     def find_location(self, *path: str | int) -> str:
-        """Return `FILE:LINE` of the value at `path`, or of its nearest parent that has a line."""
+        """Return `FILE:LINE` of the value at `path`, or of the nearest parent whose line is known."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines[path] if path else self.line}"
@@ -48,7 +48,7 @@ class ConfigSection:
 
 @dataclass(frozen=True)
 class SectionFile:
-    """Contents of a YAML file: its sections, and `strays`, the keys outside of any section."""
+    """Contents of a YAML file: its sections, and the keys outside of any section (`strays`)."""
 
     sections: tuple[ConfigSection, ...]
     strays: tuple[tuple[str, int], ...] = ()
@@ -67,7 +67,7 @@ class SectionFile:
 
 @dataclass(frozen=True)
 class SectionLibrary:
-    """All available sections: those in `./configs`, in the given folders, and shipped with weft."""
+    """All available sections: those in `./configs`, those in given folders, and the built-in ones."""
 
     # (folder, contents of a file), in search order
     contents: tuple[tuple[str, SectionFile], ...]
@@ -76,7 +76,7 @@ class SectionLibrary:
     def from_folders(
         cls, folders: Sequence[str] = (), broken: list[str] | None = None
     ) -> SectionLibrary:
-        """Read all YAML files in `./configs`, in `folders`, and shipped with weft.
+        """Read the built-in YAML files and all YAML files in `./configs` and in `folders`.
 
         Raises `ConfigError` for a missing folder or an invalid YAML file. If `broken` is given,
         messages about invalid files are appended to it instead.
@@ -107,7 +107,7 @@ class SectionLibrary:
         """Return the first section named `name` in search order.
 
         Raises `ConfigError` if the name is unknown, if the section's file has keys outside of any
-        section, or if the section's folder has two sections of this name with different values.
+        section, or if two sections with this name in the same folder have different values.
         """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
@@ -226,7 +226,7 @@ def _build_contents(
 
 @cache
 def _load_option_groups() -> frozenset[str]:
-    """Return the option groups of the shipped quickstarts, such as `model` and `dataset`."""
+    """Return the option groups of the built-in quickstarts, such as `model` and `dataset`."""
     from weft import registry
     from weft.cli.reference import SHIPPED as QUICKSTARTS
     from weft.options import iterate_options
@@ -253,15 +253,15 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
 
 
 def find_shipped_file(display_path: str = "") -> Path:
-    """Return the path of a shipped file by its name in messages, such as `weft:ready/NAME.yaml`.
+    """Return the path of a built-in file, given its name in messages.
 
-    With the default "", return the folder of the shipped files.
+    Such a name is `weft:ready/NAME.yaml`. By default, return the folder of the built-in files.
     """
     return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
 
 
 def find_recipe_file(path: str) -> str:
-    """Return `path`, or the shipped recipe if `path` is a missing `recipes/NAME.yaml`."""
+    """Return `path`, or the built-in recipe if `path` is `recipes/NAME.yaml` and does not exist."""
     place = Path(path)
     shipped = find_shipped_file(f"{READY}/{place.name}")
     if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():

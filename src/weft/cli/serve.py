@@ -234,10 +234,11 @@ def _check_arguments(given: argparse.Namespace) -> None:
 
 
 def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
-    """Return the token that clients must send, and a line that tells where it comes from.
+    """Return the token that clients must send, and a line that says where the token comes from.
 
-    The token is read from a file or the environment, or is generated; it is None with `--no-token`.
-    Raises `ConfigError` for an invalid token, whose value is not in the message.
+    The token is read from a file or an environment variable, or else generated. With `--no-token`,
+    the result is None. Raises `ConfigError` for an invalid token; the message does not contain the
+    token.
     """
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
@@ -309,7 +310,7 @@ def _find_path(name: str, wanted: ModelQuery) -> str:
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
-    """Load the model at `path` with its tokenizer and its worker, which is not yet started.
+    """Load the model at `path` with its tokenizer and a worker that is not yet started.
 
     `name` is the model's name for clients.
     """

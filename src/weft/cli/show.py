@@ -160,10 +160,10 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
 def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """Return the options that differ from their defaults, and a heading for their list.
+    """Return the options that differ from their defaults, and a heading for the list of options.
 
-    Each option's name is mapped to its value and its default. Without known defaults, all options
-    are returned.
+    Each option's name is mapped to its value and its default. If the defaults are unknown, all
+    options are returned.
     """
     values = dict(flatten_options(config))
     defaults = _read_defaults(config, algorithm)

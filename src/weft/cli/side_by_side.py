@@ -166,9 +166,9 @@ class SideBySide:
         return stays
 
     def _show_remaining_notes(self) -> None:
-        """Show the notes that are not yet shown.
+        """Show the notes that have not been shown yet.
 
-        A note that both conversations have is shown only once.
+        If both conversations have the same notes, these are shown only once.
         """
         one, other = self._sides
         if one.notes == other.notes:

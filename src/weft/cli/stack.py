@@ -1,6 +1,6 @@
-"""`--configs A B ...`: apply named sections left to right, then the command line.
+"""`--configs A B ...`: merge named config sections and the command line into weft's options.
 
-The result is a set of weft's options.
+A section overrides those to its left, and the command line overrides all sections.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class StackedValue:
-    """Value set in a section or on the command line, with the place where it was set.
+    """Value that a config section or the command line sets, with the place where it was set.
 
-    `rank` is the position in the stack of sections, with the command line last. If a key is set
+    `rank` is the position of the section, and is highest for the command line. If a key is set
     twice, the value with the higher rank is used.
     """
 
@@ -61,7 +61,7 @@ class StackedValue:
 
 @dataclass
 class SectionStack:
-    """Result of reading a stack of sections: weft's options, their origins, and notes for the user."""
+    """Result of merging config sections: weft's options, their origins, and notes for the user."""
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
@@ -92,10 +92,10 @@ class SectionStack:
         ]
 
     def add_origin(self, error: ConfigError) -> ConfigError:
-        """Return the error with the place where its option was set added to the message.
+        """Add the place where an invalid option was set to the message of `error`.
 
-        The option is the one that the message begins with. An error whose message does not begin
-        with an option of this stack is returned unchanged.
+        The message begins with the option's name. If it does not, or if the option was not set in
+        these sections, `error` is returned unchanged.
         """
         text = str(error)
         named = []
@@ -117,11 +117,11 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> SectionStack:
-    """Read the sections `names` in order, then the assignments `given` on the command line.
+    """Merge the sections `names` in order, then the assignments `given` on the command line.
 
     The assignments `below`, from a DeepSpeed file, have the lowest priority. Raises `ConfigError`
-    for settings that weft does not support and for unknown sections and keys. The message has the
-    file and line, and suggests the nearest name.
+    for settings that weft does not support and for unknown sections and keys. The message states
+    the file and line, and suggests the most similar name.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -147,9 +147,9 @@ def _is_rl(section: ConfigSection) -> bool:
 
 
 class _StackReader:
-    """Collects the keys of a stack of sections in order.
+    """Collector of the keys in a sequence of config sections.
 
-    The values of Open-Assistant's keys stay nested; weft's keys are flattened to dotted names.
+    The values of Open-Assistant's keys stay nested. weft's own keys are flattened to dotted names.
     """
 
     def __init__(self, base: RunConfig) -> None:
@@ -194,7 +194,7 @@ class _StackReader:
                         )
 
     def read_override(self, override: Override, rank: int) -> None:
-        """Add one assignment of the command line, with `rank` as its position in the stack.
+        """Add an assignment of the command line; `rank` is its priority among the sections.
 
         Raises `ConfigError` for an unknown key.
         """
@@ -281,11 +281,10 @@ class _StackReader:
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:
-        """Return a `StackedValue` that tells where one of Open-Assistant's keys was set.
+        """Return a `StackedValue` whose `place` says where one of Open-Assistant's keys was set.
 
-        For a key within a group, the place is the key's line in the section that sets the group,
-        unless the command line set the key individually. For a key that is not set, the place is
-        `IMPLIED`.
+        For a key in a group, `place` is the key's line in the section that sets the group, unless
+        the command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -294,7 +293,7 @@ class _StackReader:
         return origin or group or StackedValue(None, IMPLIED, "", -2)
 
     def _resolve_trlx_key(self, name: str) -> str:
-        """Return the full trlX key that `name` refers to, or `name` itself if it refers to none.
+        """Return the full trlX key that `name` refers to, or `name` itself if it is not a trlX key.
 
         If the sections have trlX keys, `name` can be the last part of a key. Raises `ConfigError`
         if several keys end with `name`, unless weft has an option of that name.
@@ -364,7 +363,8 @@ class _StackReader:
 def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a dataset entry's parameters with the parameter `name` set.
 
-    Parameters that set the amount of data exclude each other, so setting one removes the others.
+    The parameters that set the amount of data are mutually exclusive, so setting one of them
+    removes the others.
     """
     excluded_names = SHARES if name in SHARES else ()
     return {
@@ -376,7 +376,7 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
     """Return the longest path of keys in `section` that the dotted `name` begins with.
 
-    The paths come from the section because its keys can contain dots.
+    The name cannot simply be split at its dots, because keys in the section can contain dots.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:
@@ -390,8 +390,9 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
 def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
     """Fill `stack` with the options, origins and notes that result from the keys in `reader`.
 
-    Maps Open-Assistant's keys to options and translates alternative spellings. Keys with a higher
-    rank override others. Raises `ConfigError` if two keys of equal rank set the same option.
+    This maps Open-Assistant's keys to options and translates alternative spellings. A key with a
+    higher rank overrides others. Raises `ConfigError` if two keys of equal rank set the same
+    option.
     """
     sets = dict(reader.weft_values)
     keys = {name: name for name in sets}
@@ -435,7 +436,7 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
 def _map_open_assistant_keys(reader: _StackReader) -> KeyMapping:
     """Map Open-Assistant's keys to options.
 
-    Raises a `ConfigError` that lists every rejected value with the place where it was set.
+    Raises a `ConfigError` that lists every invalid value with the place where it was set.
     """
     set_ = {}
     for name, each in reader.open_assistant_values.items():
@@ -477,7 +478,7 @@ def _strip_trlx_prefixes(notes: Mapping[str, list[str]]) -> dict[str, list[str]]
 
 
 def _find_excluded_options(stack: SectionStack) -> set[str]:
-    """Return the options that are overridden by a mutually exclusive option set later in the stack."""
+    """Return the options that are overridden by an incompatible option from a later section."""
     excluded_options: set[str] = set()
     for ends in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
@@ -494,7 +495,10 @@ def _find_excluded_options(stack: SectionStack) -> set[str]:
 
 
 def _name_run(stack: SectionStack, base: RunConfig) -> None:
-    """Name the experiment after the quickstart and the trial after the sections, if not yet named."""
+    """Set the names of the experiment and the trial, unless the user set them.
+
+    The experiment is named after the quickstart, and the trial after the sections.
+    """
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
     for name, value in (
         ("experiment_name", base.algorithm or "run"),
@@ -508,8 +512,8 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
     """Return the name of the quickstart that the sections are most likely meant for.
 
-    The guess uses the name of a recipe, else an option group named after PPO, GRPO or DPO, else
-    keys that only one of Open-Assistant's trainers reads. The default is "sft".
+    The guess is based on the name of a recipe, else on an option group named after PPO, GRPO or
+    DPO, else on keys that only one of Open-Assistant's trainers reads. The default is "sft".
     """
     recipes = []
     for section in sections:

@@ -1,4 +1,4 @@
-"""Data sources of a stack of sections, as changed by the command line."""
+"""Data sources that config sections define, with the changes made on the command line."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_trai
 
 @dataclass(frozen=True)
 class NamedDataSettings:
-    """The command line's settings for named datasets, and the folders of config sections.
+    """Command-line settings for named datasets, with the folders of config sections.
 
-    `data_path` is the local copy of the datasets. `parameters` maps a dataset's name to the values
-    of `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
+    `data_path` is the path of a local copy of the datasets. `parameters` maps a dataset's name to
+    the values of `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
     """
 
     folders: Sequence[str] = ()
@@ -48,9 +48,9 @@ class NamedDataSettings:
         return self.library.get(name) if name in self.library.list_names() else None
 
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
-        """Return the data sources that a section lists.
+        """Return the data sources that a config section lists.
 
-        Sources that set no validation data get the validation share that a run would use. Raises
+        A source that sets no validation data gets the validation share that a run would use. Raises
         `ConfigError` if the section lists no datasets.
         """
         data_values = {}
@@ -80,10 +80,11 @@ class NamedDataSettings:
         return result
 
     def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
-        """Return the sources, changed by `parameters` and read from the copy in `data_path`.
+        """Return the sources with the command line's settings applied.
 
-        `files` are the user's dataset catalogues, in which aliases are also looked up. Raises
-        `ConfigError` if a parameter is set for a dataset that is not in `sources`.
+        Parameters are changed, and paths are replaced by copies in `data_path`. `files` are the
+        user's dataset catalogues, in which aliases are also looked up. Raises `ConfigError` if a
+        parameter is set for a dataset that is not in `sources`.
         """
         names = [source.named for source in sources if source.named]
         parameters_by_name = {
@@ -140,9 +141,9 @@ def group_by_dataset(
 ) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
     """Separate the parameters of named datasets from other assignments.
 
-    Returns the parameters set by `datasets.NAME.PARAMETER=value`, grouped by dataset name, and the
-    other assignments. Raises `ConfigError` if a name that begins with `datasets.` is not of this
-    form.
+    Returns the parameters that `datasets.NAME.PARAMETER=value` sets, grouped by dataset name, and
+    the other assignments. Raises `ConfigError` if a name begins with `datasets.` but does not have
+    this form.
     """
     parameters_by_name: dict[str, dict[str, Any]] = {}
     others = []
@@ -168,7 +169,7 @@ def _collect_values(stack: SectionStack) -> dict[str, Any]:
 
 
 def _resolve_alias(name: str, files: Sequence[str]) -> str:
-    """Return the name of the dataset that has the alias `name`, or `name` if there is none."""
+    """Return the name of the dataset with the alias `name`, or `name` if it is not an alias."""
     try:
         return find_entry(name, files).name
     except ConfigError:
@@ -176,9 +177,10 @@ def _resolve_alias(name: str, files: Sequence[str]) -> str:
 
 
 def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
-    """Return the source with parameters replaced; their names can be Open-Assistant's or weft's.
+    """Return the source with the given parameters replaced.
 
-    Raises `ConfigError` for parameters that the source does not accept.
+    The names in `parameters` can be Open-Assistant's or weft's. Raises `ConfigError` for parameters
+    that the source does not accept.
     """
     where = f"datasets.{source.named}"
     try:
@@ -208,9 +210,9 @@ def _with_copies(
 ) -> list[SourceSpec]:
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
-    If there is only one named source, `data_path` can be the copy itself. Otherwise `data_path` is
-    a folder with one copy per dataset, and sources in `placed` are unchanged. Raises `ConfigError`
-    if the folder has no copies.
+    If there is only one named source, `data_path` can be the copy itself. Otherwise, `data_path` is
+    a folder with one copy per dataset, and the datasets named in `placed` are unchanged. Raises
+    `ConfigError` if the folder has no copies.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()

@@ -226,7 +226,7 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def build_run_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that select a run and the mode in which it runs."""
+    """Return a parser with the options that select a run and its launch mode."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"

@@ -1,4 +1,4 @@
-"""The shipped experiments, one file per algorithm.
+"""The built-in experiments, one file per algorithm.
 
 They turn options into dataflow graphs without importing torch.
 """

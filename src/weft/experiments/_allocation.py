@@ -48,11 +48,11 @@ def allocate_layouts(
 ) -> dict[str, ModelSpec]:
     """Return the roles with layouts assigned according to the allocation mode `mode`.
 
-    `num_devices` is the number of devices of all machines. Roles whose layout is set, or whose
-    backend runs on one device only, are unchanged. For the other roles, "manual" assigns no layout,
-    so that they run on the first device. "heuristic" and "search" make them data-parallel over all
-    devices; `weft.experiments._placement.place_calls` later improves their placement. Any other
-    mode is a layout, which is assigned to all of them.
+    `num_devices` is the number of devices of all machines. A role is unchanged if its layout is set
+    or if its backend runs on one device only. For other roles, "manual" assigns no layout, so that
+    they run on the first device. "heuristic" and "search" make them data-parallel over all devices;
+    `weft.experiments._placement.place_calls` later improves their placement. Any other mode is a
+    layout, which is assigned to all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"

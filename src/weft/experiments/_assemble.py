@@ -44,7 +44,7 @@ class ExperimentParts:
     """Roles, nodes and data that an algorithm derives from its options.
 
     `nodes` and `evaluation` are the nodes of the main graph and of the evaluation graph. Fields
-    that `Experiment` has too have the same meaning as in `Experiment`.
+    with the same name as a field of `Experiment` have the same meaning.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -124,7 +124,7 @@ def _build_allocation_notes(config: RunConfig) -> list[str]:
 def check_config(config: RunConfigT) -> RunConfigT:
     """Check the options that all experiments share, and resolve the models of the roles.
 
-    Returns the configuration with each role's model resolved to a directory and a backend
+    In the returned configuration, each role's model is resolved to a directory and a backend
     (`weft.experiments._models`). Each algorithm's `build` method calls this function before it
     checks the algorithm's own options.
     """
@@ -144,7 +144,7 @@ def check_config(config: RunConfigT) -> RunConfigT:
 def fill_batch_sizes(dataset: DatasetSpec) -> DatasetSpec:
     """Return the dataset options with default batch sizes, and with `path` moved to `train_path`.
 
-    Raises `ConfigError` if training data are missing, or if options exclude each other.
+    Raises `ConfigError` if there are no training data, or if options are mutually exclusive.
     """
     checks.check_dataset(dataset)
     size = dataset.train_bs_n_seqs
@@ -171,7 +171,7 @@ def _expand_paths(spec: ModelSpec) -> ModelSpec:
 def get_batch_size(dataset: DatasetSpec) -> int:
     """Return the number of dataset rows that a node processes per step.
 
-    Returns 0 if that number varies: if the loader forms batches by token count, or mixes samples.
+    Returns 0 if the number varies, because batches are formed by token count or samples are mixed.
     """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
@@ -190,8 +190,8 @@ def choose_dataset_type(dataset: DatasetSpec, usual: str) -> str:
 def build_evaluation_nodes(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
     """Return the nodes of the evaluation graph, which processes validation rows.
 
-    They are copies of `nodes` with the batch size for validation. Calls that train become calls of
-    the method `evaluate`, which computes the loss without an optimizer step.
+    They are copies of `nodes` with the batch size for validation. Training calls are replaced by
+    calls of the method `evaluate`, which computes the loss without an optimizer step.
     """
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
@@ -264,7 +264,7 @@ def _check_sizes(config: RunConfig, plan: ExperimentParts) -> None:
 
 
 def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
-    """Return the run options in the form that the runtime reads.
+    """Return the run options as a `Control` object, which the runtime reads.
 
     Raises `ConfigError` if evaluation is requested, but there are no validation rows and no
     `eval_prompts`.
@@ -301,9 +301,10 @@ def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
 
 
 def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
-    """Return the experiment with the options of single calls applied, such as `actor_train.layout`.
+    """Return the experiment with the options of individual calls applied.
 
-    Raises `ConfigError` if such options are set for a call that is not in the graph.
+    An example is `actor_train.layout`. Raises `ConfigError` if such options are set for a call that
+    is not in the graph.
     """
     names = {n.name for n in experiment.graph.nodes}
     for spec in fields(config):
@@ -325,9 +326,9 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
 
 
 def _check_calls(experiment: Experiment) -> None:
-    """Raise an error for unknown interfaces or losses, or for arguments that a loss does not have.
+    """Raise an error for unknown interfaces, unknown losses and unknown arguments of losses.
 
-    This does not load torch, since losses work on arrays of any library.
+    Torch is not imported, since losses work on arrays of any library.
     """
     for node in experiment.graph.list_model_calls():
         if node.interface not in interfaces:

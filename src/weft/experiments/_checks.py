@@ -62,10 +62,10 @@ def find_device_problem(device: str) -> str | None:
 
 
 def check_flash(flash_attention: str, mode: str) -> None:
-    """Raise `ConfigError` if flash attention 3 is requested, but not installed.
+    """Raise `ConfigError` if flash attention 3 is requested but not installed.
 
-    The check is limited to `mode` "local", since in the other modes the computation takes place on
-    other machines.
+    This is checked only in `mode` "local". In other modes, the computation takes place on other
+    machines.
     """
     if flash_attention == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
         raise ConfigError(
@@ -103,7 +103,7 @@ def find_layout_problem(layout: str) -> str | None:
 
 
 def check_names(**names: str) -> None:
-    """Raise `ConfigError` unless each name can be the name of a folder, of a process and of a job.
+    """Raise `ConfigError` unless each name is valid as the name of a folder, a process and a job.
 
     The keys of `names` are the options that set the names.
     """
@@ -132,10 +132,10 @@ def _suggest_name(name: str) -> str:
 
 
 def check_model(role: str, spec: ModelSpec) -> None:
-    """Raise an error if the options of a role do not name a model that can be loaded.
+    """Raise an error if the options of a role do not specify a model that can be loaded.
 
-    `role` is the role's name, for messages. Only local paths are checked; names of the Hugging Face
-    hub are looked up later.
+    `role` is the role's name, for messages. Only local paths are checked. Names of models on the
+    Hugging Face hub are looked up later.
     """
     if spec.tokenizer.path is not None:
         check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
@@ -241,7 +241,7 @@ def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
 
 
 def count_prefix_tokens(spec: ModelSpec) -> int:
-    """Return how many positions of the context a role's trained prefix uses; 0 without a prefix."""
+    """Return how many positions of the context a role's trained prefix uses, or 0 without a prefix."""
     if spec.path is not None and is_local(spec.path):
         prefix = read_prefix(spec.path)
     else:
@@ -250,10 +250,10 @@ def count_prefix_tokens(spec: ModelSpec) -> int:
 
 
 def read_model_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the contents of the config.json of a role's model, or an empty mapping.
+    """Return the contents of the config.json of a role's model.
 
-    The file is read from a local directory, from the hub's cache or from the copies that weft
-    ships, without downloading anything.
+    The file is read from a local directory, from the hub's cache or from weft's built-in copies.
+    Nothing is downloaded. If the file is not available, the result is an empty mapping.
     """
     return {} if spec.path is None else read_config_values(spec.path)
 
@@ -268,7 +268,7 @@ def read_vocab_size(spec: ModelSpec) -> int | None:
 
 
 def check_dataset(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` if training data are missing, or if options exclude each other."""
+    """Raise `ConfigError` if there are no training data, or if options are mutually exclusive."""
     for kind in ("train", "valid"):
         sizes = [f"{kind}_tokens_per_batch", f"{kind}_bs_n_seqs"]
         if all(getattr(dataset, name) is not None for name in sizes):
@@ -327,10 +327,10 @@ def _check_data_file(option: str, path: str) -> None:
 
 
 def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> None:
-    """Raise `ConfigError` if the longest sequence does not fit a token budget.
+    """Raise `ConfigError` if the longest sequence does not fit into a token budget.
 
     `budget` is the value of the option `option`, or None if there is no limit. `longest` is the
-    length of the longest sequence in tokens, and `of_what` names the options that determine that
+    length of the longest sequence in tokens. `of_what` names the options that determine this
     length.
     """
     if budget is not None and budget < longest:

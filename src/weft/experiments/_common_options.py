@@ -33,7 +33,7 @@ def _list_learning_options(role: str) -> tuple[str, ...]:
 def _list_sampling_options(algorithm: str, *others: str) -> tuple[str, ...]:
     """Return the full names of an algorithm's main sampling options and of the options `others`.
 
-    For example, "kl_ctl" in `others` becomes "ppo.kl_ctl".
+    For example, if `others` contains "kl_ctl", the result contains "ppo.kl_ctl".
     """
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)
@@ -161,10 +161,10 @@ EXAMPLES: Mapping[str, str] = {
 
 
 def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the most common options that `config` has, grouped as in `--help`.
+    """Return the most common options of `config`, grouped as in `--help`.
 
-    Each group's title is mapped to option names. If a user defined the class of `config`, the first
-    group lists the options that this class adds.
+    The title of each group is mapped to option names. If the class of `config` is defined by a
+    user, the first group lists the options that this class adds.
     """
     known = {leaf.name for leaf in iterate_options(config)}
     chosen = {}

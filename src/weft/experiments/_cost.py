@@ -34,11 +34,10 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 class DecoderSizes:
     """Sizes of a decoder, and the settings of its role that affect the estimates.
 
-    `query` and `key` are the widths of the queries and of the keys, over all heads. `inner` is the
-    width of the MLP, summed over the experts that a token is routed to. `whole` is the number of
-    weights in a layer, and `active` the number of these weights that are used for a token.
-    `outputs` is the number of weights in the output matrix, and `embedding` the number in the input
-    embedding.
+    `query` and `key` are the widths of the queries and keys over all heads. `inner` is the width of
+    the MLP, summed over the experts that process a token. `whole` is the number of weights in a
+    layer, and `active` is the number of those that are used for a token. `outputs` and `embedding`
+    are the numbers of weights in the output matrix and in the input embedding.
     """
 
     layers: int
@@ -103,9 +102,9 @@ class DecoderSizes:
 class CallWorkload:
     """Workload of a model function call in one step.
 
-    The call processes `num_sequences` sequences of `prompt_tokens` + `new_tokens` tokens each. A
-    call that trains makes `num_epochs` passes with `num_updates` optimizer steps each. `microbatch`
-    is the maximum number of tokens that a device processes at a time.
+    The call processes `num_sequences` sequences, each with `prompt_tokens` + `new_tokens` tokens. A
+    training call makes `num_epochs` passes with `num_updates` optimizer steps each. `microbatch` is
+    the maximum number of tokens that a device processes at a time.
     """
 
     method: str
@@ -179,10 +178,10 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of its shard for `target` that device `rank` already stores for `source`.
+    """Return the fraction of a device's shard for `target` that is already stored for `source`.
 
-    The fraction is 1 if the device has the same position in the same layout, and 0 if `source` does
-    not include the device.
+    `rank` is the device. The fraction is 1 if the device has the same position in the same layout,
+    and 0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0
@@ -358,8 +357,8 @@ def estimate_role_memory(
 ) -> RoleMemory:
     """Return the estimated memory in bytes that a role's weights and calls use on one device.
 
-    `loads` are the workloads of the role's calls on this layout. With `own=False`, the device has
-    only a copy of a trained role's weights, and no optimizer state.
+    `loads` are the workloads of the role's calls with this layout. With `own=False`, the device has
+    only a copy of the weights of a trained role, and no optimizer state.
     """
     # Sizes of one device's shard of the network.
     parts = layout.tensor * layout.pipeline

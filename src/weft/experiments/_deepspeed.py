@@ -157,7 +157,7 @@ class MappedDeepSpeedConfig:
         self.refused.append(f"{key}={value!r}: {why}")
 
     def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Refuse all keys of the group `prefix` that are set, but are not in `known`."""
+        """Refuse all keys of the group `prefix` that are set but not in `known`."""
         for key, value in group.items():
             if key not in known and not _is_off(value):
                 close = find_nearest(key, known, 1)
@@ -193,9 +193,9 @@ def map_config(
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return `value` with strings such as "1e-5" and "true" converted to numbers and booleans.
+    """Return `value` with strings such as "1e-5" and "true" converted to numbers and Booleans.
 
-    Mappings and lists are converted recursively. Open-Assistant's files quote their numbers, for
+    Mappings and lists are converted recursively. Such strings occur in Open-Assistant's files, for
     example.
     """
     if isinstance(value, Mapping):
@@ -222,8 +222,8 @@ def _is_off(value: Any) -> bool:
 def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
     """Return whether the value is a number of at least `least`.
 
-    Returns False if the value is None or "auto", which leave the key unset. Any other value is also
-    recorded in `done` as refused.
+    Any other value is recorded in `done` as refused, except None and "auto", which mean that the
+    key is not set.
     """
     if value in (None, AUTO):
         return False
@@ -246,7 +246,8 @@ def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[st
 def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
     """Map the global batch size to rows, and the micro-batch size per device to tokens.
 
-    If only the micro-batch size is set, it also determines the batch size per device.
+    If the global batch size is not set, the micro-batch size also determines the batch size per
+    device.
     """
     # Find the sizes that the file sets.
     micro, accumulation = (

@@ -25,8 +25,8 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
     """Return the graph in which the trained model answers the prompts of the option `eval_prompts`.
 
     Returns None if the option is not set. If the run samples completions with the trained model,
-    the answers are sampled with the same layout and devices. Raises `ConfigError` if the run trains
-    no model that generates text.
+    the same layout and devices are used for the answers. Raises `ConfigError` if the run trains no
+    model that generates text.
     """
     path = config.eval_prompts
     most = config.eval_prompts_max_new_tokens

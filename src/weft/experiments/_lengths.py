@@ -23,10 +23,10 @@ CONTEXT_KEYS = (
 
 
 def find_context(config: RunConfig) -> int | None:
-    """Return the shortest context length of the run's models in tokens, or None if none is known.
+    """Return the shortest context length of the run's models in tokens, or None if it is unknown.
 
-    Context lengths are read from the config.json files that are available. The reward model is left
-    out, since its tokenizer can differ.
+    Context lengths are read from the config.json files that are available. The reward model is
+    ignored, since its tokenizer can differ.
     """
     named = {}
     for spec in fields(config):
@@ -59,9 +59,9 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset that contains answers, with `max_seqlen` filled in.
+    """Return the options of a dataset that contains answers, with the default of `max_seqlen` set.
 
-    The default of `max_seqlen` is the context length of the run's models.
+    The default is the context length of the run's models.
     """
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
@@ -79,9 +79,9 @@ class SampleLengths:
     ) -> SampleLengths:
         """Return the dataset and sampling options with default lengths filled in.
 
-        Values that are set are kept. `max_new_tokens` is by default `MAX_NEW_TOKENS`, limited to
-        the context length minus `max_prompt_len`, or to half of the context length if
-        `max_prompt_len` is not set. `max_prompt_len` is by default the context length minus
+        Values that the user set are kept. The default of `max_new_tokens` is `MAX_NEW_TOKENS`, but
+        at most the context length minus `max_prompt_len`, or half of the context length if
+        `max_prompt_len` is not set. The default of `max_prompt_len` is the context length minus
         `max_new_tokens`. `name` is the option group of `gen`, for messages. Raises `ConfigError` if
         no room is left for a prompt or a completion.
         """

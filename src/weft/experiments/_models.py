@@ -33,9 +33,9 @@ NamedRunConfig = RunConfig | Control  # both have `fileroot` and the names of th
 def resolve_models(config: RunConfigT) -> RunConfigT:
     """Return the configuration with each role's model resolved to a directory and a backend.
 
-    A model that is given as the name of a run is replaced by a checkpoint directory of that run. A
-    backend is chosen only if the model's config.json is available. A resumed run keeps the
-    checkpoints that it started with. Raises `CheckpointError`, which names the option, if a model
+    If a model is given as the name of a run, the name is replaced by a checkpoint directory of that
+    run. A backend is chosen only if the model's config.json is available. A resumed run keeps the
+    checkpoints from its first start. Raises a `CheckpointError` that names the option if a model
     cannot be found.
     """
     changed: dict[str, Any] = {}
@@ -76,8 +76,8 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
 def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     """Return a list with a warning if the reward model's checkpoint has no score head.
 
-    In this case the score head is new and random, and the rewards are noise. Otherwise the list is
-    empty. `values` has the contents of the checkpoint's config.json.
+    In this case the score head is randomly initialized, and the rewards are noise. Otherwise the
+    list is empty. `values` has the contents of the checkpoint's config.json.
     """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
@@ -93,8 +93,8 @@ def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) 
 def find_option_role(config: Mapping[str, Any], role: str, path: str) -> str:
     """Return the role for which the user set the model path `path`.
 
-    This is `role` itself, or the role that its model was copied from. `config` has the options as
-    plain values.
+    This is `role` itself, or the role from which the model of `role` was copied. `config` has the
+    options as plain values.
     """
 
     def is_set(name: str) -> bool:
@@ -180,8 +180,8 @@ def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str |
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
     """Return the role with a backend that can run its model, according to the model's config.json.
 
-    `values` has the contents of config.json; if they are not available, the backend is unchanged.
-    Raises `ConfigError` if no backend, or not the one that is set, can run the model.
+    `values` has the contents of config.json. If it is empty, the backend is unchanged. Raises
+    `ConfigError` if the backend that the user set cannot run the model, or if no backend can.
     """
     if spec.backend not in (AUTO, kind.TORCH_BACKEND) or spec.path is None:
         return spec

@@ -108,8 +108,8 @@ def place_calls(
 ) -> Experiment:
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 
-    This applies the values "search" and "heuristic" of `allocation_mode`. `given` has the roles as
-    the user wrote them. A call is placed unless the layout of the call or of its role is set. If
+    This implements the values "search" and "heuristic" of `allocation_mode`. `given` has the roles
+    as the user wrote them. A call is placed unless the layout of the call or of its role is set. If
     nothing can be estimated, calls stay on all devices and a note says why. With "search", raises
     `ConfigError` if the speed of the devices is unknown, or if no placement fits into memory.
     """
@@ -175,10 +175,10 @@ def _build_heuristic_lines(
 def _build_problem(
     experiment: Experiment, config: RunConfig, free: set[str]
 ) -> tuple[PlacementProblem, list[int]]:
-    """Return the search problem, and the placement with every movable call on all devices.
+    """Return the search problem, and the placement in which every movable call uses all devices.
 
-    The placement has, for each unit of calls, the index of its mesh. Calls of the roles in `free`
-    can be moved.
+    The placement has the index of the mesh for each unit of calls. Calls of the roles in `free` can
+    be moved.
     """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -276,10 +276,10 @@ def _build_units(
 def _build_layout_filter(
     spec: ModelSpec, at_once: int, *, trains: bool
 ) -> Callable[[Layout], Layout | None]:
-    """Return a function that adapts a layout to a role, or returns None to reject the layout.
+    """Return a function that adapts a layout to a role, or returns None to exclude the layout.
 
     The function sets the number of pipeline stages per rank that the role's pipeline schedule uses.
-    It rejects layouts that the network or the role's options do not allow, and layouts with more
+    A layout is excluded if the network or the role's options do not allow it, or if it has more
     than `at_once` data-parallel ranks.
     """
     from weft.checkpoints.hf_io import read_config
@@ -323,7 +323,7 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 
 
 def _find_devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
-    """Return whether the run uses GPUs, and the default dtype of roles on such devices."""
+    """Return whether the run uses GPUs, and the default dtype of roles on the run's devices."""
     import torch
 
     device = experiment.control.device
@@ -523,9 +523,9 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return a mapping from each reference that can share an actor's weights to this actor.
+    """Return a mapping from each reference that can share an actor's weights to that actor.
 
-    Such a reference is the actor with its adapters disabled.
+    Such a reference is equivalent to the actor with its adapters disabled.
     """
     from weft.engine.torch.adapters_off import can_share_base
 

@@ -218,7 +218,7 @@ class SamplingConfig(RunConfig):
     def missing(self) -> list[str]:
         """Return a description of each required option that is not set.
 
-        If the run has no source of rewards, this is also described.
+        A missing source of rewards is also described.
         """
         model = (
             self.rew.path

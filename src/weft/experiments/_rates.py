@@ -19,13 +19,13 @@ class DeviceRates:
     """Speed of one device and of its links to other devices.
 
     `flops` is the number of floating-point operations per second that a run reaches in the model's
-    dtype. `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (to
-    another machine) are in bytes per second. `latency` is the duration of one exchange of messages,
-    `launch` the minimum time per layer, and `dispatch` the duration of a call to another process;
-    all are in seconds. `capacity` is the number of bytes of device memory that a run can use, and
-    `per_node` the number of devices per machine. `cores` is the number of CPU cores that the
-    devices of a machine share, or None if they share no cores. Each process uses at most `threads`
-    cores.
+    dtype. `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (between
+    machines) are in bytes per second. `latency` is the duration of one exchange of messages,
+    `launch` is the minimum time per layer, and `dispatch` is the duration of a call to another
+    process. All three are in seconds. `capacity` is the number of bytes of device memory that a run
+    can use, and `per_node` is the number of devices per machine. `cores` is the number of CPU cores
+    that the devices of a machine share, or None if they share no cores. Each process
+    uses at most `threads` cores.
     """
 
     name: str
@@ -43,10 +43,10 @@ class DeviceRates:
     threads: int | None = None
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
-        """Return the rates of one process while `working` processes of the same machine compute.
+        """Return the rates of one process while `working` processes on the same machine compute.
 
-        `started` is the number of processes on the machine. Rates of devices that share no cores
-        are unchanged.
+        `started` is the number of processes on the machine. If the devices share no cores, the
+        rates are unchanged.
         """
         if self.cores is None:
             return self
@@ -57,8 +57,9 @@ class DeviceRates:
         """Return the number of cores that each process uses while `working` processes compute.
 
         This is the number of threads of a process, or an equal share of the machine's cores if
-        there are fewer cores than threads. `started` is the number of processes on the machine,
-        which determines the default number of threads. Returns 0 if devices share no cores.
+        there are not enough cores for all threads. `started` is the number of processes on the
+        machine, which determines the default number of threads. Returns 0 if devices share no
+        cores.
         """
         if self.cores is None:
             return 0.0

@@ -34,7 +34,7 @@ SUPPORT_KEYS = ("support", "support_counts")
 
 @dataclass(frozen=True)
 class RLGraphBuilder:
-    """Builds the roles and nodes of an experiment that trains on sampled completions."""
+    """Builder of the roles and nodes of an experiment that trains on sampled completions."""
 
     config: SamplingConfig
     options: SamplingOptions
@@ -116,7 +116,7 @@ class RLGraphBuilder:
 
     @property
     def token_reward_keys(self) -> tuple[str, ...]:
-        """Tuple with the key of the per-token rewards; empty if there are none."""
+        """Tuple with the key of the per-token rewards; empty if the run has no such rewards."""
         if self.config.reward_by_token or self.config.rew_step is not None:
             return ("token_rewards",)
         return ()
@@ -151,11 +151,12 @@ class RLGraphBuilder:
     ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
         """Return the roles by name, and a mapping from copied roles to the roles that they copy.
 
-        The roles are the actor and, if the run has them, the reference and the reward model. The
-        second mapping has only roles whose initial weights are a copy. `reference_by` is the option
-        that removes the reference, or None if the run has a reference. The actor's default learning
-        rate is 1e-6. A reference without a path is the initial actor. The reward model's head
-        returns one number per completion, or one per token if the reward model scores steps.
+        The roles are the actor and, if the run has them, the reference and the reward model. A role
+        is in the second mapping if its initial weights are copied from another role. `reference_by`
+        is the option that removes the reference, or None if the run has a reference. The actor's
+        default learning rate is 1e-6. A reference without a path is the initial actor. The reward
+        model's head returns one number per completion, or one per token if the reward model scores
+        steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -176,9 +177,9 @@ class RLGraphBuilder:
     def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
         """Return the critic's spec, and {"critic": "actor"} if its initial weights are copied.
 
-        The mapping is empty if the weights are read from files. The critic is loaded from the path
-        in `spec`, or else from the role `init`. The default of `init` is the reward model if it
-        uses the actor's tokens, else the actor. The critic's default learning rate is 5e-6.
+        The mapping is empty if the weights are read from files. If `spec` has no path, the critic
+        is initialized from the role `init`. By default, this role is the reward model if it uses
+        the actor's tokens, and otherwise the actor. The critic's default learning rate is 5e-6.
         """
         valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
@@ -246,9 +247,9 @@ class RLGraphBuilder:
     def build_rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
         """Return the nodes that compute rewards, with the reward model, reward functions or both.
 
-        If the run has both, the node of the reward functions adds the reward model's scores. With
-        `parts`, the reward of each function is also an output. `prefix` is prepended to the names
-        of the nodes, and to the keys of completions and rewards.
+        If the run has both, the node of the reward functions also adds the reward model's scores.
+        With `parts`, the reward of each function is also an output. `prefix` is prepended to the
+        names of the nodes, and to the keys of completions and rewards.
         """
         config = self.config
         # Add the reward model.
@@ -286,7 +287,7 @@ class RLGraphBuilder:
     def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
         """Return the call that computes the log-probs of completions with the reference.
 
-        `waits` are keys of other nodes that must be computed first.
+        The call waits until the keys in `waits`, which other nodes compute, are available.
         """
         return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
 
@@ -306,9 +307,10 @@ class RLGraphBuilder:
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The first node computes the actor's log-probs before the first update. The second computes
-        weights for the loss, which correct for the difference between these log-probs and the
-        sampler's. `waits` are keys of other nodes that must be computed first.
+        The first node computes the actor's log-probs before the first update. The second node
+        computes weights for the loss, which correct for the difference between these log-probs and
+        the sampler's. The first node waits until the keys in `waits`, which other nodes compute,
+        are available.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.correction_keys:
@@ -395,7 +397,7 @@ class RLGraphBuilder:
     def build_evaluation(self) -> list[Node]:
         """Return the nodes of the evaluation graph: sampling, rewards and pass rates.
 
-        Completions are sampled as in training, `eval_samples` for each validation prompt.
+        For each validation prompt, `eval_samples` completions are sampled as in training.
         """
         size = self.dataset.valid_bs_n_seqs or 0
         count = self.options.eval_samples
@@ -413,9 +415,10 @@ class RLGraphBuilder:
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
-        """Return a list with the sync that makes the reference a moving average of the actor.
+        """Return a list with the parameter sync that updates the reference.
 
-        The list is empty if `ref_ema_eta` is not set.
+        The sync makes the reference a moving average of the actor. The list is empty if
+        `ref_ema_eta` is not set.
         """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
@@ -512,14 +515,14 @@ def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
 
 
 def _has_option(options: SamplingOptions, name: str) -> bool:
-    """Return whether the method is a policy gradient method whose option `name` is not "none"."""
+    """Return whether a policy gradient method is used and its option `name` is not "none"."""
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
 
 
 def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
-    """Return a tuple with the key for the version of the sampling weights.
+    """Return a tuple with the key for the version of the weights that sampled a completion.
 
-    The tuple is empty if these weights are never stale.
+    The tuple is empty if completions are always sampled with the newest weights.
     """
     if isinstance(options, PolicyOptions) and options.max_staleness:
         return ("versions",)

@@ -50,7 +50,7 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
     """Return the role's spec, with a default learning rate if none is set.
 
     The default is `full` for full training, 1e-5 for LoRA, and 1e-2 for a prefix, whose elements
-    start near 0.
+    are initialized near 0.
     """
     if spec.optimizer.lr is not None:
         return spec
@@ -102,9 +102,9 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _find_tokenizer_file(place: str | None) -> Path | None:
-    """Return the vocabulary file of the tokenizer at `place`, or None if there is none.
+    """Return the vocabulary file of the tokenizer at `place`, or None if it is not found.
 
-    `place` is a file, a directory or a hub name. The result for a hub name is None.
+    `place` is a file, a directory or a hub name. For a hub name, the result is None.
     """
     path = Path(place).expanduser() if place else None
     if path is None or path.is_file():
@@ -118,8 +118,8 @@ def _find_tokenizer_file(place: str | None) -> Path | None:
 def _parse_vocabulary(text: bytes) -> Any:
     """Return the values of `model` and `added_tokens` in a tokenizer.json with the content `text`.
 
-    These define the vocabulary; templates and padding, which do not, are left out. Raises
-    `CheckpointError` if `text` is not JSON.
+    These values define the vocabulary. Templates and padding do not affect it, and are left out.
+    Raises `CheckpointError` if `text` is not JSON.
     """
     try:
         values = json.loads(text)

@@ -50,8 +50,8 @@ class PlacementUnit:
 class PlacementEstimate:
     """Estimated step time and memory of a placement.
 
-    `meshes`, `seconds` and `transfer_seconds` map each call to its mesh, to its duration, and to
-    the time to transfer weights to its devices.
+    `meshes` maps each call to its mesh, and `seconds` maps it to its duration. `transfer_seconds`
+    maps each call to the time to transfer weights to its devices.
     """
 
     meshes: Mapping[str, Mesh]
@@ -72,7 +72,7 @@ class PlacementProblem:
 
     `networks` maps roles to the sizes of their models, and `loads` maps calls to their workloads.
     `order` lists the graph's nodes in the order of execution, and `producers` maps each node to the
-    nodes whose outputs it reads; both include host functions, which are assumed to take no time.
+    nodes whose outputs it reads. Both include host functions, which are assumed to take no time.
     `max_staleness` is the number of steps by which sampling can be ahead of training.
     `shared_roles` maps a role to the role whose weights it uses if both are on the same mesh.
     """
@@ -111,8 +111,9 @@ class PlacementProblem:
     def compute_score(self, choice: Sequence[int]) -> PlacementScore:
         """Return the score of a placement; a lower score is better.
 
-        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`. The score is
-        (bytes beyond the memory capacity, seconds per step, number of devices).
+        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`. The score
+        consists of the bytes beyond the memory capacity, the seconds per step, and the number of
+        devices, which are compared in this order.
         """
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         devices = sum(len(self._meshes[number].ranks) for number in numbers)
@@ -149,9 +150,10 @@ class PlacementProblem:
         return self.units[self._home[role]].trains
 
     def _count_started(self, numbers: Sequence[int]) -> int:
-        """Return the number of processes: one for each device up to the last that a call uses.
+        """Return the number of processes of the run.
 
-        `numbers` has the index of each unit's mesh in the list of all meshes.
+        There is one process for each device up to the last one that a call uses. `numbers` has the
+        index of each unit's mesh in the list of all meshes.
         """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
@@ -176,9 +178,9 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return two counts for one machine: processes that work on a call, and all processes.
+        """Return the number of processes on one machine that work on a call, and the number of all.
 
-        `mesh` is the call's mesh, and `started` the number of processes of the run.
+        `mesh` is the call's mesh, and `started` is the number of processes of the run.
         """
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
@@ -204,7 +206,7 @@ class PlacementProblem:
         return seconds
 
     def _simulate_step(self, numbers: Sequence[int]) -> float:
-        """Return the duration of a step in seconds, simulated by running through the graph.
+        """Return the duration of a step in seconds, estimated by simulating the graph's execution.
 
         `numbers` has the index of each unit's mesh in the list of all meshes.
         """
@@ -333,7 +335,7 @@ def list_meshes(
 ) -> list[Mesh]:
     """Return every mesh whose layout `allowed` accepts.
 
-    `allowed` returns the layout to use, which can differ from its argument, or None to reject the
+    `allowed` returns the layout to use, which can differ from its argument, or None to exclude the
     layout.
     """
     meshes = []

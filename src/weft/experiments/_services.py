@@ -20,10 +20,10 @@ VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}
 def check_shared_options(
     config: SamplingConfig, options: SamplingOptions, name: str
 ) -> SamplingConfig:
-    """Check the options that sampling methods share, and resolve the roles that are on servers.
+    """Check the options that sampling methods share, and resolve the roles that run on servers.
 
-    A role is on a server if an option or an environment variable sets its URL. Returns the
-    configuration in which these roles have the backend for servers. `name` is the option group of
+    A role runs on a server if an option or an environment variable sets its URL. In the returned
+    configuration, these roles have the backend for servers. `name` is the option group of
     `options`. Raises `UserError` if an option is invalid.
     """
     # Find the roles that are on a server.

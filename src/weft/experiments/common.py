@@ -67,7 +67,7 @@ class LoggerSpec:
     trackio: TrackioSpec = option(TrackioSpec(), "trackio")
 
     def get_enabled(self) -> dict[str, dict[str, Any]]:
-        """Return the options of each enabled logger, by the logger's name."""
+        """Return the options of each enabled logger, keyed by the logger's name."""
         if self.tensorboard:
             loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
         else:
@@ -100,7 +100,7 @@ def _check_hooks(hooks: Any) -> str | None:
 
 @dataclass
 class MFCOptions:
-    """Options of one model function call (MFC) in a shipped experiment."""
+    """Options of one model function call (MFC) in a built-in experiment."""
 
     interface: str | None = option(
         None,
@@ -140,7 +140,7 @@ class MFCOptions:
     )
 
     def list_changes(self, node: MFCDef) -> dict[str, Any]:
-        """Return the fields of `node` that these options change, with their new values."""
+        """Return the fields of `node` that these options change, mapped to their new values."""
         changes: dict[str, Any] = {}
         for name in (
             "interface",
@@ -409,7 +409,7 @@ class RunConfig(ABC):
         return names
 
     def control(self) -> Control:
-        """Return the run options in the form that the runtime reads."""
+        """Return the run options as a `Control` object, which the runtime reads."""
         # Copy the options that have the same name in both classes.
         own = {spec.name for spec in fields(self)}
         shared = {}
@@ -463,8 +463,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
 def _find_default_options(config: RunConfig) -> frozenset[str]:
     """Return the dotted names of the options that have their default values.
 
-    The set is empty if the class of `config` cannot be instantiated without arguments, since the
-    defaults are unknown then.
+    The set is empty if the class of `config` cannot be instantiated without arguments, because the
+    defaults are then unknown.
     """
     try:
         usual = {leaf.name: leaf.default for leaf in iterate_options(type(config)())}
@@ -511,10 +511,10 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return an error message for the use of an attribute that only ReaL's objects have.
+    """Return an error message for user code that uses an attribute of ReaL's objects.
 
-    The message says what to write instead, or where to read about it. `name` is the name of the
-    configuration's class.
+    weft's objects do not have this attribute. The message says what to write instead, or where to
+    read about it. `name` is the name of the configuration's class.
     """
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {MIGRATION_HINT}"

@@ -149,7 +149,7 @@ class DistillConfig(RunConfig):
     def build(self) -> Experiment:
         """Return the experiment, whose graph is `actor_gen -> teacher_inf -> actor_train`.
 
-        If nothing is sampled, there is no `actor_gen`. With the loss `reverse_kl`, the node
+        If nothing is sampled, `actor_gen` is left out. With the loss `reverse_kl`, the node
         `advantages` runs before `actor_train`. Raises `UserError` if an option is invalid. The
         message names the option, its value and the rule that it breaks.
         """
@@ -194,7 +194,7 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class _DistillationGraphBuilder:
-    """Builds the nodes of a distillation experiment.
+    """Builder of the nodes of a distillation experiment.
 
     `share` is the fraction of rows whose completion the student samples.
     """
@@ -441,7 +441,7 @@ REVERSE_KL_OPTIONS = ("discount", "eps_clip", "eps_clip_high")
 
 
 def _check_options(options: DistillOptions) -> None:
-    """Raise `ConfigError` for options that exclude each other or have no effect."""
+    """Raise `ConfigError` for options that are mutually exclusive or have no effect."""
     reverse = options.loss_type == "reverse_kl"
     share = options.on_policy
     if reverse and share < 1.0:

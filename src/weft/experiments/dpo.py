@@ -209,9 +209,9 @@ class DPOConfig(RunConfig):
     def _build_comparison(self, size: int) -> list[Node]:
         """Return the nodes that compute the actor's log-probs and batch statistics for BCO or AOT.
 
-        The log-probs are computed before the actor is updated. From them, a host function computes
-        BCO's reward shift, or the value that AOT compares each completion with. Both depend on the
-        completions of the whole batch.
+        The log-probs are computed before the actor is updated. From these, a host function computes
+        BCO's reward shift, or the value with which AOT compares each completion. Both depend on all
+        completions in the batch.
         """
         kind = self.dpo.loss_type
         scored = replace(

@@ -34,7 +34,7 @@ class GenOptions(MFCOptions, GenerationSpec):
 @register_quickstart("gen")
 @dataclass
 class GenConfig(RunConfig):
-    """Completions for a file of prompts, written to generations.jsonl in the run's directory."""
+    """Generation of completions for a file of prompts, written to generations.jsonl of the run."""
 
     algorithm: ClassVar[str] = "gen"
     generation: ClassVar[str] = "gen"

@@ -292,7 +292,7 @@ class GRPOConfig(PolicyConfig):
 
 
 def _check_options(grpo: GRPOOptions, config: GRPOConfig, policy: RLGraphBuilder) -> None:
-    """Raise `ConfigError` for options that exclude each other."""
+    """Raise `ConfigError` for options that are mutually exclusive."""
     scaled = grpo.scale_rewards == "group" or (
         grpo.scale_rewards is None and grpo.loss_type != "dr_grpo"
     )

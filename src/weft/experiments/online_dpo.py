@@ -111,7 +111,7 @@ class OnlineDPOOptions(SamplingOptions):
     def build_loss_args(self) -> dict[str, Any]:
         """Return the arguments of the loss `dpo`.
 
-        Raises `ConfigError` if options exclude each other.
+        Raises `ConfigError` if options are mutually exclusive.
         """
         beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
         args = {
@@ -198,7 +198,7 @@ class OnlineDPOConfig(SamplingConfig):
 
 
 def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
-    """Raise `ConfigError` for options that exclude each other."""
+    """Raise `ConfigError` for options that are mutually exclusive."""
     if options.gen.greedy:
         raise ConfigError(
             "online_dpo.gen.greedy=true: greedy completions of one prompt are all the same, so "

@@ -42,9 +42,9 @@ def main() -> None:
 
 
 class CompactConverter:
-    """Converts long lists of numbers to arrays, and counts the values outside of these lists.
+    """Converter of long lists of numbers to arrays, which also counts all other values.
 
-    Raises `ValueError` if a body has more than `MOST_VALUES` of these values.
+    Raises `ValueError` if a body has more than `MOST_VALUES` other values.
     """
 
     def __init__(self) -> None:

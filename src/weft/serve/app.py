@@ -168,9 +168,10 @@ class ServerApp:
             )
 
     def _describe_models(self, name: str) -> dict[str, Any]:
-        """Return a model's description in OpenAI's format, or a list of all if `name` is empty.
+        """Return a model's description in OpenAI's format.
 
-        Raises `RequestRefused` for an unknown model.
+        If `name` is empty, return a list with the descriptions of all models. Raises
+        `RequestRefused` for an unknown model.
         """
         cards = {}
         for each in self.models:
@@ -216,7 +217,7 @@ class ServerApp:
     async def _refuse(self, exchange: HttpExchange, refused: RequestRefused) -> None:
         """Send an error in the format of the endpoint's protocol.
 
-        If a streamed answer has begun, the error is sent as its last event.
+        If a streamed answer has begun, the error is sent as the last event of the stream.
         """
         if exchange.path.startswith("/v2"):
             value: dict[str, Any] = {"error": refused.message}
@@ -246,7 +247,7 @@ def is_authorized(header: str | None, token: str) -> bool:
 def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
     """Convert an exception to an error response.
 
-    `seconds` is the server's time limit, which the message of a timeout contains. Details of
+    `seconds` is the server's time limit, which is stated in the message of a timeout. Details of
     internal errors are only written to the server's log.
     """
     if isinstance(error, RequestRefused):

@@ -21,9 +21,9 @@ DRAIN = 4
 
 
 class RequestRefused(Exception):
-    """Raised if a request is to be answered with an error status.
+    """Raised if a request must be answered with an error status.
 
-    `param` names the invalid field and `code` the kind of error, both as in OpenAI's API.
+    `param` is the name of the invalid field, and `code` is the kind of error, as in OpenAI's API.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class HttpExchange:
     async def read_body(self, limit: int, seconds: float) -> bytes:
         """Read the whole request body.
 
-        Raises `RequestRefused` if the body exceeds `limit` bytes or does not arrive within
-        `seconds`, and `ClientDisconnected` if the client disconnects before the end of the body.
+        Raises `RequestRefused` if the body exceeds `limit` bytes or takes longer than `seconds`,
+        and `ClientDisconnected` if the client disconnects before the end of the body.
         """
         parts = []
         size = 0
@@ -94,9 +94,10 @@ class HttpExchange:
         return b"".join(parts)
 
     async def await_unless_disconnected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` and return its result, but cancel `work` if the client disconnects.
+        """Await `work` and return its result, unless the client disconnects.
 
-        Raises `ClientDisconnected` in that case. The request body must have been read first.
+        If the client disconnects, `work` is cancelled and `ClientDisconnected` is raised. The
+        request body must have been read before this call.
         """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(self._wait_for_disconnect())

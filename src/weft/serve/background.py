@@ -58,7 +58,7 @@ class BackgroundWork:
         """Parse a request body, which must be a JSON object.
 
         In large bodies, long lists of numbers are converted to arrays. Raises `DataError` for
-        invalid JSON and for any value but an object.
+        invalid JSON and for a value that is not an object.
         """
         if len(text) <= LARGE:
             return read_object(text)

@@ -23,7 +23,7 @@ EXTENSIONS = ["binary_tensor_data"]
 
 @dataclass(frozen=True)
 class InferenceEndpoint:
-    """Endpoint for the metadata of all served models, and for inference with them.
+    """Endpoint for the metadata of all served models, and for inference with these models.
 
     `most_load` is the maximum load of each model, as counted by `ServingWorker.load`.
     """
@@ -38,7 +38,10 @@ class InferenceEndpoint:
         return {"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS}
 
     def get_model(self, name: str, version: str | None) -> ServedModel:
-        """Return the model with this name and version. Raises `RequestRefused` if there is none."""
+        """Return the model with this name and version.
+
+        Raises `RequestRefused` if it does not exist.
+        """
         if name not in self.models or version not in (None, "", VERSION):
             label = name if version in (None, "") else f"{name} version {version}"
             raise RequestRefused(

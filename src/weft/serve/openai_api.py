@@ -105,8 +105,8 @@ class CompletionEndpoints:
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
         """Return the token ids of each prompt.
 
-        `prompt` is a string, a list or array of token ids, or a list of strings or of lists of
-        token ids. Raises `RequestRefused` for anything else.
+        A single prompt is a string, or a list or array of token ids. `prompt` can also be a list of
+        several prompts of the same kind. Raises `RequestRefused` for any other value.
         """
         self._check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
@@ -181,7 +181,7 @@ def count_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class OpenAIResponseForm:
-    """Builds the response objects for one request, in the format of the request's endpoint."""
+    """Builder of the response objects for one request, in the format of the request's endpoint."""
 
     id: str
     created: int

@@ -114,9 +114,10 @@ def read_number(
     *,
     above: bool = False,
 ) -> float:
-    """Return a numeric field from `least` to `most`, or `default` if absent.
+    """Return the value of a numeric field, or `default` if the field is absent.
 
-    `above` excludes `least` itself. Raises `RequestRefused` for other values.
+    Raises `RequestRefused` unless the value is a number from `least` to `most`. With `above`,
+    `least` itself is also refused.
     """
     value = body.get(name)
     if value is None:
@@ -133,9 +134,9 @@ def read_number(
 
 
 def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """Return an integer field from `least` to `most`, or `default` if absent.
+    """Return the value of an integer field, or `default` if the field is absent.
 
-    Raises `RequestRefused` for other values.
+    Raises `RequestRefused` unless the value is an integer from `least` to `most`.
     """
     value = body.get(name)
     if value is None:
@@ -146,7 +147,10 @@ def read_integer(body: Mapping[str, Any], name: str, default: int, least: int, m
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
-    """Return a Boolean field, or False if absent. Raises `RequestRefused` for other values."""
+    """Return the value of a Boolean field, or False if the field is absent.
+
+    Raises `RequestRefused` for other values.
+    """
     value = body.get(name)
     if value is not None and type(value) is not bool:
         raise build_field_error(name, value, "must be true or false")

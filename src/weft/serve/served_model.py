@@ -66,7 +66,7 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return the sequences in the inputs, and the column at which each begins, int64 [B].
+        """Return the sequences in the inputs, and the column where each sequence begins, int64 [B].
 
         Raises a `DataError` that names the invalid tensor.
         """

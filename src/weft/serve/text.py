@@ -28,7 +28,7 @@ class EmittedToken:
 
 
 class GrowingText:
-    """Decodes one completion token by token.
+    """Incremental decoder of one completion.
 
     `feed` returns new text that can no longer change, and `take` returns the tokens of that text.
     Text that may be the start of a stop string is held back. End tokens and the tokens of the stop
@@ -102,7 +102,7 @@ class GrowingText:
         return max(self._num_emitted, len(self._text) - max(held, default=0))
 
     def _match_stop_start(self, stop: str) -> int:
-        """Return the length of the longest proper prefix of `stop` that the text ends with."""
+        """Return the length of the longest proper prefix of `stop` at the end of the current text."""
         return next(
             (
                 n

@@ -155,8 +155,8 @@ class ServingWorker:
     ) -> Future[list[Vector]]:
         """Queue rows to be scored, and return a future with one float32 vector per row.
 
-        For `want` "logprobs", a vector has the log-probs of the row's tokens from `starts` on; for
-        "scores", it has the row's score.
+        If `want` is "logprobs", a vector has the log-probs of the row's tokens from the index in
+        `starts` to the end. If `want` is "scores", it has the row's score.
         """
         future: Future[list[Vector]] = Future()
         self._change_load(len(rows.tokens))
@@ -227,8 +227,8 @@ class ServingWorker:
     def _admit_jobs(self, generator: Generator) -> None:
         """Add waiting jobs to the running batch, in order.
 
-        Stops at the first job with new sampling settings if the generator already has
-        `MOST_SETTINGS` different settings.
+        If the generator already has `MOST_SETTINGS` different sampling settings, this stops at the
+        first job that needs new ones.
         """
         while self._waiting_jobs and not self._stopping:
             job = self._waiting_jobs[0]
@@ -264,9 +264,9 @@ class ServingWorker:
         del self._jobs[id]
 
     def _score_waiting(self) -> None:
-        """Score the waiting rows, in one batch per output and temperature.
+        """Score the waiting rows, in one batch for each combination of output and temperature.
 
-        If a batch fails, each of its requests is scored alone, so that only invalid ones fail.
+        If a batch fails, each of its requests is scored alone, so that only invalid requests fail.
         """
         waiting = self._scorings
         self._scorings = []
@@ -344,9 +344,9 @@ class ServingWorker:
 def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """Return token sequences as a sample with one id each, split into prompt and completion.
+    """Return token sequences as one sample, in which each sequence is a prompt and a completion.
 
-    `starts[i]` is the number of prompt tokens in sequence i.
+    Each sequence has its own id. `starts[i]` is the number of prompt tokens in sequence i.
     """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {

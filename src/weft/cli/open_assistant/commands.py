@@ -30,7 +30,7 @@ UNUSED = {  # chat flags without effect -> reason
 
 @dataclass
 class ScriptArguments:
-    """Parsed arguments of a script.
+    """Parsed arguments of one of Open-Assistant's scripts.
 
     `named` has the values of the script's own flags, and `rest` the words that are passed to weft.
     """
@@ -119,10 +119,10 @@ def _take(
     *,
     keys: bool = False,
 ) -> tuple[ScriptArguments, list[str]]:
-    """Parse `words` and return the named arguments, and assignments to config keys.
+    """Parse `words`, and return the script's arguments and assignments to config keys.
 
-    `lists`, `values` and `flags` are the names of the arguments that have any number of values, one
-    value, or no value. With `keys`, other arguments `--key value` and `--no-key` become
+    `lists`, `values` and `flags` are the names of arguments with any number of values, with one
+    value, and without a value. With `keys`, other arguments `--key value` and `--no-key` become
     assignments. Raises `ConfigError` for unknown arguments.
     """
     done = ScriptArguments()
@@ -187,7 +187,7 @@ def _format_assignment(key: str, value: str) -> str:
 def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--datasets all|NAMES|SECTIONS --mode sft|rm|rl` to `weft data counts`.
 
-    The validation share defaults to Open-Assistant's value.
+    The default validation share is Open-Assistant's.
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.get_single("--mode", "sft") or "sft"
@@ -227,9 +227,9 @@ def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[
 def find_triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
-    """Return the path of the reward model or of the reference model that a stack of sections uses.
+    """Return the path of the reward model or the reference model in the given config sections.
 
-    `mode` selects the reward model ("rm") or the reference model ("sft"). Raises `ConfigError` if
+    `mode` is "rm" for the reward model, or "sft" for the reference model. Raises `ConfigError` if
     the sections do not name the model.
     """
     from weft import registry

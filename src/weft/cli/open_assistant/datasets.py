@@ -32,9 +32,9 @@ ENTRY_SYNTAX = "an entry is '- name' or '- name:' with its parameters (fraction,
 
 
 class InvalidDatasetEntry(Exception):
-    """Raised if a list of datasets has an invalid item, with the item's index and the reason.
+    """Raised if a list of datasets has an invalid item.
 
-    The index is -1 if the whole list is invalid.
+    The exception has the item's index and the reason. The index is -1 if the whole list is invalid.
     """
 
     def __init__(self, index: int, why: str) -> None:
@@ -116,9 +116,9 @@ def _join_folder(data_path: str, file: str) -> str:
 
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Return the entries with the number of rows per epoch multiplied by `share`.
+    """Return the entries with their numbers of rows per epoch multiplied by `share`.
 
-    Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not set the
+    Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not determine the
     number of rows.
     """
     scaled_entries = []

@@ -1,4 +1,4 @@
-"""Result of mapping an Open-Assistant configuration: options, notes and rejected keys."""
+"""Result of mapping an Open-Assistant configuration: options, notes and error messages."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class MappedOption:
 
 @dataclass
 class KeyMapping:
-    """Open-Assistant's keys in a stack of sections, and the weft options that they are mapped to.
+    """Keys of an Open-Assistant configuration, and the weft options that they are mapped to.
 
-    `ranks` maps a key to its position in the stack.
+    The configuration is merged from several named sections. `ranks` maps a key to the position of
+    its section. Later sections override earlier ones.
     """
 
     config: RunConfig
@@ -65,9 +66,10 @@ class KeyMapping:
         return self.values.get(key, default)
 
     def with_key(self, key: str) -> KeyMapping:
-        """Return a mapping with the same contents, which attributes new options to `key`.
+        """Return a mapping that attributes new options to `key`.
 
-        The contents are shared, so options that are set in one mapping are also set in the other.
+        Its contents are shared with this mapping, so that an option set in one is also set in the
+        other.
         """
         return replace(self, key=key)
 
@@ -77,8 +79,8 @@ class KeyMapping:
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
         sampling options. `off` is the value that has no effect: a key with this value is ignored if
-        the experiment does not have the option. A key set later in the stack overrides an earlier
-        one.
+        the experiment does not have the option. A key from a later section overrides one from an
+        earlier section.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -92,10 +94,10 @@ class KeyMapping:
                 self.options[name] = MappedOption(value, self.key)
 
     def get_rank(self, key: str) -> int:
-        """Return the position of a key in the stack, or -1 if the key is not set.
+        """Return the position of the section that sets `key`, or -1 if the key is not set.
 
-        A key in a group, such as `rank_config.dtype`, has the group's position unless it was set
-        individually.
+        A key in a group, such as `rank_config.dtype`, has the group's position, unless the key was
+        set individually.
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
@@ -110,14 +112,14 @@ class KeyMapping:
         )
 
     def check_boolean(self, value: Any) -> bool:
-        """Return `value` if it is a Boolean; otherwise reject it and return False."""
+        """Return `value` if it is a Boolean; otherwise record an error and return False."""
         if isinstance(value, bool):
             return value
         self.reject(value, "must be true or false")
         return False
 
     def is_valid_number(self, value: Any, least: float = 0.0) -> bool:
-        """Return whether `value` is a number of at least `least`; reject the value if not."""
+        """Return whether `value` is a number of at least `least`; if not, record an error."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
             self.reject(value, f"must be a number, at least {least:g}")
             return False
@@ -133,7 +135,7 @@ def format_yaml_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Rule that maps one of Open-Assistant's keys.
+    """Rule that says how one of Open-Assistant's keys is mapped.
 
     `says` is the description of the mapping in the documentation, and `modes` are the trainers that
     read the key.
@@ -145,7 +147,7 @@ class KeyRule:
 
 
 def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
-    """Return the rule for a key that sets weft's option `target`, which has another name.
+    """Return the rule for a key that sets weft's option `target`, which has a different name.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
     the value that has no effect.
@@ -158,7 +160,7 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
 
 
 def ignore_with_note(why: str, *modes: str) -> KeyRule:
-    """Return the rule for a key that has no effect in weft and only adds the note `why`."""
+    """Return the rule for a key that has no effect in weft, except that the note `why` is shown."""
     return KeyRule(
         f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)
     )
@@ -167,7 +169,7 @@ def ignore_with_note(why: str, *modes: str) -> KeyRule:
 def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
     """Return the rule for a key that accepts only the `allowed` values, which have no effect.
 
-    Other values are rejected for the reason `why`.
+    For other values, an error with the reason `why` is recorded.
     """
 
     def apply_rule(done: KeyMapping, value: Any) -> None:

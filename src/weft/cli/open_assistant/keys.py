@@ -108,8 +108,8 @@ def _map_saving(done: KeyMapping, value: Any) -> None:
 def _map_datasets(done: KeyMapping, value: Any) -> None:
     """Map datasets, followed by datasets_extra, to `dataset.sources`.
 
-    Validation sets are limited to eval_size rows and, in RL, to num_eval_prompts rows. Except in
-    RL, num_train_epochs below 1 is the share of rows that an epoch uses.
+    Validation sets are limited to eval_size rows and, in RL, to num_eval_prompts rows. Outside RL,
+    a num_train_epochs below 1 is the fraction of rows that an epoch uses.
     """
     entries = []
     for key in ("datasets", "datasets_extra"):
@@ -253,7 +253,7 @@ def _map_peft(done: KeyMapping, value: Any) -> None:
 
 
 def _get_peft_type(done: KeyMapping) -> Any:
-    """Return the adapter type, "lora" by default, or None if peft_model is off."""
+    """Return the adapter type, by default "lora", or None if peft_model is disabled."""
     settings = done.get("peft_config", {})
     inner = settings.get("peft_type") if isinstance(settings, Mapping) else None
     if done.check_boolean(done.get("peft_model") or False):
@@ -262,7 +262,10 @@ def _get_peft_type(done: KeyMapping) -> Any:
 
 
 def _map_prefix(done: KeyMapping, settings: Mapping[str, Any]) -> None:
-    """Map the settings of prefix tuning; the default number of tokens is Open-Assistant's."""
+    """Map the settings of prefix tuning.
+
+    The default number of prefix tokens is Open-Assistant's.
+    """
     if "num_virtual_tokens" in settings:
         at = done.with_key("peft_config.num_virtual_tokens")
     else:
@@ -475,7 +478,10 @@ OWN = (
 
 
 def map_keys(done: KeyMapping) -> KeyMapping:
-    """Map all keys in `done`, store the options, notes and rejections in `done`, and return `done`."""
+    """Map all keys in `done` to options, and return `done`.
+
+    The options, notes and errors are stored in `done`.
+    """
     if done.mode == RL and any(key in TRLX for key in done.values):
         TRLX["implied"].rule(done, None)
     if OWN & done.values.keys():
@@ -498,7 +504,7 @@ def map_keys(done: KeyMapping) -> KeyMapping:
 
 
 def _set_implied_options(done: KeyMapping) -> None:
-    """Set options to match Open-Assistant's trainers: dialogue format and learning-rate schedule."""
+    """Set the dialogue format and the learning-rate schedule that Open-Assistant's trainers use."""
     at = done.with_key(IMPLIED)
     if done.mode != RL:
         at.set_option("{model}.optimizer.lr_scheduler_type", "linear")

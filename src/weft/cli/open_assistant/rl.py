@@ -152,9 +152,9 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 
 
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
-    """Return the key in `keys` that is set last in the stack, or `IMPLIED` if none is set.
+    """Return the key in `keys` that the last config section sets, or `IMPLIED` if none is set.
 
-    If the same section sets several of the keys, the first of these in `keys` is returned.
+    If this section sets several of the keys, the first of them in `keys` is returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
@@ -162,9 +162,9 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
 
 
 def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
-    """Return the value of the key in `keys` that is set last in the stack.
+    """Return the value of the key in `keys` that the last config section sets.
 
-    Returns `default` if no key is set, or if the value is not a number of at least 1.
+    Returns `default` if none of the keys is set, or if the value is not a number of at least 1.
     """
     key = _find_latest_key(done, keys)
     if key != IMPLIED and done.with_key(key).is_valid_number(done.get(key), 1):
@@ -191,7 +191,7 @@ def _count_updates(done: KeyMapping) -> int:
 
 
 def _map_batch_sizes(done: KeyMapping, value: Any) -> None:
-    """Set the rollouts per step and the minibatch size; both are per device in trlX."""
+    """Set the rollouts per step and the minibatch size; in trlX, both are per device."""
     done.with_key(_find_latest_key(done, ROLLOUT_KEYS)).set_option(
         "dataset.train_bs_n_seqs", _count_rollouts(done) * done.data_ranks
     )
@@ -269,8 +269,8 @@ def _map_to_generation(name: str) -> KeyRule:
 def _map_truncation(name: str, done: KeyMapping, value: Any) -> None:
     """Set the sampling limit `name`, such as top_k.
 
-    If a server computes the reference log-probs, the limit is left out with a note, because the
-    server does not know the excluded ids.
+    If a server computes the reference log-probs, the limit is not set and a note is added, because
+    the server computes the log-probs over all ids.
     """
     if done.get("triton_host_sft") is not None and value not in (0, 1):
         done.add_note(
@@ -315,10 +315,10 @@ def _map_reward_deviation(done: KeyMapping, value: Any) -> None:
 
 
 def _set_implied_options(done: KeyMapping, value: Any) -> None:
-    """Set the options that match trlX's fixed behaviour.
+    """Set the options that correspond to trlX's fixed behaviour.
 
-    In trlX the value head is on the policy, so the critic starts from the actor. Values are not
-    normalized, and there is no early stopping or warm-up.
+    In trlX, the value head is part of the policy, so the critic starts from the actor. Values are
+    not normalized, and there is no early stopping or warm-up.
     """
     for name, each in (
         ("value_norm", False),
