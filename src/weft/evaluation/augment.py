@@ -106,10 +106,11 @@ def write(
     options: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> AugmentationCounts:
-    """Write `file`, or resume from the unfinished file of an interrupted command.
+    """Write the rows with the added bad replies to `file`, and return the numbers of rows.
 
-    `options` are the command's options, which are written to the first line of the unfinished file.
-    Raises `ConfigError` if `file` exists, or if the unfinished file was written with other options.
+    If an interrupted command has left an unfinished file, its parts are reused. `options` are the
+    command's options, which are written to the first line of the unfinished file. Raises
+    `ConfigError` if `file` exists, or if the unfinished file was written with other options.
     """
     if file.exists():
         raise ConfigError(
@@ -173,10 +174,10 @@ def _augment_part(
     weak: WeakModel | None,
     number: int,
 ) -> dict[str, Any]:
-    """Return the output rows for `chunk`, and the number of rows left out, as a mapping.
+    """Return the output rows for `chunk` and the number of rows left out, as a mapping.
 
-    `number` is the index of the chunk. `rows` are the rows of all chunks, from which some kinds of
-    bad replies are taken.
+    The keys of the mapping are "rows" and "left_out". `number` is the index of the chunk. `rows`
+    are the rows of all chunks, from which some kinds of bad replies are taken.
     """
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]

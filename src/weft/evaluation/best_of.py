@@ -32,10 +32,10 @@ def choose(
     *,
     finished_only: bool = True,
 ) -> list[RankedAnswers]:
-    """Sort each prompt's distinct answers by score. Prompts without a non-empty answer are dropped.
+    """Return each prompt's distinct non-empty answers, sorted by score, best first.
 
-    With `finished_only`, answers that were cut off at the length limit are dropped if the prompt
-    has an answer that was not cut off.
+    Prompts without a non-empty answer are dropped. With `finished_only`, answers that were cut off
+    at the length limit are dropped if the prompt has an answer that was not cut off.
     """
     rankings = []
     for prompt, candidates, candidate_scores in zip(prompts, answers, scores, strict=True):

@@ -139,7 +139,7 @@ def _count_pairs(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
-    """Return a list that contains the pair counts of one row, or is empty if the row has no pairs.
+    """Return the pair counts of one row in a list, which is empty if the row has no pairs.
 
     A pair consists of two replies of the same comparison that differ in rank.
     """

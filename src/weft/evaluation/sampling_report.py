@@ -199,7 +199,7 @@ def render_page(reports: Sequence[Report]) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return the end of a model's path that is enough for a reader to identify the model.
+    """Return a short form of a model's path, from which a reader can identify the model.
 
     This is the folder's name or, for a run's checkpoint, a name such as `chat/a/actor/step40`.
     """
@@ -212,9 +212,10 @@ def shorten_name(name: str) -> str:
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
-    """Return the name of each column, made of model and setting, in the order of the reports.
+    """Return the name of each column, which contains the model and the setting.
 
-    A model has no column for a setting with which it was not sampled.
+    The columns are in the order of the reports. A model has no column for a setting with which it
+    was not sampled.
     """
     columns: dict[str, None] = {}
     for index, report in enumerate(reports):

@@ -56,8 +56,9 @@ def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
 def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
     """Return the settings for a list of names and files, and notes on settings that are left out.
 
-    The settings are in the order of `words`. Raises `ConfigError` for unknown names and for
-    duplicate names, and if no settings remain.
+    Settings in a file are left out if they need an option that weft does not support. The settings
+    are in the order of `words`. Raises `ConfigError` for unknown names and for duplicate names, and
+    if no settings remain.
     """
     chosen = list[SamplingSettings]()
     notes = list[str]()

@@ -104,7 +104,8 @@ def build_parts(
     own process, which starts while the data are read. `anew` replaces lost devices. `quiet` hides
     the progress of reading the data. `announce` is called with the plan and a line on the start of
     the device processes, if any. `cluster` is a running Ray cluster for the processes, closed on
-    errors. Raises `UserError` for anything detectable before the first step; writes nothing.
+    errors. Raises `UserError` for every problem that can be detected before the first step. Writes
+    nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -385,7 +386,7 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
 def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
     """Check that all stop ids are in the model's vocabulary.
 
-    Raises `ConfigError`, which states the vocabulary's size, if an id is not.
+    Raises `ConfigError`, with the vocabulary's size in the message, if an id is out of range.
     """
     for call in collect_calls(experiment).values():
         spec = experiment.roles[call.role]
@@ -414,9 +415,9 @@ def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def check_configs(experiment: Experiment) -> None:
     """Check that every role's config.json describes a network.
 
-    Raises `CheckpointError`, which names the option and the file, if a file does not. Must be
-    called before the tokenizers are loaded: the library that loads them also reads config.json, and
-    would report a problem in it as a problem with the tokenizer.
+    Raises `CheckpointError`, which names the option and the file, if a config.json is not valid.
+    Must be called before the tokenizers are loaded: the library that loads them also reads
+    config.json, and would report a problem in it as a problem with the tokenizer.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
@@ -431,7 +432,8 @@ def check_configs(experiment: Experiment) -> None:
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     """Load every role's tokenizer. Roles with equal tokenizer options and paths share one object.
 
-    Raises `ConfigError` for a role without a path, and `UserError` if `check_configs` fails.
+    Raises `ConfigError` for a role without a path, and `UserError` if a config.json does not
+    describe a network or a tokenizer cannot be loaded.
     """
     check_configs(experiment)
     shared: dict[str, Tokenizer] = {}

@@ -92,7 +92,8 @@ def build_plan_lines(
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     """Return the plan without its lines on memory.
 
-    The verdict on memory, which follows the plan, has the same numbers.
+    These lines are not needed, because the verdict on memory, which follows the plan, has the same
+    numbers.
     """
     return replace(
         plan,
@@ -158,7 +159,7 @@ def _forecast(
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
-    """Return the memory in bytes that the most loaded device needs, and its memory forecast."""
+    """Return the largest memory that a device needs, in bytes, and the forecast for this device."""
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

@@ -17,12 +17,13 @@ from weft.experiments._models import find_option_role
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Check that the hub has the models and data that this machine lacks; fetch config.json files.
+    """Check that the hub has all missing models and data, and download missing config.json files.
 
-    Returns whether any file was downloaded. If so, the caller must build the experiment again, with
-    the values in the files. Without `data`, only models are checked, not tokenizers and datasets.
-    Raises `CheckpointError` or `DataError`, naming the option, if the hub does not have the model
-    or dataset or does not answer.
+    Missing files are those that this machine does not have. Returns whether any file was
+    downloaded. If so, the caller must build the experiment again, with the values in the files.
+    Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
+    or `DataError`, naming the option, if the hub does not have the model or dataset or does not
+    answer.
     """
     fileroot = experiment.control.fileroot
     fetched = False

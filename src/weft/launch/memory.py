@@ -90,7 +90,7 @@ class MemoryForecast:
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
-        """Yield lines for the plan on the memory of each role, KV cache and device.
+        """Yield the plan's lines on the memory of each role, of each KV cache and of each device.
 
         `on` maps devices to their roles; without it, all roles are on one device.
         """
@@ -291,11 +291,12 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """Return which of a role's weights and optimizer state are offloaded after each of its calls.
+    """Return which of a role's weights and optimizer state are offloaded after the role's calls.
 
-    Weights are included only if the option `offload` is set. If only hooks offload them, they are
-    on the device together with the weights of all other roles before the first call. The optimizer
-    state is included if it is offloaded after every training call.
+    The optimizer state is included if every training call offloads it. Weights are included if
+    every call offloads them and the option `offload` is set. Without this option, the weights are
+    on the device before the first call, together with the weights of all other roles, and therefore
+    count as not offloaded.
     """
     after = []
     for call in calls:
@@ -322,7 +323,8 @@ def build_case(
     """Return the input of the memory estimate for one role.
 
     `facts` is the description of the role's engine, and `works` are the memory demands of the
-    role's calls. `leaves` says whether weights and optimizer state are offloaded between calls.
+    role's calls. `leaves` contains "weights" or "optimizer" if the weights or the optimizer state
+    are offloaded between calls.
     """
     sizes = facts.get("sizes")
     if sizes is None:
@@ -362,10 +364,10 @@ def _build_settings(
 
 
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """Return the batch with completions of the maximum length that generation can add.
+    """Return the batch with as many completions as generation adds, each of the maximum length.
 
-    If generation takes some completions from the dataset, and the longest of these in a row exceeds
-    the maximum length, all completions of the row get the length of this longest one.
+    If some completions of a prompt come from the dataset, and the longest of them exceeds the
+    maximum length, all completions of the prompt get the length of the longest.
     """
     for call in experiment.graph.list_model_calls():
         mixed = "share" in call.args

@@ -36,9 +36,9 @@ def build_plan(
 ) -> RunPlan:
     """Return the plan of a run.
 
-    `facts` has the engines' descriptions by role. `numerics` has a line on the `hardware` and, if
-    known, the number of `threads` and the `memory` in bytes. `expected` is the memory forecast.
-    `data` and `horizon` are None if the data were not read.
+    `facts` maps roles to the descriptions of their engines. `numerics` maps `hardware` to a line of
+    text and, if known, `threads` to the number of threads and `memory` to the memory in bytes.
+    `expected` is the memory forecast. `data` and `horizon` are None if the data were not read.
     """
     # Rows above the models: nodes, data and counts.
     rows = [("nodes", " -> ".join(", ".join(names) for names in _group_into_levels(experiment)))]
@@ -84,7 +84,7 @@ def build_plan(
 
 
 def _collect_model_notes(experiment: Experiment) -> list[str]:
-    """Return the notes on all models, such as the run that a model comes from.
+    """Return the notes on all models, for example on the run that a model comes from.
 
     The plan always shows these notes.
     """
@@ -297,8 +297,8 @@ def format_memory_row(
 def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """Return a function that formats the measured peak memory, in GiB, at the end of a run.
 
-    The function returns a line, and whether the line is worth showing because the run needed a
-    considerable part of the memory. `room` is the device's memory in bytes.
+    The function returns a line of text, and whether this line should be shown because the run
+    needed a considerable part of the memory. `room` is the device's memory in bytes.
     """
     return lambda most: (
         expected.format_comparison(most),
@@ -307,7 +307,7 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 
 
 def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
-    """Return the names of the roles and copies on each device, by the device's rank."""
+    """Return a mapping from the rank of each device to the names of its roles and copies."""
     named = _name_meshes(experiment)
     result: dict[int, list[str]] = {}
     for rank in range(experiment.num_devices):
@@ -389,10 +389,10 @@ def _iterate_details(
 
 
 def _format_sources(data: LoadedData) -> list[str]:
-    """Return the lines of a table of data sources, or one line if there is nothing more to report.
+    """Return the lines of a table of data sources, or a single line if a table is not needed.
 
-    One line is enough for a single source without validation rows, rows that were cut, or other
-    notes.
+    A table is needed if there are several sources, or if the source has validation rows or notes,
+    for example on truncated rows.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")
@@ -402,7 +402,7 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield lines on differences between nodes in the number of completions and optimizer steps.
+    """Yield lines on the numbers of completions and optimizer steps of single nodes.
 
     If there are several generation calls, each has a line with its number of completions per
     prompt. A training node has a line if it takes no optimizer step in the first epochs.

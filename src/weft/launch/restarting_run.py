@@ -39,8 +39,9 @@ class RestartingRun:
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
         """Run to the end and return the lines of metrics.jsonl.
 
-        With `goes_on`, an earlier run in the same directory is resumed. Also records how the run
-        ended. If recording fails, the error is added as a note to the error that ended the run.
+        With `goes_on`, an earlier run in the same directory is resumed. The outcome of the run is
+        recorded in any case. If recording fails, the error is added as a note to the error that
+        ended the run.
         """
         try:
             self._run_session(goes_on=goes_on)

@@ -98,7 +98,7 @@ def dry_run(
     No weights are read and no devices are needed: with `device=cuda` or `search.gpu`, the plan can
     be for a GPU that this machine does not have. Without `data`, neither rows nor tokenizers are
     read, so the number of steps is unknown. `width` is the number of columns of the terminal.
-    Raises `UserError` as `run` does.
+    Raises `UserError` for invalid input.
     """
     experiment, mode = _build_checked(mark_as_planned(config), mode, data=data)
     from weft.launch.dry_run_plan import build_plan_lines
@@ -264,9 +264,9 @@ def _run(
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
     """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
 
-    Returns None without starting a cluster unless the run has several devices that are all CPUs of
-    this machine. Ray is started in the main thread, because it ends with the thread that started
-    it.
+    A cluster is started only if the run has several devices that are all CPUs of this machine;
+    otherwise, returns None. Ray is started in the main thread, because the cluster ends with the
+    thread that started it.
     """
     from weft.launch.cluster import can_start_early, check_ray, start_early
 

@@ -67,7 +67,7 @@ def start_job(
     """Submit a job that runs `config` with `command`, the command-line words after `weft`.
 
     Returns a message for the user. With `print_only`, submits nothing and returns the script.
-    Raises `UserError` for anything detectable before nodes are requested.
+    Raises `UserError` for every problem that can be detected before the job is submitted.
     """
     from weft.runtime.directory import RunDirectory, admit
 
@@ -106,9 +106,10 @@ def plan_job(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """Return the lines of the plan of a run on the devices that the job would request.
+    """Return the lines that `--dry-run` prints for a job.
 
-    `--dry-run` prints these lines. Raises `UserError` as `start_job` does.
+    These are the plan of the run on the devices that the job would request. Raises `UserError` for
+    invalid input.
     """
     from weft.runtime.directory import RunDirectory
 

@@ -16,9 +16,9 @@ POLL_SECONDS = 0.1
 def stop(
     experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0
 ) -> str:
-    """Stop the run with these names, as `stop_run` does.
+    """Stop the run `trial_name` of the experiment `experiment_name`, as `stop_run` does.
 
-    Also raises `ConfigError` if there is no such run.
+    Raises `ConfigError` if there is no such run, and otherwise the same errors as `stop_run`.
     """
     return stop_run(
         find_run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s

@@ -40,7 +40,7 @@ def needs_ray(experiment: Experiment, mode: str) -> bool:
 def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
     """Yield the lines that a child process writes to `pipe`, until the child has ended.
 
-    The end of the pipe is not a sufficient sign, because orphans of the child can keep it open.
+    Does not wait for the end of the pipe, because orphans of the child can keep the pipe open.
     """
     held = b""
     while True:

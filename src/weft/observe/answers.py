@@ -20,11 +20,11 @@ ComparedRun = tuple[str, ColourPair, RunFiles]  # (name on the page, colour, run
 
 
 def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, Any]]]:
-    """Return HTML with each run's latest answers to shared prompts, and data on the tokens.
+    """Return HTML with each run's latest answers to shared prompts, and the per-token data.
 
     A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
-    prompts that more runs answered come first. The page's script uses the data to colour the
-    tokens.
+    prompts that more runs answered come first. The page's script uses the per-token data to colour
+    the tokens.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}

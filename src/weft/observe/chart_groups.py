@@ -214,8 +214,8 @@ def is_same_series(
 ) -> bool:
     """Return whether two series, each given as steps and values, are equal.
 
-    Values count as equal up to a relative difference of `ALIKE`. Of the steps, only the number, the
-    first and the last are compared.
+    Series are equal if they have the same number of steps, the same first and last step, and values
+    whose relative differences are at most `ALIKE`. The other steps are not compared.
     """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False

@@ -127,8 +127,9 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
     """Return the colour of a node, which is the colour of the node's role.
 
-    `roles` maps nodes to colours, as found in the timeline. For a node that is not in `roles`, the
-    role is inferred from the node's name: `actor_train` belongs to `actor`.
+    `roles` maps nodes to the colours that they have in the timeline. For a node that is not in
+    `roles`, the role is inferred from the node's name: `actor_train` belongs to `actor`. If the
+    role is unknown, the colour is grey.
     """
     known = roles or {}
     return (

@@ -182,7 +182,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return each run's name for the metric that decides which run is better.
+    """Return the name, in each run, of the metric that decides which run is better.
 
     Returns None if the runs have no common metric that can be compared.
     """
@@ -310,9 +310,9 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of the difference between the values of a metric in the two noisiest runs.
+    """Return the noise of a metric's difference between two runs, for the two noisiest runs.
 
-    Returns 0 if the noise is unknown.
+    Returns 0 if the noise is unknown or negligible.
     """
     if names[0].startswith(EVAL):
         drawn = []
@@ -536,7 +536,7 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return the name that each measure has in each run, most informative measure first.
+    """Return, for each measure, its name in each run, with the most informative measure first.
 
     The name is None in runs without the measure. A measure is left out if it has the same values as
     a more informative one in every run. Metrics with the same name are separate measures if they
@@ -586,8 +586,8 @@ def _is_repeat(
 ) -> bool:
     """Return whether a measure equals another measure of the same node in every run that has it.
 
-    For example, `value_loss` can equal `loss`. `names` has the measure's name in each run, and
-    `other` has that of the other measure. A name is None if the run does not have the measure.
+    For example, `value_loss` can equal `loss`. `names` and `other` contain the names of the two
+    measures in each run, or None for a run without the measure.
     """
     return all(
         name is None or (before is not None and _is_same_curve(each.run, name, before))

@@ -159,7 +159,7 @@ def render_group(
 
 
 def choose_num_columns(count: int) -> int:
-    """Return a number of columns for `count` answers with which the last row is well filled."""
+    """Return the number of columns in which `count` answers leave little of the last row empty."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -229,7 +229,7 @@ def _render_rank(group: SampleGroup, place: int) -> str:
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """Append the answer's tokens to `tokens`, and return an HTML attribute with their index.
+    """Append an answer's per-token data to `tokens`, and return an HTML attribute with the index.
 
     Returns "" if the tokens are not known.
     """

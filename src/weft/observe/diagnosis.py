@@ -166,10 +166,10 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return the learning rate option of a role, with `factor` times its present value.
+        """Return `NAME=VALUE` for a role's learning rate, with `factor` times the present value.
 
-        The role is the one that is trained by the node of the metric `name`. `format_scaled_option`
-        determines the format.
+        The role is the one that the node of the metric `name` trains. If the learning rate is not
+        known, returns "a higher NAME" or "a lower NAME".
         """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
@@ -249,7 +249,12 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the bounds of metrics with the description `pattern` apply to this run."""
+    """Return whether the bounds of a metric apply to this run.
+
+    `pattern` identifies the metric's description, and `values` are the metric's values. For
+    example, the bounds of KL metrics apply only to runs that train a policy with rewards, and to
+    runs of unknown algorithms.
+    """
     kind = run.kind
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
@@ -292,9 +297,9 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return the usual cause of a metric's problem, options to try, and True for a weak problem.
+    """Return a problem's usual cause, options to try, and whether the problem is weak.
 
-    A weak problem also occurs in healthy runs.
+    A weak problem also occurs in healthy runs. `name` is the metric that is out of range.
     """
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)

@@ -28,12 +28,13 @@ FACTS = ("commit", "host", "hardware")
 
 
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return the values, one per run, of each option that differs; the algorithm comes first.
+    """Return, for each option that differs between the runs, a list of its values, one per run.
 
-    Options of different algorithms are matched if their names differ only in the algorithm's
-    prefix, and get a common name such as `grpo|ppo.gen.max_new_tokens`. An option that some runs do
-    not have, or that is matched across algorithms, is included only if the user set it in at least
-    one run. An option is left out if weft chose its value in all runs.
+    If the algorithms differ, the algorithm comes first. Options of different algorithms are matched
+    if their names differ only in the algorithm's prefix, and get a common name such as
+    `grpo|ppo.gen.max_new_tokens`. An option that some runs do not have, or that is matched across
+    algorithms, is included only if the user set it in at least one run. An option is left out if
+    weft chose its value in all runs.
     """
     # The algorithm itself.
     algorithms = [configuration.find_algorithm(run) for run in runs]

@@ -67,7 +67,8 @@ def read_row(line: str) -> dict[str, Any] | None:
 def format_ranges(steps: Sequence[int], most: int = 8) -> str:
     """Format increasing whole numbers, such as steps, as ranges: `1-3, 7, 9-20`.
 
-    Only the first `most` ranges are written out.
+    If there are more than `most` ranges, the remaining ones are only counted, as in `and 2 more
+    ranges`.
     """
     ranges: list[list[int]] = []
     for step in steps:

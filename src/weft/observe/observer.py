@@ -225,11 +225,14 @@ class RunObserver:
         self._view.show_stop_request(line)
 
     def renew_report(self) -> None:
-        """Rebuild report.html if enough time has passed. Called after each step."""
+        """Rebuild report.html if the last build was long enough ago. Called after each step."""
         self._renewal.renew_if_due()
 
     def truncate(self, step: int) -> None:
-        """Remove the lines of steps after `step`, the step from which a restart resumes."""
+        """Remove the lines of steps after `step` from metrics.jsonl and samples.jsonl.
+
+        Called when a restart resumes from `step`.
+        """
         with self._explain_write_errors(METRICS):
             self._metrics.truncate(step)
             self._samples.truncate(step)

@@ -151,10 +151,10 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return a list of the latest step's validation metric, as a pair of name and value.
+        """Return the latest step's validation metric, as a list with one pair of name and value.
 
-        This is the metric that matches the headline metric if possible; otherwise it is the reward,
-        accuracy or loss. The list is empty if the step was not evaluated.
+        The list is empty if the step was not evaluated. The metric that matches the headline metric
+        is preferred, then the reward, the accuracy and the loss.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
@@ -184,7 +184,8 @@ class RunPace:
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
     """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `name` and `rows` have the same meaning as in `trend.compute_change`.
+    `rows` is the number of rows on which the metric `name` was evaluated. If `name` and `rows` are
+    given, the noise includes the sampling noise of the evaluation.
     """
     if len(values) == 1:
         return format_number(values[0])

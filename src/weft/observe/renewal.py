@@ -62,7 +62,7 @@ class ReportRenewal:
         self._failure_reported = False
 
     def renew_if_due(self) -> None:
-        """Build the report if enough time has passed. Called after each step.
+        """Build the report if the last build was long enough ago. Called after each step.
 
         The report of a large run is built in another process, and this method does not wait for it.
         """

@@ -157,7 +157,7 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(
     run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
 ) -> RunDiagnosis | None:
-    """Diagnose a run from the beginnings and ends of its files.
+    """Diagnose a run, reading only the start and the end of long files.
 
     `lines` are the lines of metrics.jsonl, if the caller has already read them. Returns None if the
     run has too few steps.
@@ -197,7 +197,7 @@ def _find_status(
 
 
 def _read_top_keys(config: Path) -> dict[str, str]:
-    """Return the top-level keys of a config.yaml, each with the rest of the key's line.
+    """Return each top-level key of a config.yaml, with the text that follows the key on its line.
 
     Uses a regular expression, because parsing a hundred such files would take seconds.
     """
@@ -210,7 +210,7 @@ def _read_top_keys(config: Path) -> dict[str, str]:
 def _read_scalars(config: Path) -> dict[str, Any]:
     """Return the options of a config.yaml whose values are scalars, as nested dicts.
 
-    Only the layout in which weft writes the file is understood.
+    Supports only the layout in which weft writes the file.
     """
     if not config.is_file():
         return {}
@@ -249,7 +249,7 @@ def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
     """Return the lines of a file that have a step, oldest first.
 
-    If the file has more than `most` bytes, only lines near its beginning and its end are returned.
+    If the file has more than `most` bytes, only lines near its start and its end are returned.
     """
     half = most // 2
     return _read_ranges(

@@ -71,7 +71,8 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[LoggerSink]:
     """Check and start every logger in `loggers`, for a run whose directory exists.
 
-    Raises `UserError` if `check_sinks` fails or a logger cannot start.
+    Raises `UserError` for an unknown logger, a missing package or a failed login, or if a logger
+    cannot start.
     """
     check_sinks(loggers)
     return [_import_sink(name).start(options, run) for name, options in loggers.items()]

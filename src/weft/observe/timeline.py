@@ -162,7 +162,7 @@ class Timeline:
 
 
 def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
-    """Return the valid events of a file, which can be truncated.
+    """Return the valid events of a file, even if the file is truncated.
 
     Returns an empty list if there is no file. With `head`, only the first `head` and the last
     `tail` bytes of the file are read.

@@ -119,9 +119,9 @@ class SpansByStep:
     def build_data(self) -> dict[str, Any]:
         """Return the JSON data for the page's script.
 
-        The data contain names, the names' colours, and lanes. They also contain each step's spans
-        as `[name, lane, start, seconds]`: the indices of the name and the lane, the seconds from
-        the start of the step, and the duration.
+        The data contain the names of the spans, the colour of each name, the lanes, and the spans
+        of each step. Each span is a list `[name, lane, start, seconds]`: the index of its name, the
+        index of its lane, the seconds from the start of the step, and the duration.
         """
         # Names, lanes in the order of `GROUPS`, and colours.
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
