@@ -45,10 +45,10 @@ def concatenate_ranges(
 def take_segments(
     array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]
 ) -> Array:
-    """Concatenate the segments of `array` with the indices `index`.
+    """Concatenate the segments of `array` that `index` selects.
 
-    Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive). If the segments are
-    consecutive, the result is a view.
+    Segment i consists of the rows `starts[i]` to `starts[i + 1]` (exclusive), and `index` lists the
+    indices of the selected segments. If the segments are consecutive, the result is a view.
     """
     if len(index) == 0:
         return array[:0]
@@ -58,10 +58,7 @@ def take_segments(
 
 
 def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
-    """Split an array into consecutive views with the given numbers of rows.
-
-    `lengths` has the number of rows of each view.
-    """
+    """Split an array into consecutive views: view i has `lengths[i]` rows."""
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)

@@ -121,7 +121,10 @@ def tokenize_in_background(
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
-    """Convert encoded rows to a table of samples, which needs a tenth of the memory."""
+    """Convert an outcome of `encode_rows` to (table of the samples, problems).
+
+    The table needs a tenth of the memory of the encoded samples.
+    """
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.from_rows(
@@ -239,8 +242,9 @@ def _build_background_table(
 ) -> BackgroundTokenTable:
     """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
-    The table has the ids of all samples. When complete, it will be written to `cache_file`. Raises
-    `DataError` with reports on all bad rows that were found.
+    The table has the ids of all samples. The remaining samples are tokenized during training, and
+    the complete table is then written to `cache_file`. Raises `DataError` with reports on all bad
+    rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -300,7 +304,7 @@ def _build_background_table(
 def _encode_eagerly(
     job: EncodingJob, rows: _SourceRows, numbers: Sequence[int], source: RowSource
 ) -> list[tuple[list[int], Outcome]]:
-    """Encode the rows with the given row numbers before training.
+    """Encode rows before training, in several processes if there are many.
 
     `numbers` are the row numbers. Returns (row numbers, outcome) for each chunk of rows.
     """
@@ -374,7 +378,10 @@ class BackgroundTokenTable:
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """Return the samples at `indices` in the dtypes that the edges of the graph use."""
+        """Return the samples at `indices`, tokenizing the missing ones in this process.
+
+        The arrays have the dtypes that are used on the edges of the dataflow graph.
+        """
         with self._changed:
             missing = []
             for index in indices:
@@ -401,8 +408,8 @@ class BackgroundTokenTable:
     ) -> SequenceSample:
         """Return the samples at `indices` as one `SequenceSample`.
 
-        The samples at the indices `others` are read from `extra`, and the rest from the finished
-        chunks.
+        The samples at the indices `others` are taken from `extra`, in the order of `others`, and
+        the rest from the finished chunks.
         """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
@@ -560,7 +567,10 @@ class BackgroundTokenTable:
         return replace(table, sample=self._with_columns(table.sample)), problems
 
     def _with_columns(self, sample: SequenceSample) -> SequenceSample:
-        """Add the table's metadata columns that `sample` lacks, filled with None."""
+        """Return `sample` with all metadata columns of the table.
+
+        Columns that the sample lacks are filled with None.
+        """
         nothing = (None,) * sample.num_ids
         assert set(sample.metadata) <= set(self._columns), "columns depend only on the row's shape"
         return replace(

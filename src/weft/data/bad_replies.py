@@ -59,7 +59,7 @@ class PromptReplies:
 
     @property
     def prompt_columns(self) -> dict[str, Any]:
-        """Prompt as a column of a row: `messages` for a conversation, else `prompt`."""
+        """Prompt as a row with one column: `messages` for a conversation, else `prompt`."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}

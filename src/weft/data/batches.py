@@ -250,10 +250,10 @@ class MapLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many others spread evenly over the epoch.
 
-        Evenly spread batches are included because their rows may share shorter prefixes and so need
-        more memory. If some rows are not tokenized yet, fewer batches are returned, and their token
-        counts are estimated from bytes. Returns only the first batch if a source is not tokenized
-        by weft, since its lengths are unknown.
+        The evenly spread batches are included because they can need more memory than the largest
+        ones if their rows share shorter prefixes. If some rows are not tokenized yet, fewer batches
+        are returned, and their token counts are estimated from bytes. Returns only the first batch
+        if a source is not tokenized by weft, since its lengths are unknown.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):

@@ -131,11 +131,11 @@ def mask_spans(
     text: str,
     spans: Sequence[Span],
 ) -> tuple[list[int], list[bool]]:
-    """Return (ids, mask) of a text. The mask is True on tokens with a character in a span.
+    """Tokenize a text and return (ids, mask), with True on tokens that have a character in a span.
 
-    If `offsets` returns None, a span's boundary is converted to a token index by tokenizing the
-    text before the boundary. The index is the number of leading tokens that this text has in common
-    with the whole text.
+    If `offsets` returns None, each boundary of a span is converted to a token index by tokenizing
+    the text before the boundary. The index is the number of leading tokens that this part has in
+    common with the whole text.
     """
     encoding = offsets(text)
     if encoding is None:
@@ -155,9 +155,10 @@ def mask_spans(
 def insert_eos(
     ids: list[int], mask: list[bool], eos: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[int], list[bool]]:
-    """Put EOS after the last trained token, in place of the whitespace that follows.
+    """Put EOS after the last trained token, replacing any white space that follows, and train EOS.
 
-    Returns (ids, mask) unchanged if other text follows, or if the last trained token is EOS.
+    Returns (ids, mask). Both are unchanged if other text follows, if the last trained token is EOS,
+    or if no token is trained.
     """
     last = len(mask) - mask[::-1].index(True) if any(mask) else 0
     if not last or ids[last - 1] == eos or decode(ids[last:]).strip():

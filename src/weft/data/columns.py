@@ -83,9 +83,10 @@ def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterato
 
 
 def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """Rename the columns of rows, as `read_renamed_rows` does.
+    """Iterate over (place, row) with the columns of each row renamed.
 
-    `path` is used in the error message.
+    `columns` maps new names to old ones. Raises `ConfigError`, naming `path`, after the last row if
+    a column to rename occurs in no row.
     """
     missing = dict(columns)
     there = dict[str, None]()

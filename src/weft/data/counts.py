@@ -55,8 +55,8 @@ class SourceCount:
     def build_notes(self, limits: str) -> list[str]:
         """Return notes on truncated and dropped rows, omitted parts of turns, and unused columns.
 
-        `limits` lists the options that limit the length of rows, in the form in which the notes
-        show them.
+        `limits` names the options that limit the length of rows. It is inserted into the notes
+        unchanged.
         """
         if self.ahead is not None:
             return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]

@@ -75,9 +75,9 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the length in characters of the common prefix of two texts, cut to whole words.
+    """Return the number of characters in the common prefix of two texts, cut to whole words.
 
-    The prefix never includes all of a text.
+    The prefix is always shorter than either text, unless a text is empty.
     """
     length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():

@@ -48,7 +48,7 @@ class EpochSamples:
     def take(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
         """Return the samples at `indices`, encoded for `epoch`, as one `SequenceSample`.
 
-        `name` is the name of the source, which the random draws depend on.
+        The random draws also depend on `name`, the name of the source.
         """
         encoded = [self._encode(index, epoch, name) for index in indices]
         ids = [self.table.sample.ids[index] for index in indices]

@@ -64,7 +64,8 @@ def check_dataset(option: str, path: str, hint: str = "") -> None:
 def find_model_folder(name: str) -> Path:
     """Return the local directory with the configuration and tokenizer of a hub model.
 
-    Queries the hub once and falls back to the cache. Raises the errors that `FAILURES` lists.
+    Queries the hub once and falls back to the cache. If both fail, raises one of the exceptions in
+    `FAILURES`.
     """
     return Path(
         huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"])
@@ -82,8 +83,8 @@ def _has_dataset_folder(name: str) -> bool:
 def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
     """Call `ask` in a thread and return its result.
 
-    Raises the errors of `ask`, and `TimeoutError` after `seconds`. Without the timeout, a failing
-    name lookup would block for minutes.
+    Raises `TimeoutError` if the call takes longer than `seconds`; errors of `ask` are raised
+    unchanged. Without the timeout, a failing name lookup would block for minutes.
     """
     answers = list[Found]()
     errors = list[Exception]()
@@ -129,7 +130,7 @@ def _query_hub(option: str, typed: str, name: str, kind: Kind, hint: str) -> Non
 
 
 def _explain_failure(failed: Exception, kind: Kind) -> str:
-    """Describe in words why a query of the hub failed."""
+    """Describe in words why a query to the hub failed."""
     if isinstance(failed, OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} prevents weft from asking the hub"
     if isinstance(failed, GatedRepoError):

@@ -445,9 +445,10 @@ class SourceReader:
 def _find_table(
     dataset: MapDataset,
 ) -> tuple[TokenizationReport | None, BackgroundTokenTable | None]:
-    """Return (report on the rows, None), or (None, table) while the rows are still being tokenized.
+    """Return (report, None), or (None, table) if the rows are tokenized during training.
 
-    Returns (None, None) for a dataset that weft does not tokenize.
+    The report is on the tokenized rows. Returns (None, None) for a dataset that weft does not
+    tokenize.
     """
     if not isinstance(dataset, TokenizedDataset):
         return None, None

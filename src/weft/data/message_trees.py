@@ -108,7 +108,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
 
 
 def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
-    """Add a message and all replies nested in it to `loose`, by message id."""
+    """Add a message and all replies nested in it to `loose`, which maps ids to messages."""
     if row["message_id"] in loose:
         return
     loose[row["message_id"]] = {**row, "replies": []}
@@ -170,9 +170,10 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 
 
 def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
-    """Return the tree without the messages that `wanted` rejects and the replies below them.
+    """Return the tree without rejected messages and without the replies below them.
 
-    Returns None if the tree or its first message is rejected.
+    The filter `wanted` decides which messages are rejected. Returns None if the tree or its first
+    message is rejected.
     """
 
     def prune_node(node: Node) -> dict[str, Any]:

@@ -229,10 +229,10 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Record the keys of `message` that are not in `read` as unread.
+    """Record the keys of `message` that are not in `read` as unread, if they have a value.
 
-    They are added to the set that `track_unread_keys` yields; outside its context, nothing is
-    recorded.
+    The keys are added, with the prefix `where`, to the set that `track_unread_keys` yields. Outside
+    the context of `track_unread_keys`, nothing is recorded.
     """
     unread = _unread.get()
     if unread is not None:

@@ -74,7 +74,7 @@ def _count_samples(share: SourceShare) -> int:
 def compute_epoch_order(
     shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
-    """Return (source indices, sample indices) of an epoch, in order; int64 [samples of the epoch].
+    """Return (source indices, sample indices) of an epoch in order, each int64 [number of samples].
 
     If only a share of a source is used, every epoch draws a new share at random, without repeating
     samples. Without `shuffle`, the sources follow each other, and samples are in file order.

@@ -82,7 +82,7 @@ def read_conversation(row: Row, key: str) -> list[Message]:
 
 
 def read_messages(row: Row, key: str, role: str) -> list[Message]:
-    """Return the messages in a column, which contains a text, one message or a list.
+    """Return the messages in a column that contains text, one message or a list of messages.
 
     A text becomes a message with the role `role`. Raises `BadRow` naming the column if its value is
     neither text nor messages.
@@ -110,7 +110,10 @@ def read_message_list(row: Row, key: str) -> list[Message]:
 
 
 def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
-    """Normalize the messages of a column. Errors name the column unless it is `messages`."""
+    """Normalize the messages of a column.
+
+    Raises `BadRow`, naming the column unless it is `messages`, if the messages are invalid.
+    """
     try:
         return normalize_messages(messages)
     except DataError as error:

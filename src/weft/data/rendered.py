@@ -142,7 +142,11 @@ def _list_calls(marks: Mapping[str, str]) -> list[str]:
 
 
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
-    """Return whether the function name of a tool call or all of its arguments are missing."""
+    """Return whether a tool call's function name or all of its arguments are missing.
+
+    `call` is the path of the tool call, such as `tool_calls[0]`, and `missing` has the paths of all
+    missing fields.
+    """
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))
 
@@ -249,7 +253,7 @@ def _list_missing_fields(text: str, message: Message) -> list[str]:
 
 
 def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
-    """Return a copy of a message with unique marks in place of its texts, and the marks by path."""
+    """Return (copy of a message with a unique mark in place of each text, marks by path)."""
     words = []
     for key in ("content", REASONING):
         if str(message.get(key) or "").strip():

@@ -222,7 +222,10 @@ def read_id(row: Row, key: str = "id") -> str | None:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a value to JSON values. Dates, decimals and other types become text."""
+    """Convert a value to one that JSON can represent.
+
+    Dates, decimals and values of other types become text.
+    """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -200,7 +200,7 @@ class SequenceSample:
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """Split into `k` samples of consecutive ids, minimizing the largest token cost.
+        """Split into `k` samples of consecutive ids, minimizing the largest token cost of a sample.
 
         `gather` joins the samples again.
         """
@@ -320,9 +320,10 @@ class SequenceSample:
         return _with_keys(self, names)
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """Return this sample with the keys and metadata of `other` added or replaced.
+        """Return this sample with the keys and metadata of `other` added.
 
-        Both samples must have the same ids, in any order; raises `DataError` otherwise.
+        Keys and metadata with the same name are replaced. Both samples must have the same ids, in
+        any order; raises `DataError` otherwise.
         """
         if set(self.ids) != set(other.ids):
             apart = sorted(set(self.ids) ^ set(other.ids))

@@ -120,7 +120,7 @@ def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
 
 
 def _iterate_dialogue(text: str) -> Iterator[str]:
-    """Iterate over the assistant's turns of a dialogue. Any other text is yielded whole."""
+    """Iterate over the assistant's turns of a dialogue, or yield the whole text if it has none."""
     spans = dialogue.find_assistant_spans(text)
     yield from (text[a:b] for a, b in spans) if spans else (text,)
 

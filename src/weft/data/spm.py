@@ -154,9 +154,10 @@ def convert(model: SentencePieceModel) -> tokenizers.Tokenizer:
 
 
 def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that can be joined to another piece.
+    """Return all pairs of pieces whose concatenation is also a piece.
 
-    The pairs are sorted by the score of the joined piece, in descending order.
+    The pairs are sorted by the score of the joined piece, in descending order. Unknown, control and
+    byte pieces are ignored.
     """
     mergeable = set()
     for piece, _, kind in model.pieces:
@@ -176,9 +177,9 @@ def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple
 
 
 def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
-    """Return the value of an int32 field, or `default` if it is absent.
+    """Return the token id in a field of the trainer settings, or `default` if the field is absent.
 
-    Negative numbers are stored as a 64-bit two's complement.
+    The field is an int32. Negative numbers are stored as a 64-bit two's complement.
     """
     value = trainer.get(field, default)
     assert isinstance(value, int)

@@ -100,11 +100,14 @@ class TokenTable:
         return self.sample.ids
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Return the sample at `index` in the dtypes that the edges of the graph use."""
+        """Return the sample at `index`, with the dtypes that are used on the edges of the graph."""
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """Return the samples at `indices` in the dtypes that the edges of the graph use."""
+        """Return the samples at `indices` as one `SequenceSample`.
+
+        The arrays have the dtypes that are used on the edges of the dataflow graph.
+        """
         return cast_to_edge_dtypes(self.sample.at(indices))
 
     def get_encoded(self, index: int) -> EncodedSample:
@@ -204,7 +207,7 @@ class TokenTable:
 
 
 def cast_to_edge_dtypes(sample: SequenceSample) -> SequenceSample:
-    """Convert samples of a table to the dtypes that the edges of the graph use."""
+    """Convert samples of a table to the dtypes that are used on the edges of the dataflow graph."""
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )

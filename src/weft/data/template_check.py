@@ -122,7 +122,8 @@ class TimeLimitThread:
     def begin(self, seconds: float) -> object:
         """Start a time limit for the calling thread, and return a token that identifies the limit.
 
-        After `seconds`, the thread is interrupted unless `end` has been called with the token.
+        After `seconds`, the calling thread is interrupted unless `end` has been called with the
+        token.
         """
         entry = object()
         with self._lock:

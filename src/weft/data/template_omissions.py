@@ -148,9 +148,10 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template renders `MARK` in this turn once later messages are removed.
+        """Return whether the template renders `MARK` in `message` if later messages are removed.
 
-        Returns False if there are no later messages.
+        `message` is this turn with `MARK` in one of its texts. Returns False if there are no later
+        messages.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]

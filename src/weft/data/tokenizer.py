@@ -148,7 +148,7 @@ class Tokenizer:
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """Return (ids, mask) of a text, given character spans [start, stop).
+        """Tokenize a text and return (ids, mask), given character spans [start, stop).
 
         The mask is True on tokens that contain a character of one of the spans.
         """
@@ -204,8 +204,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, including the system texts that `additions` adds.
 
-        `mask_chat` tokenizes this text. `encode_context` tokenizes the text with
-        `add_generation_prompt`.
+        `mask_chat` tokenizes this text. With `add_generation_prompt`, only the fixed system text is
+        added, and the result is the text that `encode_context` tokenizes.
         """
         self.check_template()
         talk = normalize_messages(messages)
@@ -265,7 +265,7 @@ class Tokenizer:
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
-        """Return (ids, mask) of a conversation.
+        """Tokenize a conversation and return (ids, mask).
 
         The mask is True on the assistant's text and on the token that ends each assistant turn.
         """
@@ -364,9 +364,10 @@ class Tokenizer:
         )
 
     def with_draw(self, draw: np.random.Generator) -> Tokenizer:
-        """Return a copy of the tokenizer that makes its random additions with the generator `draw`.
+        """Return a copy of the tokenizer that uses the generator `draw` for its random choices.
 
-        Cached properties of the template are copied too.
+        These are the dropped lines of system tags and the choice of a bad reply. Cached properties
+        are copied too.
         """
         tokenizer = copy(self)
         object.__setattr__(tokenizer, "draw", draw)

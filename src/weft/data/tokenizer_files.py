@@ -111,8 +111,8 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer at `path`, a file, a directory or a hub name.
 
-    With `own`, `path` is the path of the model rather than a tokenizer option. Raises `UserError`
-    naming the option that the path was set with.
+    With `own`, `path` is the path of the model rather than a tokenizer option. Raises `UserError`,
+    naming the option that set the path, if no tokenizer can be read.
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
@@ -172,9 +172,9 @@ def read_tokenizer(
 def _read_plain_config(source: str) -> PreTrainedConfig | None:
     """Return a model's config.json if the tokenizer files name the tokenizer class, else None.
 
-    With this result, `AutoTokenizer` needs only the type and the name of the model. Without it,
-    `AutoTokenizer` imports the configuration class of the model and with it most of `transformers`,
-    which takes a second.
+    The result contains all that `AutoTokenizer` needs: the type and the name of the model. Without
+    it, `AutoTokenizer` imports the configuration class of the model and with it most of
+    `transformers`, which takes a second.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -190,7 +190,7 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _describe_path(path: str, option: str, *, own: bool) -> str:
-    """Format the option that the tokenizer path was set with, and its value.
+    """Format the option that set the tokenizer path, as `OPTION=PATH`.
 
     For a command, returns only the path.
     """
@@ -377,13 +377,14 @@ def encode_text(
 
 
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """Return the maximum number of tokens per byte of a text for a BPE tokenizer.
+    """Return an upper bound on the number of tokens per byte of text, or None if there is none.
 
-    The result is (maximum for ASCII texts, maximum for other texts). If the tokenizer merges bytes,
-    or characters with byte fallback, every token represents at least one byte of the normalized
-    text. NFC normalization turns a byte into at most three bytes and does not change ASCII. A space
-    can be inserted before each stretch of text between special tokens. Returns None for other
-    tokenizers, since their normalizers may replace a character by any number of characters.
+    The result is (bound for ASCII texts, bound for other texts). A bound exists for BPE tokenizers
+    that merge bytes, or characters with byte fallback. Each token represents at least one byte of
+    the normalized text, in which a space counts as one byte, so the bound is the factor by which
+    normalization can lengthen a text: 2 if a space is inserted before each stretch of text between
+    special tokens, times 3 for NFC, which does not change ASCII. Other normalizers may replace a
+    character by any number of characters.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None

@@ -144,7 +144,7 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with `TemplateOmission.place` (file and line) set in its report.
+    """Return the table with the file and line of each `TemplateOmission` set in its report.
 
     The places are not cached, since a file with another name can have the same rows.
     """
@@ -162,7 +162,7 @@ def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
 
 
 def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> EncodingJob:
-    """Return the job that encodes rows with this row encoder, these limits and this tokenizer.
+    """Return a job for encoding rows with the given row encoder, length limits and tokenizer.
 
     Unless long rows are truncated, the job's tokenizer rejects very long texts without tokenizing
     them.
@@ -175,8 +175,8 @@ def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> E
 def encode_rows(job: EncodingJob, chunk: Chunk) -> Outcome:
     """Encode a chunk of rows and return (samples, report, problems).
 
-    Each sample is (index in the chunk, the row's own id or None, token ids). Each problem is (index
-    in the chunk, message, the error if the row is too long).
+    Each sample is (index in the chunk, the row's own id or None, encoded sample). Each problem is
+    (index in the chunk, message, `RowTooLong` error or None).
     """
     samples: list[tuple[int, str | None, EncodedSample]] = []
     problems: list[Problem] = []

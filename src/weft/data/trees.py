@@ -29,7 +29,7 @@ def iterate_threads(row: Row) -> Iterator[list[Node]]:
 
 
 def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Iterate over (path to a message of the prompter, its replies in order of their rank).
+    """Iterate over (path to a message of the prompter, its ranked replies, best first).
 
     Messages with fewer than two replies that people have ranked are skipped.
     """

@@ -77,7 +77,7 @@ def find_assistant_spans(
 
 @dataclass(frozen=True)
 class _RenderedConversation:
-    """Conversation with its rendered text, in which the turns are located."""
+    """Conversation and its rendered text, with methods that find each turn's position in the text."""
 
     template: TemplateFunctions
     messages: Sequence[Message]
@@ -173,8 +173,8 @@ class _RenderedConversation:
         """Return the start of turn `index`, at or after `at`, without a generation prompt.
 
         Used if the template has no generation prompt. If the template renders a header before the
-        words of a reply, the turn starts after the header. White space and the beginning of a tool
-        call are part of the turn.
+        content of a reply, the turn starts after the header. White space and the beginning of a
+        tool call are part of the turn.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -267,7 +267,7 @@ def _replace_words(message: Message) -> Message:
 
 
 def _find_changed_span(text: str, other: str) -> Span:
-    """Return the span of `text` that is different in `other`."""
+    """Return the span of `text` in which it differs from `other`."""
     stop = len(text) - count_common_end(text, other)
     return min(count_common_start(text, other), stop), stop
 

@@ -24,10 +24,10 @@ class RandomWindow:
     bos_id: int | None = None
 
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
-        """Return a random window of a sample that is longer than `size`, or the sample unchanged.
+        """Return a random window of a sample that is longer than `size`, with `probability`.
 
-        Every window that includes a trained token is equally likely. The first token of a window is
-        trained only if another token precedes it.
+        Otherwise, the sample is returned unchanged. Every window that includes a trained token is
+        equally likely. The first token of a window is trained only if another token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

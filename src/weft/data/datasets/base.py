@@ -71,8 +71,8 @@ class MapDataset(Protocol):
 def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
     """Return whether a dataset has random access to its samples.
 
-    The result is False for a torch `IterableDataset`. Such a class can have a length, and it
-    inherits a `__getitem__` that raises an error.
+    The result is False for a torch `IterableDataset`, although it can have a length and inherits a
+    `__getitem__`, since this method only raises an error.
     """
     bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
     return (
@@ -236,7 +236,7 @@ def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
 
 
 def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
-    """Return the ids of a whole text, with exactly one EOS at the end."""
+    """Return the token ids of a text, with exactly one EOS at the end."""
     ids = tokenizer.encode(content)
     eos = tokenizer.require_eos()
     return ids if ids and ids[-1] == eos else [*ids, eos]
@@ -245,7 +245,7 @@ def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
 def build_answer_group(
     prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
 ) -> EncodedSample:
-    """Build a group of sequences that are trained after their common prefix with `prompt`.
+    """Build a group of sequences, each of which is trained after its common prefix with `prompt`.
 
     A token that spans the end of the prompt and the beginning of the answer counts as part of the
     answer.
@@ -335,7 +335,7 @@ def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 def build_group(
     sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any
 ) -> EncodedSample:
-    """Build a group from whole sequences and their masks.
+    """Build a group from whole sequences and their masks, which are True on trained tokens.
 
     The prompt is the longest common prefix without trained tokens. Tokens after the last trained
     token are left out. Raises `BadRow` if a sequence has no trained token.

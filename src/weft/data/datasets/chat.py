@@ -64,7 +64,7 @@ class ChatEncoder:
         )
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample:
-        """Encode only the sample with the id `id` of a row that may have several samples."""
+        """Encode only the sample `id` of a row that may have several samples."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(

@@ -66,9 +66,10 @@ class PromptEncoder:
         )
 
     def _find_prompt(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """Return (prompt column, row, columns that the prompt is read from).
+        """Return (prompt column, row, names of the columns that the prompt is read from).
 
-        The returned row contains the prompt column.
+        If the prompt is the common prefix of the columns `chosen` and `rejected`, it is added to
+        the returned row as the column `prompt`. Otherwise the row is returned unchanged.
         """
         key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")

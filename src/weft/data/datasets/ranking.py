@@ -83,7 +83,8 @@ class RankingEncoder:
     def _read_replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
         """Return the replies of a row, best first, followed by one bad reply if the row has any.
 
-        If the tokenizer has no random generator, the longest bad reply is chosen.
+        The bad reply is drawn at random. If the tokenizer has no random generator, the longest bad
+        reply is chosen.
         """
         bad = read_texts(row, BAD_REPLIES_COLUMN) if row.get(BAD_REPLIES_COLUMN) else []
         replies = read_texts(

@@ -70,9 +70,9 @@ class ReaderContext:
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def make_random(self, *parts: object) -> random.Random:
-        """Return a random generator for the purpose that `parts` identify.
+        """Return a random generator that depends only on the seed, the dataset's name and `parts`.
 
-        The generator produces the same numbers in every run.
+        `parts` identify the purpose of the generator, which produces the same numbers in every run.
         """
         digest = hashlib.blake2b(
             "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8

@@ -161,7 +161,7 @@ def list_reader_options(reader: Reader) -> list[str]:
 def _split_options(
     entry: CatalogueEntry, reader: Reader, args: Mapping[str, Any], mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (options of the reader, options of the dataset type).
+    """Divide options into (options of the reader, options of the dataset type).
 
     The reader's options are those of the entry, overridden by the user's `args`. Raises
     `ConfigError` for unknown or missing options.
@@ -339,7 +339,7 @@ class _FileRows:
 
 
 def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the held-out rows from the first file to the second, and return both row counts."""
+    """Move the rows marked in `held` from the first file to the second, and return both row counts."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
