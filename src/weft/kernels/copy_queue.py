@@ -22,9 +22,9 @@ class CopyMark(Protocol):
     """Interface of a marker in a `CopyQueue`, used to wait for the copies queued before it."""
 
     def make_device_wait(self) -> None:
-        """Make later work of the device wait until the copies before the mark are done.
+        """Make the device wait for the copies before the mark, without blocking the host.
 
-        Later work is all work that is queued on the device after this call. The host does not wait.
+        Only work that is queued on the device after this call waits.
         """
         ...
 

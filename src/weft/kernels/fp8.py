@@ -19,7 +19,7 @@ NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, 
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return the reason why the device does not support fp8 products, or None if it does."""
+    """Return the reason why the device does not support fp8 matrix multiplication, or None."""
     if (
         device.type != "cuda"
         or torch.version.hip is not None
@@ -43,7 +43,7 @@ class Fp8Product:
 
     @staticmethod
     def supports(weight: Tensor) -> bool:
-        """Return whether the sizes of the weight allow an fp8 product."""
+        """Return whether the sizes of `weight` allow a matrix multiplication in fp8."""
         return all(size % MULTIPLE == 0 for size in weight.shape)
 
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:

@@ -80,7 +80,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _choose_variant() -> str | None:
-    """Return the variant that `WEFT_NATIVE` selects, by default `native`; None to use no kernels.
+    """Return the variant that `WEFT_NATIVE` selects: by default `native`, or None for 0.
 
     Raises `ConfigError` for an unknown variant and for one that the processor does not support.
     """
@@ -143,11 +143,11 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Call the kernel `name`; None becomes a null pointer.
+    """Call the kernel `name` and return the kernel's return value.
 
-    The arguments are either only structures, or contiguous tensors and numbers. In the second case,
-    the number of threads is added as the last argument. The return value has a meaning only for
-    kernels that document one.
+    The arguments are either only structures, or contiguous tensors and numbers, where None becomes
+    a null pointer. In the second case, the number of threads is added as the last argument. The
+    return value has a meaning only for kernels that document one.
     """
     kernels = load_library()
     assert kernels is not None
@@ -170,7 +170,7 @@ def _find_type(argument: Any) -> Any:
 
 
 def _list_compilers() -> list[list[str]]:
-    """Return the commands that may run GCC's C++ compiler: first that in `CXX`, then `g++`."""
+    """Return the commands to try as GCC's C++ compiler: that in `CXX`, if set, and then `g++`."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
@@ -220,7 +220,10 @@ def _compile(compiler: list[str], folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """Run a command and return what it writes to standard error."""
+    """Run a command and return what it writes to standard error.
+
+    Raises `CalledProcessError` if the command fails.
+    """
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English
     options: dict[str, Any] = {
         "capture_output": True,

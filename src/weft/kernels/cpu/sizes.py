@@ -18,6 +18,6 @@ HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmen
 def in_vectors(length: int, device: torch.device) -> int:
     """Return the number of keys that attention reads for a sequence of `length` keys.
 
-    On a CPU, this is `length` rounded up to whole vectors.
+    On a CPU, this is `length` rounded up to whole vectors; on other devices, it is `length`.
     """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

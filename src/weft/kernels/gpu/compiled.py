@@ -28,8 +28,7 @@ def serves(*tensors: Tensor) -> bool:
 def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `function` that is compiled at its first call.
 
-    The sizes of tensors are inputs of the compiled code, so it is not compiled again for packs of
-    other sizes.
+    Shapes are dynamic, so packs of other sizes do not cause a recompilation.
     """
 
     @functools.wraps(function)

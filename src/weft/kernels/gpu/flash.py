@@ -59,12 +59,13 @@ def find_features() -> FlashFeatures:
 
 
 def choose(device: torch.device, version: str) -> str | None:
-    """Select this process's version of flash attention; return a message for the user, or None.
+    """Select this process's version of flash attention, and return a note about it for the user.
 
     `version` is "fa2", "fa3" or "auto". "fa2" is torch's own implementation. "fa3" is version 3
     (Shah et al. 2024, arXiv:2407.08608), whose package replaces torch's kernels. "auto" is version
     3 if the device is a Hopper GPU and the package is installed, else version 2. torch uses one
-    version at a time for all devices. Raises `RuntimeError` if "fa3" is not available.
+    version at a time for all devices. Returns None for "fa2", and for "auto" on a device that is
+    not a Hopper GPU. Raises `RuntimeError` if "fa3" is not available.
     """
     if version == "fa2":
         if find_active_implementation() == THIRD:
@@ -212,7 +213,7 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Return how many keys to the left and to the right of its own key each query attends to.
+    """Return the number of keys before and after its own key to which each query attends.
 
     The value -1 means all keys.
     """

@@ -115,7 +115,7 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return a mask of the block pairs that attention uses, and one of the pairs it uses fully.
+        """Return masks of the block pairs with any attention, and of those with full attention.
 
         Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first mask is
         True if any query of the query block attends to any key of the key block, and the second if
@@ -147,10 +147,9 @@ class KeySpans:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True blocks in each row, and the indices of all blocks of the row.
+    """Return each row's number of True blocks, and its block indices with the True blocks first.
 
-    The indices begin with those of the True blocks. The results are int32 [1, 1, n] and [1, 1, n,
-    n].
+    The results are int32 [1, 1, n] and [1, 1, n, n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[
@@ -182,7 +181,10 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: Attent
 def build_pack_mask(
     cu_seqlens: Tensor, joins: Iterable[ContinuationSpans], length: int, window: int | None
 ) -> BlockMask:
-    """Return the mask of a pack; the arguments are those of `KeySpans.from_segments`."""
+    """Return the FlexAttention mask of a pack.
+
+    The arguments are the same as those of `KeySpans.from_segments`.
+    """
     return KeySpans.from_segments(cu_seqlens, joins, length, window).build_mask()
 
 
@@ -215,8 +217,8 @@ def build_page_mask(
     """Return the mask for one query per row, which attends to the keys in the row's pages.
 
     Row r attends to its `used[r]` tokens (int32 [R]), or only to the last `window` of them. These
-    tokens are in the pages `table[r]` (int32 [R, W]). `size` is the number of pages, which is at
-    least W, and the number of tokens per page.
+    tokens are in the pages `table[r]` (int32 [R, W]). `size` is a pair: the number of pages, which
+    is at least W, and the number of tokens per page.
     """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)

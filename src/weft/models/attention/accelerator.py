@@ -37,7 +37,7 @@ def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
 
 
 def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """Return causal attention for sequences of which some share a prefix, [T, heads, dim]."""
+    """Return causal attention over sequences, some of which share a prefix, [T, heads, dim]."""
     mask = _prepare_mask(context, len(given.q), given.spec.window)
     return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
 

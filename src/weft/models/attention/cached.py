@@ -37,10 +37,10 @@ def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute the same result as `attend_by_kernels`, with torch operations.
+    """Compute the same attention as `attend_by_kernels`, but with torch operations.
 
-    A decode step is computed for all rows at once, with a mask for the keys that a row does not
-    have. A pass with several new tokens per row is computed row by row.
+    A decode step is computed for all rows at once, with a mask that hides the keys that a row does
+    not have. A pass with several new tokens per row is computed row by row.
     """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
@@ -132,9 +132,10 @@ def _attend_chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -
 def _attend_after_prefix(
     q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int
 ) -> Tensor:
-    """Return attention as `rectangles.attend_tail` does, for a sequence that continues a prefix.
+    """Compute attention of a sequence's last n tokens over a prefix and the sequence's other keys.
 
-    Attention over the prefix and attention over the other keys are merged in the same way as in
+    q and the result are [1, heads, n, dim]; k and v, without the prefix, are [1, kv_heads, L, dim].
+    Attention over the prefix and over the other keys is computed separately and merged as in
     training, so that rounding is the same.
     """
     count = q.shape[2]

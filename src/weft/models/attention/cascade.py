@@ -44,8 +44,8 @@ def attend_to(
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
     """Merge the attention of the same rows over two disjoint sets of keys.
 
-    Only exp and log are used, because their results have the same bits wherever an element is in a
-    tensor. Training and decoding therefore round in the same way.
+    Only exp and log are used, because their results have the same bits at any position of a tensor.
+    Training and decoding therefore round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -57,7 +57,7 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, parts: tuple[AttentionPart, ...], scale: float
 ) -> Tensor:
-    """Return attention, [T, heads, dim], of q [T, heads, dim] over k and v [T, kv_heads, dim].
+    """Return attention of q [T, heads, dim] over k and v [T, kv_heads, dim], in the shape of q.
 
     `parts` define the keys to which each row attends. Every row is in exactly one causal part and
     in any number of other parts. The number of heads is a multiple of kv_heads.

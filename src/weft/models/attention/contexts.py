@@ -1,6 +1,6 @@
 """Attention contexts, which define the keys to which each token of a pack attends.
 
-`Dense` is for whole sequences, and `Prefixed` is for sequences of which some share a prefix. For
+`Dense` is for whole sequences, and `Prefixed` is for sequences, some of which share a prefix. For
 new tokens of cached sequences, the caches define the contexts `weft.models.kv.slots.Cached` and
 `weft.models.kv.pages.Paged`. `weft.models.attention.pack_shards.PackShard` is for packs whose
 tokens are split over ranks. All implement `AttentionContext`.
@@ -121,9 +121,10 @@ class Dense:
 
     @cached_property
     def segments(self) -> Tensor:
-        """First query, number of queries, first key and number of keys of each sequence.
+        """Queries and keys of each sequence, int64 [S, 4], on the host.
 
-        The tensor is int64 [S, 4], on the host.
+        The columns are the first query, the number of queries, the first key and the number of
+        keys.
         """
         return torch.tensor([(a, b - a, a, b - a) for a, b in pairwise(self.starts)])
 
@@ -164,7 +165,7 @@ class PrefixContinuation:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """Sequences of which some share a prefix that is computed only once.
+    """Sequences, some of which share a prefix that is computed only once.
 
     The pack consists of segments: prefixes, continuations of prefixes, and whole sequences. A token
     attends causally within its segment. A token of a continuation also attends to the whole prefix.
@@ -183,17 +184,19 @@ class Prefixed:
     def token_lengths(self) -> Tensor:
         """Length of the segment to which each token belongs, int64 [T].
 
-        This differs from the length of the sequence. Networks whose rotation depends on that length
-        do not share prefixes; see `Transformer.can_share_prefixes`.
+        This is less than the length of the whole sequence if the sequence has a shared prefix.
+        Networks whose rotation depends on the sequence length therefore do not share prefixes; see
+        `Transformer.can_share_prefixes`.
         """
         return self.dense.token_lengths
 
     @cached_property
     def prefix_segments(self) -> Tensor:
-        """First query, number of queries, first key and number of keys for each prefix.
+        """Queries and keys of the attention over each prefix, int64 [prefixes, 4], on the host.
 
-        The queries are the tokens that continue the prefix, and the keys are the tokens of the
-        prefix. The tensor is int64 [prefixes, 4], on the host.
+        The columns are the first query, the number of queries, the first key and the number of
+        keys. The queries are the tokens that continue the prefix, and the keys are the tokens of
+        the prefix.
         """
         spans = [(*join.continuation, *join.prefix) for join in self.continuations]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
@@ -218,7 +221,7 @@ class Prefixed:
 def _group_by_length(starts: list[int]) -> list[list[int]]:
     """Group sequences of similar length, and return the indices of the sequences in each group.
 
-    The indices in a group are in rising order. Empty sequences are left out.
+    The indices in a group are in ascending order. Empty sequences are left out.
     """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []

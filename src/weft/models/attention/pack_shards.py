@@ -30,7 +30,7 @@ class PackShard:
     """Attention context of the tokens of one rank, for a pack whose tokens are split over ranks.
 
     The rank has the tokens in `runs`, each given as (first, one past the last) in the pack. Runs
-    are in rising order and not empty. `gather` collects the local keys or values [n, ...] of all
+    are in ascending order and not empty. `gather` collects the local keys or values [n, ...] of all
     ranks and returns those of the whole pack [T, ...]; all ranks must call it.
     """
 
@@ -64,7 +64,7 @@ class PackShard:
     def dense(self) -> Dense:
         """Context that treats this rank's tokens of each sequence as a whole sequence.
 
-        A sequence is empty if this rank has none of its tokens.
+        Sequences without tokens on this rank are empty.
         """
         counts = []
         for first, end in pairwise(self.whole.starts):
@@ -95,7 +95,7 @@ class PackShard:
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """The `pieces` of each run as arguments of a flash attention kernel."""
+        """Lengths of the `pieces` of each run, in the form that a flash attention kernel needs."""
         return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -160,8 +160,8 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return an empty result that depends on all inputs.
 
-    Because of this dependence, a rank without tokens takes part in the backward pass of the keys
-    and values of other ranks.
+    A rank without tokens then still takes part in the backward pass of the gathered keys and
+    values.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

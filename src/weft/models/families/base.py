@@ -66,7 +66,7 @@ class Family:
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Return the configuration that is described by `raw`, the contents of a config.json.
+        """Convert `raw`, the contents of a config.json, to a configuration.
 
         Raises `CheckpointError` for values that the decoder does not support.
         """
@@ -144,15 +144,15 @@ class ConfigReader:
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
         """Raise `CheckpointError` if `key` is set to a value other than False or `unless`.
 
-        This is for settings with which the network would compute something that the decoder does
-        not support. `reason` is part of the error message.
+        Use this for settings that the decoder does not support. `reason` is part of the error
+        message.
         """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation function that `key` names; `default` is used if the key is absent.
+        """Return the activation function whose name is the value of `key`, by default `default`.
 
         Raises `CheckpointError` if the name is unknown.
         """

@@ -36,7 +36,7 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Read the `TransformerConfig` fields whose keys are the same in all Llama-like families.
+    """Read the configuration fields that have the same config.json keys in all Llama-like families.
 
     `tied` and `theta` are default values. `act` is a pair: the key of the activation function, and
     the default value. The field `extra` is not included, because the family may still read other
@@ -203,7 +203,10 @@ def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
 
 
 def rope_values(config: TransformerConfig) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, which every version of `transformers` can read."""
+    """Return the config.json values `rope_theta` and `rope_scaling`.
+
+    Every version of `transformers` can read these two, unlike `rope_parameters`.
+    """
     rope = config.rope
     assert rope is not None
     if rope.scaling == "none":
@@ -217,10 +220,11 @@ def rope_values(config: TransformerConfig) -> dict[str, Any]:
 def layer_windows(
     read: ConfigReader, layers: int, window: int | None, sliding: list[bool]
 ) -> tuple[int | None, ...]:
-    """Return the attention window of each layer.
+    """Return the attention window of each layer, or an empty tuple if no layer has a window.
 
-    The layers that have a window are given by `layer_types` of config.json if it is present, else
-    by `sliding`. Returns an empty tuple if no layer has a window.
+    `window` is the window size. `layer_types` in config.json decides which layers have a window; if
+    it is absent, `sliding` decides. Raises `CheckpointError` if `layer_types` has an unknown type
+    or the wrong length.
     """
     kinds = read("layer_types", None)
     if kinds is not None:

@@ -140,7 +140,7 @@ class KeyMap:
 
     @classmethod
     def from_templates(cls, templates: Iterable[Key], num_layers: int) -> KeyMap:
-        """Create a map from `templates`; those with `{i}` in their names are used for every layer."""
+        """Create a map from `templates`; those with `{i}` in a name are repeated for every layer."""
         keys_by_name: dict[str, Key] = {}
         for key in templates:
             for bound in (
@@ -169,7 +169,7 @@ class KeyMap:
         return names
 
     def group_by_hf_name(self) -> dict[str, list[Key]]:
-        """Return the parameters that each checkpoint tensor contains, by the name of the tensor."""
+        """Return a mapping from each checkpoint tensor's name to the parameters in the tensor."""
         groups: dict[str, list[Key]] = {}
         for key in self.keys.values():
             for name in key.list_hf_names():

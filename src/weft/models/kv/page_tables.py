@@ -43,7 +43,7 @@ class PageAllocator:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Grow to `count` pages that rows can use, or to as many as `max_pages` allows."""
+        """Grow the allocator so that rows can use `count` pages, or as many as `max_pages` allows."""
         old = len(self)
         new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
@@ -154,11 +154,11 @@ class PageTables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> PageCopies:
-        """Make room for `after[i]` tokens in row `rows[i]`, which contains `before[i]` tokens.
+        """Make room for `after[i]` tokens in total in row `rows[i]`, which contains `before[i]`.
 
-        The rows must be distinct. If the last page of a row is partly filled and shared, the row
-        gets a new page in its place. Returns the page copies that must be made before the rows are
-        written.
+        The rows must be distinct. If the last page of a row is partly filled and other rows use it
+        too, it is replaced by a new page. Returns the page copies that must be made before the rows
+        are written.
         """
         page = self.pages.page_size
         wanted = -(-after // page)

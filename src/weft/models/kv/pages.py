@@ -132,7 +132,7 @@ class PagePool:
         self.values = tensors[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` pages, or for as many as the pool may have.
+        """Make room for at least `count` pages, or for the pool's maximum if that is less.
 
         The number is rounded up to a power of two, so that only a few different sizes occur.
         """
@@ -237,7 +237,10 @@ class PagedCache:
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
     def take(self, other: PagedCache) -> int:
-        """Return a new row with the contents of row 0 of `other`; both rows share their pages."""
+        """Create a row with the contents of row 0 of `other`, and return the new row's index.
+
+        The two rows share their pages.
+        """
         (slot,) = self.allocate()
         self.tables.assign_pages(slot, other.tables.copy_pages(0))
         self.used[slot], self.before[slot] = other.used[0], other.before[0]
@@ -273,7 +276,10 @@ class PagedCache:
         )
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Return `count` new rows with the contents of `slot`, for several samples of one prompt."""
+        """Create `count` rows with the contents of row `slot`, and return their indices.
+
+        This is used for several samples of one prompt. All these rows share their pages.
+        """
         new = self.allocate(count)
         for row in new:
             self.tables.assign_pages(row, self.tables.copy_pages(slot))

@@ -128,7 +128,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Prefixes, each with the indices, int64 [n], of the new tokens that follow it."""
+        """Pairs of a prefix and the indices, int64 [n], of the new tokens that follow it."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -273,7 +273,10 @@ class KVCache:
                 self._groups = (b"", ())
 
     def take(self, other: KVCache) -> int:
-        """Return a new slot with a copy of slot 0 of `other`, and with the prefix of that slot."""
+        """Copy slot 0 of `other` to a new slot, and return the new slot's index.
+
+        The new slot has the same prefix as the copied slot.
+        """
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(
@@ -322,7 +325,10 @@ class KVCache:
         self.used[slot] = length
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Return `count` new slots with the contents of `slot`, for several samples of one prompt."""
+        """Create `count` slots with a copy of the contents of `slot`, and return their indices.
+
+        This is used for several samples of one prompt.
+        """
         new = self.allocate(count)
         filled = int(self.used[slot])
         place = self.places[slot]
@@ -381,7 +387,8 @@ class KVCache:
     def _group_by_prefix(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
         """Return one group per prefix, with the rows of a decode step that begin with this prefix.
 
-        The result is kept until the slots change.
+        Rows without a prefix are in no group. The groups are cached until the slots or their
+        prefixes change.
         """
         if not self.before.any():
             return ()
@@ -438,7 +445,7 @@ class KVCache:
             values[slot, :, used:stop] = v[new].transpose(0, 1)
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the rows in the slots, each [R, kv_heads, n, head_dim].
+        """Return the keys and values of the rows of `context`, each [R, kv_heads, n, head_dim].
 
         n is `max_used` rounded up to whole vectors. Values after the end of a row are finite but
         meaningless. This is for attention by torch: weft's kernels read the slots directly.
@@ -471,9 +478,10 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs (slots, places) of slices that select the same slots, by index and in memory.
+    """Split the memory indices `places` of some slots into runs of consecutive indices.
 
-    There is one pair if the slots are stored consecutively, else one pair per slot.
+    Returns a pair of slices for each run: its positions in `places`, and its memory indices. If the
+    indices are not all consecutive, each slot is a run of its own.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

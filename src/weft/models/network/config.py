@@ -110,14 +110,14 @@ class TransformerConfig:
     def scale(self) -> float:
         """Factor by which q k^T is multiplied in attention.
 
-        Some networks additionally divide q k^T by the number of the layer, counted from 1.
+        Some networks additionally divide q k^T by the index of the layer, counted from 1.
         """
         if self.attention_scale is not None:
             return self.attention_scale
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
-        """Return how many keys a token of the layer can attend to; None means no limit."""
+        """Return the number of keys to which a token of the layer can attend; None means no limit."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:
@@ -125,7 +125,7 @@ class TransformerConfig:
 
     @property
     def head_layers(self) -> float:
-        """Cost of the output matrix per token, as a multiple of the cost of a layer.
+        """Cost per token of the output matrix, in units of the cost of one layer.
 
         The last stage of a pipeline has this many fewer layers than the others.
         """

@@ -86,19 +86,19 @@ class TokenDropout:
 
     @classmethod
     def from_lengths(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
-        """Return the dropout of all tokens of sequences with these `lengths`, int64 [S].
+        """Return the `TokenDropout` of packed sequences with the given `lengths`, int64 [S].
 
-        Every token has the key of its sequence.
+        Each token has the key of its sequence and its own position in `positions`, [T].
         """
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """Return the dropout restricted to the tokens with the indices `tokens`, int64 [n]."""
+        """Return the `TokenDropout` of only the tokens with the indices `tokens`, int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
-        """Apply `drop` at the site with index `place` within the layer."""
+        """Apply dropout to x as `drop` does, at the site with index `place` within the layer."""
         return self.drop(x, rate, compute_site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
@@ -139,7 +139,7 @@ class TokenDropout:
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return a copy of the dropout `how` for the layer `layer`, or None if `how` is None."""
+    """Return a copy of `how` for the layer with index `layer`, or None if `how` is None."""
     return None if how is None else replace(how, layer=layer)
 
 

@@ -262,7 +262,7 @@ class _EventLogprobs:
 
 
 def _gather_logits(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
-    """Return the logits of `ids`, [R, K], which are collected from all ranks."""
+    """Return the logits [R, K] of `ids`, collected from the ranks that have them."""
     if split is None:
         return logits.gather(1, ids)
     own = logits.gather(1, ids.clamp_min(0))
@@ -302,9 +302,10 @@ class _EventChunk:
         self._logits = logits
 
     def add(self, total: ProjectionGradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
-        """Add the gradients of these rows to `total`; can be called only once.
+        """Add the gradients of this chunk, which has the rows `rows`, to `total`.
 
-        `given` has the gradients with respect to the outputs, for all rows of the pass.
+        This can be called only once. `given` contains the gradients with respect to the outputs,
+        for all rows of the pass.
         """
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:

@@ -79,8 +79,8 @@ class ValueHead(nn.Module):
 def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
-    `weight` is [1, H]. In bfloat16, rounding would reduce two thousand different rewards to half as
-    many values. The result is a copy and not a view, because writing to a view in place would
+    `weight` is [1, H]. In bfloat16, two thousand different rewards would be rounded to about half
+    as many values. The result is a copy and not a view, because writing to a view in place would
     bypass the hooks that FSDP2 attaches to the outputs of a network, and FSDP2 warns of this.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -90,8 +90,8 @@ def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
 def find_score_rows(x: Packed, padding: int | None) -> Tensor:
     """Return the index of the token at which each sequence's score is read, int64 [S].
 
-    This is the last token, or, if `padding` is set, the last token other than `padding`. If a
-    sequence consists only of padding tokens, it is the last token. `transformers` selects the token
+    If `padding` is set, this is the sequence's last token other than `padding`. Otherwise, or if
+    the sequence consists only of padding, this is its last token. `transformers` selects the token
     in the same way.
     """
     last = x.attention.last_tokens

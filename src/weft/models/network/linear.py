@@ -181,7 +181,7 @@ class DownLinear(Linear):
     def forward(
         self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
     ) -> Tensor:
-        """Return the output [T, out] for up [T, in], or for gate and up in one tensor [T, 2 in]."""
+        """Return the output [T, out] for x, which is up [T, in], or gate and up [T, 2 in]."""
         if (
             len(self.adapters)
             or self.is_quantized

@@ -58,7 +58,7 @@ class Packed:
     ids: Tensor | TopIds | None = None
 
     def select_rows(self, rows: Tensor) -> Packed:
-        """Return the same pack with outputs requested only at the given rows.
+        """Return a copy of this pack that requests outputs only at some of its rows.
 
         `rows`, int64 [n], are indices into this pack's `rows`.
         """
@@ -82,7 +82,7 @@ class Packed:
 
 
 def scatter_rows(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
-    """Return outputs for `total` rows, with `out` at the indices `rows` and 0 elsewhere."""
+    """Return outputs for `total` rows: those of `out` at the indices `rows`, and 0 elsewhere."""
     result: dict[Any, Tensor] = {}
     for key, value in out.items():
         result[key] = value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)

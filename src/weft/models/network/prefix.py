@@ -75,16 +75,19 @@ class InsertedPrefix:
         return mixed.index_select(0, self.pack_places)
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Return the dropout of all tokens; tokens of a prefix have the dropout of their sequence."""
+        """Return the `TokenDropout` of the pack with the inserted prefixes.
+
+        A prefix token has the key and the position of the token that follows the prefix.
+        """
         return dropout.select(self.owner)
 
 
 @dataclass(frozen=True)
 class OverwrittenPrefix:
-    """New tokens of cached sequences, of which some are placeholders for tokens of the prefix.
+    """New tokens of cached sequences, including placeholders for tokens of the trained prefix.
 
-    The placeholders have the indices `tokens` among the new tokens, int64 [n], and `places` are the
-    indices of the prefix tokens that replace them.
+    `tokens`, int64 [n], are the indices of the placeholders among the new tokens, and `places` are
+    the indices of the prefix tokens that replace them.
     """
 
     attention: AttentionContext
@@ -93,9 +96,9 @@ class OverwrittenPrefix:
     places: Tensor
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
-        """Replace the heads of the placeholders by those of the prefix.
+        """Return `heads` with the tokens of the prefix in place of the placeholders.
 
-        `heads` is [T, heads + 2 kv_heads, dim], in the order queries, keys, values.
+        `heads` is [T, heads + 2 kv_heads, dim]: queries, keys and values, in this order.
         """
         return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
@@ -220,10 +223,9 @@ def _build_prefixed(context: Prefixed, dense: Dense, pack_places: Tensor, count:
 
 
 def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:
-    """Return the rotation with its rows in a new order.
+    """Return `rotation` with its rows in the order `order`.
 
-    Indices in `order` beyond the rows of the rotation denote tokens of the prefix, which are not
-    rotated.
+    An index beyond the last row of `rotation` denotes a token of the prefix, which is not rotated.
     """
     if rotation is None:
         return None

@@ -39,7 +39,7 @@ def compute_rotation(
 
 
 def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
-    """Return the frequencies, float32 [dim / 2] or [T, dim / 2], and the factor for cos and sin."""
+    """Return the frequencies, float32 [dim / 2] or [T, dim / 2], and a factor for cos and sin."""
     exponents, plain = _compute_plain_frequencies(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":

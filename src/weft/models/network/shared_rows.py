@@ -65,7 +65,7 @@ class RowSharing(Protocol):
         ...
 
     def count(self, length: int) -> int:
-        """Return how many tokens of a pack of `length` tokens this rank has."""
+        """Return the number of this rank's tokens in a pass of `length` tokens."""
         ...
 
 

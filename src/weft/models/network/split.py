@@ -46,7 +46,7 @@ class VocabularySplit(Protocol):
     def gather_candidates(self, own: Tensor) -> Tensor:
         """Return the values of all ranks, in rank order, without a gradient.
 
-        [R, K] -> [R, ranks * K].
+        `own` is [R, K], and the result is [R, ranks * K].
         """
         ...
 

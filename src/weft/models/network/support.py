@@ -43,7 +43,7 @@ class SamplingSupport:
         return np.cumsum(self.host_counts)
 
     def select(self, rows: npt.NDArray[np.int64]) -> SamplingSupport:
-        """Return the support of the given rows, whose indices must be in rising order."""
+        """Return the support of the given rows, whose indices must be in ascending order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
         indices = np.flatnonzero(np.repeat(chosen, self.host_counts))

@@ -45,7 +45,7 @@ class OutputProjection:
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed at once, which is equal on all ranks."""
+        """Return the number of rows whose logits are computed at once; all ranks return the same."""
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
@@ -445,7 +445,10 @@ def _recompute_softmax(
 def _select_gradients(
     gradients: Mapping[Output, Tensor], rows: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the chunk `rows` of the gradients with respect to the log-probs and the entropy."""
+    """Return the gradients with respect to the log-probs and the entropy of the rows `rows`.
+
+    The second is None if `gradients` has no gradient with respect to the entropy.
+    """
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
 

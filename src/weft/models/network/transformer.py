@@ -335,7 +335,7 @@ class Transformer(nn.Module):
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """Return the output of the last local block, [T, hidden], or [N, hidden] for `rows`."""
+        """Run the local blocks and return their output, [T, hidden], or [N, hidden] for `rows`."""
         # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
@@ -370,7 +370,7 @@ class Transformer(nn.Module):
 def _place_prefix(
     x: Packed, at: BlockContext, count: int
 ) -> prefix.InsertedPrefix | prefix.OverwrittenPrefix | None:
-    """Return how the `count` prefix tokens are placed in a pass, or None if the pass has none."""
+    """Return the placement of the `count` prefix tokens in a pass, or None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.overwrite_prefix(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
