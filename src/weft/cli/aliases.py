@@ -244,9 +244,9 @@ def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override
 
 
 def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
-    """Return the options that `name` sets as an alternative spelling.
+    """Return the options for which `name` is an alternative spelling.
 
-    The list is empty if `name` is an option itself or is unknown.
+    The list is empty if `name` is itself an option or is unknown.
     """
     config = done.config
     if name in done.known_options:
@@ -274,7 +274,8 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
 def _map_to_trained_role(config: RunConfig, name: str) -> str:
     """Return the full option name, such as `actor.optimizer.lr`, for a name without a role.
 
-    The role is the only trained role. Raises `ConfigError` if several roles, or none, are trained.
+    The role in the result is the only trained role. Raises `ConfigError` if several roles, or none,
+    are trained.
     """
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
@@ -318,10 +319,10 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    The number is determined from `given`, the values that the user set. The first of these that is
-    set is used: the layout of the training call, the layout of the role, `allocation_mode`, and the
-    role's `data_parallel_size`. If none is set, the result is 1. If `allocation_mode` is
-    "heuristic", the result is the number of all devices.
+    `given` has the values that the user set. The number is taken from the first of these that is
+    set: the layout of the training call, the layout of the role, `allocation_mode`, and the role's
+    `data_parallel_size`. If none is set, the number is 1. For the value "heuristic", it is the
+    number of all devices.
     """
     role = done.trained_roles[0]
     call = next(
@@ -377,8 +378,9 @@ def _translate_strategy(
 ) -> None:
     """Set the interval between checkpoints or evaluations.
 
-    The value "steps" sets `save_freq_steps` or `eval_freq_steps`, to 500 unless the user sets the
-    interval. The value "epoch" sets `save_freq_epochs` or `eval_freq_epochs` to 1.
+    If the value is "steps", `save_freq_steps` or `eval_freq_steps` is set to 500, unless the user
+    sets the interval. If the value is "epoch", `save_freq_epochs` or `eval_freq_epochs` is set to
+    1. The value "no" sets nothing.
     """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]
@@ -393,9 +395,9 @@ def _translate_strategy(
 def _translate_report_to(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set the option that enables each named logger.
+    """Enable each logger that the value names, by setting the logger's option.
 
-    These options are `logger.tensorboard=true`, `logger.wandb.mode=online` and
+    The options are `logger.tensorboard=true`, `logger.wandb.mode=online` and
     `logger.trackio.project`. The value "none" enables no logger.
     """
     value = given[override.name]

@@ -212,7 +212,7 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
 
 
 def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Return the settings that determine the written rows, including the number of rows, `count`."""
+    """Return the settings that determine the written rows; `count` is the number of rows."""
     left_out = ("out", "yes", "device", "backend")
     plain = {}
     for name, value in vars(given).items():

@@ -178,8 +178,8 @@ def _open_conversation(
 ) -> Conversation:
     """Load the model and its tokenizer, print a header, and return the conversation.
 
-    `plain` continues each line without a chat template. `label` names the model if two models chat.
-    Raises `UserError` for a model that cannot chat.
+    With `plain`, the model continues each line as plain text, without a chat template. `label` is
+    the model's label if two models chat, else "". Raises `UserError` for a model that cannot chat.
     """
     opened = open_policy(model)
     tokenizer = opened.tokenizer

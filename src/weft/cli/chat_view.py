@@ -19,7 +19,10 @@ MAX_TEXT_WIDTH = 100  # maximum columns of text; longer lines are hard to read
 
 
 def is_printable(character: str) -> bool:
-    """Return whether a character can be printed safely; control characters could move the cursor."""
+    """Return whether a character is safe to print.
+
+    Control characters are not, because they could move the cursor.
+    """
     return ord(character) >= 160 or 32 <= ord(character) < 127
 
 
@@ -55,7 +58,7 @@ class StreamWrapper:
         return out
 
     def flush(self) -> str:
-        """Return the text that has been held back."""
+        """Return the incomplete word that has been held back."""
         out = self._place_word()
         self._gap = ""
         return out

@@ -183,7 +183,7 @@ def _parse_count(text: str) -> int:
 
 
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """Return the dataset type that the user set, or else guess it from the first row.
+    """Return the dataset type that the user set, or a guess from the first row if none is set.
 
     For named datasets and message trees, `mode` determines the type. Raises `ConfigError` if no
     type matches the first row.
@@ -235,8 +235,8 @@ def _load_tokenizer(config: DataConfig) -> Tokenizer:
 def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
     """Return the tokenizer's options with `path` resolved to a directory.
 
-    In the argument, `path` can also be the name of a run or of a model. Raises `CheckpointError` if
-    no tokenizer is found.
+    In `spec`, the path can also be the name of a run or of a model. Raises `CheckpointError` if no
+    tokenizer is found.
     """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
@@ -347,7 +347,7 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 
 
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print, for each source, the longest row, the 99th percentile, and the number of long rows.
+    """Print, for each source, the longest and 99th-percentile row length, and a count of long rows.
 
     A line has the form `name: longest (p99 N, >4096: COUNT)`. Lengths are in tokens. No row is
     truncated or left out.
@@ -409,7 +409,7 @@ def _load_with_template(
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
-    """Set the tokenizer options given as `options` in `config`, and return the tokenizer."""
+    """Load the tokenizer after changing the given tokenizer options in `config`."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _load_tokenizer(config)
 

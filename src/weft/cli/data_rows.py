@@ -11,7 +11,7 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """Return the prompt and completions of `sample`, which has only one id, as text.
+    """Format the prompt and completions of `sample`, which has only one id, for the terminal.
 
     Tokens are separated by |. With `lines`, each token is on its own line.
     """

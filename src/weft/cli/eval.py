@@ -134,7 +134,7 @@ def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
 def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Convert named datasets to rows as for reward-model training, and return the files.
+    """Convert the named datasets to rows for reward-model training, and return their files.
 
     `words` are assignments that set parameters of the datasets or the path of a local copy. `args`
     are arguments of the dataset type.

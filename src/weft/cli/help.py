@@ -157,7 +157,7 @@ def format_quickstart_help(name: str, config: Any, group: str = "", width: int =
     """Return the help page of a quickstart with its common options, all options, or one group.
 
     `group` is "", "all" or the start of dotted option names. Raises `ConfigError` for an unknown
-    group, with the options whose names contain `group`.
+    group; the message suggests similar options or groups.
     """
     sheet = OptionSheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):

@@ -147,9 +147,9 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
 
 
 def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
-    """Replace the runs of each `weft demo` by a single entry without a trial.
+    """Return the runs, with those of each `weft demo` replaced by a single entry without a trial.
 
-    The runs are kept if `root` is the demo's own folder.
+    The runs of a demo are kept if `root` is the demo's own folder.
     """
     demo_runs: dict[Path, list[RunSummary]] = {}
     for run in runs:

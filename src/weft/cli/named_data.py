@@ -59,7 +59,7 @@ class DatasetCounts:
     unreadable: int = 0
 
     def to_table_cells(self, drawn: bool) -> list[int]:
-        """Return the numbers of training, validation and all rows, for the dataset's table row.
+        """Return the dataset's numbers in the table: training rows, validation rows, and all rows.
 
         With `drawn`, the number of rows per epoch is added.
         """
@@ -324,8 +324,9 @@ def to_source_entry(source: SourceSpec) -> dict[str, Any]:
 def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
     """Yield, for each source, a line about the lengths of its rows in tokens.
 
-    The line has the longest row, the 99th percentile, and the number of rows longer than `limit`.
-    Raises `ConfigError` for a user-defined dataset class, whose row lengths are unknown.
+    The line contains the length of the longest row, the 99th percentile, and the number of rows
+    longer than `limit`. Raises `ConfigError` for a user-defined dataset class, whose row lengths
+    are unknown.
     """
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
@@ -395,7 +396,7 @@ def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
 
 
 def list_named_files(spec: DatasetSpec, mode: str) -> dict[str, str]:
-    """Return a mapping from the files of the named datasets to the names to display."""
+    """Return the display name of each file of the named datasets, keyed by the file's path."""
     names_by_file: dict[str, str] = {}
     for source in (each for each in list_source_specs(spec) if each.named is not None):
         prepared = prepare(

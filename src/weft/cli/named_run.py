@@ -42,11 +42,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def find_given_run(given: argparse.Namespace, command: str) -> Path:
-    """Return the directory of the run that the arguments of `add_run` select.
+    """Return the directory of the run that the command line selects.
 
-    The run may not have finished a step yet. `command` is the command's name, for error messages.
-    Raises `ConfigError` if the run does not exist, or if the arguments do not select exactly one
-    run.
+    `given` has the arguments that `add_run` defines. `command` is the command's name, for error
+    messages. The run may not have finished a step yet. Raises `ConfigError` if the run does not
+    exist, or if the arguments do not select exactly one run.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -75,10 +75,10 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with the run's names set, and a note on a generated name.
 
-    The note is None if the user named the trial. The default experiment is `asked_for`, the name of
-    a recipe or algorithm. By default, the trial is the newest unfinished trial that has a number as
-    its name and the same configuration. If no such trial exists, a new one with the next number is
-    used.
+    The note is None if the user named the trial. An experiment without a name is named `asked_for`,
+    after the recipe or algorithm. If the trial has no name, the newest unfinished trial that has
+    the same configuration and a number as its name is continued. If there is no such trial, or if
+    recovery is disabled or `resume_from` is set, a new trial gets the next number as its name.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -103,7 +103,10 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
 
 def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
-    """Return whether `directory` has an unfinished run of this experiment that no process works on."""
+    """Return whether `directory` has an unfinished run of `experiment` that is not in use.
+
+    A run is in use while a process is working on it.
+    """
     if (
         not directory.has_run()
         or directory.read_status() == "finished"

@@ -37,9 +37,9 @@ class Override:
 def parse(words: Sequence[str]) -> list[Override]:
     """Return the assignments in `words`, in order.
 
-    If Hydra's grammar does not allow a word, or if Hydra would read it as a sweep, its value is
-    used as a string or a list of strings, provided that the option accepts one. Raises
-    `ConfigError` for other invalid words.
+    A word that Hydra's grammar does not allow, or that Hydra would read as a sweep, is read
+    literally: its value is a string or a list of strings, provided that the option accepts one.
+    Raises `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -98,10 +98,10 @@ def _build_sweep_error(word: str, name: str) -> ConfigError:
 
 
 def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """Return an assignment of the literal text of a word.
+    """Return an assignment whose value is the literal text of a word.
 
-    Raises `error` if the text seems to be meant differently: if it has quotes, interpolations,
-    brackets that do not form a list or, with `sweep`, a sweep function.
+    Raises `error` if the value is empty, has quotes or interpolations, begins with a bracket that
+    does not belong to a list or, with `sweep`, is a sweep function.
     """
     match = WORD.fullmatch(word)
     if match is None or any(sign in match["text"] for sign in ("'", '"', "${")):

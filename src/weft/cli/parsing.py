@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
 def _parse_path(text: str) -> Path:
     """Convert an argument to a path.
 
-    Raises `ArgumentTypeError` for a URL, because `Path` would shorten it to `gs:/bucket`.
+    Raises `ArgumentTypeError` for a URL, because `Path` would change `gs://bucket` to `gs:/bucket`.
     """
     problem = find_url_problem(text)
     if problem is not None:
@@ -67,7 +67,7 @@ def _parse_path(text: str) -> Path:
 
 
 def _check_paths(values: argparse.Namespace) -> None:
-    """Raise `ConfigError` if an argument of type str that must be a local path is a URL.
+    """Raise `ConfigError` if a URL is given for a string argument that must be a local path.
 
     Names of models and data are checked when they are read.
     """

@@ -223,7 +223,7 @@ def print_start(experiment: Experiment, *, several: bool) -> None:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes for the user to standard error, once per run."""
+    """Print notes for the user to standard error, unless a supervisor has already printed them."""
     for note in notes if is_reporting() else ():
         print(redact(f"note: {note}"), file=sys.stderr)
 

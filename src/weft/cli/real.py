@@ -156,9 +156,9 @@ def _strip_group(done: _ReaLTranslation, name: str) -> str:
 
 
 def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
-    """Translate a value that only ReaL accepts for an option that weft also has.
+    """Translate the value of an option that has the same name in ReaL and in weft.
 
-    Other values are unchanged.
+    Values that weft also accepts are unchanged.
     """
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":

@@ -48,7 +48,7 @@ class RunRemoval:
 def main(argv: Sequence[str]) -> int:
     """Run `weft rm ...` and return the exit code, which is 1 if the user declines.
 
-    Raises `ConfigError` for a path that is not a run, and for a run that a process works on.
+    Raises `ConfigError` for a path that is not a run, and for a run that a process is working on.
     """
     parser = CommandParser(prog="weft rm", description=__doc__, epilog=EPILOG)
     parser.add_argument(
@@ -139,7 +139,7 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
-    """Return the removal of the whole run or, if `parts` is not empty, of the parts that exist."""
+    """Return what to remove: the whole run or, if `parts` is not empty, those parts that exist."""
     if not parts:
         return RunRemoval(run, (run,), whole=True)
     return RunRemoval(
@@ -178,7 +178,7 @@ def _count_bytes(path: Path) -> int:
 
 
 def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
-    """Iterate over runs in the same root folder whose configuration names a folder of this run."""
+    """Iterate over runs in the same root folder whose configuration contains a path in this run."""
     if not any(path.name != RECOVER for path in removal.paths):
         return
     run = removal.run.absolute()

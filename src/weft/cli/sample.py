@@ -218,7 +218,7 @@ def write_report(given: argparse.Namespace) -> None:
 
 
 def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the command-line arguments, which the report records."""
+    """Return the command-line arguments to record in the report, keyed by name."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(given).items()

@@ -253,9 +253,9 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
 
 
 def find_shipped_file(display_path: str = "") -> Path:
-    """Return the path of a built-in file, given its name in messages.
+    """Return the path of a built-in file, or of the folder of the built-in files by default.
 
-    Such a name is `weft:ready/NAME.yaml`. By default, return the folder of the built-in files.
+    `display_path` is the file's name as shown in messages, such as `weft:ready/NAME.yaml`.
     """
     return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
 

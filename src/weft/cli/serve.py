@@ -237,7 +237,7 @@ def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
     """Return the token that clients must send, and a line that says where the token comes from.
 
     The token is read from a file or an environment variable, or else generated. With `--no-token`,
-    the result is None. Raises `ConfigError` for an invalid token; the message does not contain the
+    the token is None. Raises `ConfigError` for an invalid token; the message does not contain the
     token.
     """
     if given.no_token:

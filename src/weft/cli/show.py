@@ -179,7 +179,7 @@ def _find_changed_options(
 
 
 def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
-    """Return the default options of the quickstart for `algorithm`, or None if it is unknown.
+    """Return the default options of the quickstart for `algorithm`, or None if they are unknown.
 
     For a quickstart in user code, the modules that the run imported are imported.
     """

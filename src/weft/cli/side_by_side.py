@@ -142,7 +142,7 @@ class SideBySide:
     def _parse_address(self, line: str) -> tuple[list[int], str]:
         """Return the indices of the models that a line addresses, and the line without the address.
 
-        A line that begins with `/a` or `/b` addresses one model, other lines address both.
+        A line that begins with `/a` or `/b` addresses one model. Other lines address both.
         """
         for index, label in enumerate(LABELS):
             name, _, rest = line.strip().partition(" ")

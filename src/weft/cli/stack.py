@@ -94,8 +94,8 @@ class SectionStack:
     def add_origin(self, error: ConfigError) -> ConfigError:
         """Add the place where an invalid option was set to the message of `error`.
 
-        The message begins with the option's name. If it does not, or if the option was not set in
-        these sections, `error` is returned unchanged.
+        This is possible only if the message begins with the name of an option that is set in this
+        stack. Otherwise, `error` is returned unchanged.
         """
         text = str(error)
         named = []

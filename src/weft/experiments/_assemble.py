@@ -326,7 +326,7 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
 
 
 def _check_calls(experiment: Experiment) -> None:
-    """Raise an error for unknown interfaces, unknown losses and unknown arguments of losses.
+    """Raise `ConfigError` for unknown interfaces, unknown losses and unknown arguments of losses.
 
     Torch is not imported, since losses work on arrays of any library.
     """

@@ -132,7 +132,7 @@ def _suggest_name(name: str) -> str:
 
 
 def check_model(role: str, spec: ModelSpec) -> None:
-    """Raise an error if the options of a role do not specify a model that can be loaded.
+    """Raise `UserError` if the options of a role do not specify a model that can be loaded.
 
     `role` is the role's name, for messages. Only local paths are checked. Names of models on the
     Hugging Face hub are looked up later.
@@ -330,8 +330,8 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
     """Raise `ConfigError` if the longest sequence does not fit into a token budget.
 
     `budget` is the value of the option `option`, or None if there is no limit. `longest` is the
-    length of the longest sequence in tokens. `of_what` names the options that determine this
-    length.
+    length of the longest sequence in tokens. `of_what` is a phrase for the message that says which
+    options determine this length.
     """
     if budget is not None and budget < longest:
         raise ConfigError(

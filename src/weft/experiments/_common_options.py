@@ -163,8 +163,8 @@ EXAMPLES: Mapping[str, str] = {
 def find_common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Return the most common options of `config`, grouped as in `--help`.
 
-    The title of each group is mapped to option names. If the class of `config` is defined by a
-    user, the first group lists the options that this class adds.
+    The result maps the title of each group to option names. If the class of `config` is defined by
+    a user, the first group lists the options that this class adds.
     """
     known = {leaf.name for leaf in iterate_options(config)}
     chosen = {}

@@ -178,10 +178,10 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's shard for `target` that is already stored for `source`.
+    """Return the fraction of its shard for `target` that device `rank` already stores for `source`.
 
-    `rank` is the device. The fraction is 1 if the device has the same position in the same layout,
-    and 0 if `source` does not include the device.
+    The fraction is 1 if the device has the same position in the same layout, and 0 if `source` does
+    not include the device.
     """
     if rank not in source.ranks:
         return 0.0

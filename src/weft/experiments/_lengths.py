@@ -59,16 +59,16 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset that contains answers, with the default of `max_seqlen` set.
+    """Return the options of a dataset that contains answers, with a default `max_seqlen`.
 
-    The default is the context length of the run's models.
+    If the user does not set `max_seqlen`, it is the context length of the run's models.
     """
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Dataset of prompts and options for sampling, with default lengths filled in."""
+    """Prompt dataset and sampling options of a run, with default lengths filled in."""
 
     dataset: DatasetSpec
     gen: GenerationSpec
@@ -116,7 +116,7 @@ class SampleLengths:
 
 
 def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Return the maximum length of a prompt with its completion in tokens, or None if none is set."""
+    """Return the maximum length of a prompt with its completion in tokens, or None if unlimited."""
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None
     return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)

@@ -177,8 +177,8 @@ def _build_problem(
 ) -> tuple[PlacementProblem, list[int]]:
     """Return the search problem, and the placement in which every movable call uses all devices.
 
-    The placement has the index of the mesh for each unit of calls. Calls of the roles in `free` can
-    be moved.
+    The placement is a list with the index of each unit's mesh in `PlacementUnit.meshes`. Calls of
+    the roles in `free` can be moved.
     """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node

@@ -69,7 +69,8 @@ class DeviceRates:
     def compute_bandwidth(self, ranks: Iterable[int]) -> float:
         """Return the bandwidth between the devices `ranks`, in bytes per second.
 
-        This is the bandwidth of the network if the devices are in several machines.
+        This is `link_bandwidth` if all of them are in one machine, and otherwise
+        `network_bandwidth`.
         """
         if len({rank // self.per_node for rank in ranks}) == 1:
             return self.link_bandwidth

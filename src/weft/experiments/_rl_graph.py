@@ -153,7 +153,7 @@ class RLGraphBuilder:
 
         The roles are the actor and, if the run has them, the reference and the reward model. A role
         is in the second mapping if its initial weights are copied from another role. `reference_by`
-        is the option that removes the reference, or None if the run has a reference. The actor's
+        is the option that disables the reference, or None if the run has a reference. The actor's
         default learning rate is 1e-6. A reference without a path is the initial actor. The reward
         model's head returns one number per completion, or one per token if the reward model scores
         steps.
@@ -485,7 +485,7 @@ def format_epochs(count: int) -> str:
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return a line about the minibatches and epochs of a step, for the printed plan.
+    """Return a list with a line about the minibatches and epochs of a step, for the printed plan.
 
     The list is empty if a step has one minibatch and one epoch. `passes` is the number of epochs.
     """
@@ -520,9 +520,9 @@ def _has_option(options: SamplingOptions, name: str) -> bool:
 
 
 def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
-    """Return a tuple with the key for the version of the weights that sampled a completion.
+    """Return the tuple ("versions",), or an empty tuple if sampling always uses the newest weights.
 
-    The tuple is empty if completions are always sampled with the newest weights.
+    The key `versions` has the version of the weights with which each completion was sampled.
     """
     if isinstance(options, PolicyOptions) and options.max_staleness:
         return ("versions",)

@@ -88,7 +88,10 @@ def build_critic(
 
 
 def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
-    """Return whether two roles have the same path, or local tokenizers with equal vocabularies."""
+    """Return whether two roles have the same tokenizer path, or equal local vocabularies.
+
+    If a role has no path for its tokenizer, the path of its model is used.
+    """
     places = [spec.tokenizer.path or spec.path for spec in (one, other)]
     if places[0] == places[1]:
         return True

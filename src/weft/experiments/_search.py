@@ -178,7 +178,7 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return the number of processes on one machine that work on a call, and the number of all.
+        """Return how many processes of one machine work on a call, and how many run on the machine.
 
         `mesh` is the call's mesh, and `started` is the number of processes of the run.
         """
@@ -405,8 +405,8 @@ class SearchResult:
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search for the best placement, and return the result.
 
-    `start` is the first placement, as the index of each unit's mesh. The result is never worse than
-    `start`. The search is deterministic.
+    The search starts from the placement `start`, a list with the index of each unit's mesh. The
+    result is never worse than `start`. The search is deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
 
@@ -432,8 +432,8 @@ def _descend(
 ) -> list[int]:
     """Move one unit at a time to its best mesh, as long as the score improves.
 
-    Returns the final placement, as the index of each unit's mesh. `look` returns the score of a
-    placement.
+    The search starts from the placement `start` and returns the final placement, a list with the
+    index of each unit's mesh. `look` returns the score of a placement.
     """
     now = list(start)
     while True:

@@ -354,7 +354,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
 
 
 def _build_notes(grpo: GRPOOptions) -> list[str]:
-    """Return a line about dynamic sampling, for the plan that is printed before the run.
+    """Return a list with a line about dynamic sampling, for the plan printed before the run.
 
     The list is empty if dynamic sampling is disabled.
     """

@@ -40,7 +40,7 @@ class InferenceEndpoint:
     def get_model(self, name: str, version: str | None) -> ServedModel:
         """Return the model with this name and version.
 
-        Raises `RequestRefused` if it does not exist.
+        Raises `RequestRefused` if there is no such model.
         """
         if name not in self.models or version not in (None, "", VERSION):
             label = name if version in (None, "") else f"{name} version {version}"

@@ -66,9 +66,10 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return the sequences in the inputs, and the column where each sequence begins, int64 [B].
+        """Return the token sequences in the inputs, and the start of each in its row, int64 [B].
 
-        Raises a `DataError` that names the invalid tensor.
+        The start is the index of the row's first unmasked token in `input_ids` [B, T]. Raises a
+        `DataError` that names the invalid tensor.
         """
         takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
         for name, tensor in inputs.items():
@@ -170,7 +171,7 @@ def _describe_tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def _find_spans(
     mask: Tensor | None, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the start and the end of the unmasked tokens in each row, each int64 [B].
+    """Return the start and end indices of the unmasked tokens of each row, both int64 [B].
 
     Raises `DataError` if the unmasked tokens of a row are not consecutive.
     """

@@ -104,10 +104,10 @@ class Server:
         self.background.close()
 
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
-        """Serve an ASGI application on the socket `listening`, in a new thread, until `close`.
+        """Serve an ASGI application on the socket `listening`, in a new thread.
 
-        Returns when the application accepts connections or has failed. `name` is the application's
-        key in `urls`.
+        The method returns when the application accepts connections or has failed. The thread ends
+        after `close` is called. `name` is the application's key in `urls`.
         """
         import uvicorn
 

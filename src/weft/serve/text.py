@@ -102,7 +102,7 @@ class GrowingText:
         return max(self._num_emitted, len(self._text) - max(held, default=0))
 
     def _match_stop_start(self, stop: str) -> int:
-        """Return the length of the longest proper prefix of `stop` at the end of the current text."""
+        """Return the length of the longest proper prefix of `stop` with which the text ends."""
         return next(
             (
                 n

@@ -198,7 +198,7 @@ class ServingWorker:
     def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
         """Process all queued commands; with `wait`, block until there is at least one.
 
-        `generator` is the open generator, in which cancelled jobs are aborted.
+        If `generator`, the open generator, is given, cancelled jobs are also aborted in it.
         """
         while True:
             try:

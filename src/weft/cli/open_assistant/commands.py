@@ -187,7 +187,7 @@ def _format_assignment(key: str, value: str) -> str:
 def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--datasets all|NAMES|SECTIONS --mode sft|rm|rl` to `weft data counts`.
 
-    The default validation share is Open-Assistant's.
+    If no validation share is set, Open-Assistant's default is used.
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.get_single("--mode", "sft") or "sft"

@@ -66,15 +66,14 @@ class KeyMapping:
         return self.values.get(key, default)
 
     def with_key(self, key: str) -> KeyMapping:
-        """Return a mapping that attributes new options to `key`.
+        """Return a view of this mapping that attributes newly set options to `key`.
 
-        Its contents are shared with this mapping, so that an option set in one is also set in the
-        other.
+        Both share their contents, so that an option set in one is also set in the other.
         """
         return replace(self, key=key)
 
     def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
-        """Set an option of the run.
+        """Set the option `target` of the run to `value`.
 
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the

@@ -106,7 +106,7 @@ def _map_saving(done: KeyMapping, value: Any) -> None:
 
 
 def _map_datasets(done: KeyMapping, value: Any) -> None:
-    """Map datasets, followed by datasets_extra, to `dataset.sources`.
+    """Map the keys datasets and datasets_extra, in this order, to `dataset.sources`.
 
     Validation sets are limited to eval_size rows and, in RL, to num_eval_prompts rows. Outside RL,
     a num_train_epochs below 1 is the fraction of rows that an epoch uses.
