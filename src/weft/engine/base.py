@@ -122,10 +122,11 @@ class Generator(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def abort(self, ids: Iterable[str]) -> list[Partial]: ...
     def weights_changed(self, version: int, *, keep_kv: bool) -> None:
-        """Discard tokens computed ahead with the old weights.
+        """Tell the generator that the weights now have version `version`.
 
         Must be called before the next step if weights were written or moved while the generator is
-        open.
+        open. Tokens that were computed ahead with the old weights are discarded. With `keep_kv`,
+        the cached keys and values are kept; otherwise they are computed again.
         """
         ...
 
@@ -197,7 +198,7 @@ class Engine(Protocol):
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load.
 
-        It contains weights, config, generation config and tokenizer.
+        The directory contains weights, config, generation config and tokenizer.
         """
         ...
 

@@ -109,7 +109,7 @@ def _open_tensors(path: Path) -> Any:
 
 
 def _read_slices(path: Path) -> dict[str, Slice | None]:
-    """Return the slice of the whole tensor that each tensor in the file contains, by name.
+    """Map the name of each tensor in the file to its slice of the whole tensor.
 
     The value is None for a tensor that was saved whole.
     """

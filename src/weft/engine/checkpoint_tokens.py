@@ -35,9 +35,9 @@ def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
-    """Return the padding token before which a reward model's score is read, or None.
+    """Return the padding token id if a reward model's score is read before that token, else None.
 
-    The result is a token only for a reward model that was trained with `transformers` and whose
+    The result is an id only for a reward model that was trained with `transformers` and whose
     padding token (EOS) also ends texts. `transformers` reads the score of such a model one token
     before the end of the text, so weft does the same. Checkpoints of weft have a padding token that
     ends no text (`choose_padding`), so the result for them is None.

@@ -49,11 +49,17 @@ class MicrobatchProcessor(Protocol[T_co]):
         ...
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
-        """Return the result of a micro-batch with outputs `out`, which in training is the loss."""
+        """Return the result of a micro-batch whose outputs are `out`.
+
+        In training, the result is the loss.
+        """
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        """Return the additional loss of a pipeline stage before the last one, or None."""
+        """Return the additional loss of a pipeline stage before the last one, or None.
+
+        Returns None if there is no auxiliary loss.
+        """
         ...
 
 
@@ -87,15 +93,15 @@ class Collectives(Protocol):
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum partial gradients over ranks in place, after all micro-batches.
 
-        A parameter without a gradient on this rank gets one if another rank has one.
+        If a parameter has a gradient on some ranks only, the other ranks get the gradient too.
         """
         ...
 
     def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the L2 norm of the gradients of all ranks, as a scalar tensor.
 
-        Elements that several ranks have are counted once. `gradients` maps canonical names to this
-        rank's gradients.
+        `gradients` maps canonical names to this rank's gradients. An element that is on several
+        ranks is counted once.
         """
         ...
 
@@ -108,7 +114,7 @@ class Collectives(Protocol):
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Return whole tensors by name on the rank that writes them, and None on other ranks."""
+        """Gather whole tensors, by name, on the rank that writes them; other ranks get None."""
         ...
 
     def select_saved_names(self, names: Iterable[str]) -> list[str]:

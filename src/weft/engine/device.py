@@ -37,9 +37,9 @@ def choose_device() -> torch.device:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device that the option `device` names, or the best available device if it is None.
+    """Return the device called `name`, or the best available device if `name` is None.
 
-    Raises `ConfigError` if the device cannot be used.
+    `name` is the value of the option `device`. Raises `ConfigError` if the device cannot be used.
     """
     return choose_device() if name is None else _parse_device(name)
 
@@ -183,7 +183,7 @@ def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
 def set_threads(count: int) -> None:
     """Set the number of torch's threads, unless it is already `count`.
 
-    Setting the number again would slow down small matmuls of MKL, even if it is the same: they
+    Setting the same number again would slow down small matrix products in MKL, because its threads
     would wait for each other.
     """
     if count != torch.get_num_threads():
@@ -280,9 +280,9 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 
 @functools.cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the highest rate, in FLOP/s, of several large matmuls of random matrices.
+    """Return the highest rate, in FLOP/s, that is measured over several large matmuls.
 
-    Later calls return the first measurement.
+    The matrices are random. Later calls return the first measurement.
     """
     return max(
         _measure_rate(size, device, dtype)

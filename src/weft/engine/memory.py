@@ -76,7 +76,7 @@ class NetworkShape:
 
     @property
     def block_elements(self) -> int:
-        """Average number of elements of a block, including those on other ranks."""
+        """Average number of elements of a block, including the elements on other ranks."""
         return -(-(self.all_parameters - self.embedding_elements) // max(1, self.layers))
 
     def count_saved_per_token(self) -> int:
@@ -108,7 +108,7 @@ class NetworkShape:
 
     @property
     def stream_width(self) -> int:
-        """Number of elements of the residual stream per token of a pack that one rank has."""
+        """Average number of elements of the residual stream that one rank has per token of a pack."""
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -207,7 +207,7 @@ class RoleMemory:
 def estimate(
     shape: NetworkShape, settings: MemorySettings, works: Iterable[CallDemand]
 ) -> RoleMemory:
-    """Return the memory that one role needs, if `works` describes its calls."""
+    """Return the memory that one role needs for the calls that `works` describes."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
@@ -243,10 +243,10 @@ def estimate(
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
     """Return the size in bytes of the gathered parameters and gradients of a rank.
 
-    With `reshards`, the parameters that are gathered at the same time are the embedding, the output
-    matrix, the current block and the next one; otherwise they are all parameters. The gathered
-    gradients are those of one block before it is scattered, or all gradients if those of several
-    micro-batches are summed unsharded (`adds_up`).
+    With `reshards`, the embedding, the output matrix and two blocks (the current one and the next)
+    are gathered at the same time; otherwise all parameters are. The gradients are those of one
+    block. If the gradients of several micro-batches are summed before they are scattered
+    (`adds_up`), they are those of the whole network.
     """
     if shape.shards == 1:
         return 0
@@ -282,7 +282,7 @@ def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
 def _estimate_call(
     shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the KV cache and of the peak in one call."""
+    """Return the bytes of the activations, of the KV cache, and of the call's peak memory."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

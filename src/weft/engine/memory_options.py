@@ -100,10 +100,11 @@ def _is_installed(package: str) -> bool:
 
 
 def format_fit(cases: Cases, begin: str) -> Iterator[str]:
-    """Yield a line that begins with `begin` and names the smallest GPU on which the run fits.
+    """Yield a line that begins with `begin` and shows the smallest GPU on which the run fits.
 
     Further lines show options with which the run fits on smaller GPUs. If no GPU is large enough,
-    the last line shows the least memory that the run can need.
+    the last line shows the least memory that the run can need. Nothing is yielded if no role is
+    trained.
     """
     if not any(case.settings.trained for case in cases.values()):
         return

@@ -147,7 +147,7 @@ class MeshCollectives:
     def _find_separate_experts(self) -> set[int]:
         """Return the ids of expert parameters whose gradients need separate data-parallel sums.
 
-        There are none if all ranks have the same experts, or if FSDP2 sums the gradients already.
+        The set is empty if all ranks have the same experts, or if FSDP2 already sums the gradients.
         """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()

@@ -28,12 +28,16 @@ def split_batch(
 
 
 def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
-    """Join the results of all parts into one sample of `ids`, in which groups are whole again."""
+    """Join the results of all parts into one sample of `ids`, and reunite split groups."""
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the ids of a part's samples as they were before groups were split."""
+    """Return the ids of the batch that have samples in a part.
+
+    The id of a group that was split is listed once in each part that contains completions of the
+    group.
+    """
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 

@@ -157,10 +157,11 @@ class PackLayout:
         return ends - self.length
 
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
-        """Return the index of each row in the pack, and a mask of the rows that exist.
+        """Return the index of each row in the pack, and a mask that is False for missing rows.
 
-        Each completion has one row per token, followed by `extra` rows. The only row that does not
-        exist is that of the first token after an empty prompt.
+        Each completion has one row per token, followed by `extra` rows. Only the first token after
+        an empty prompt has no row, because no token before it predicts it. Its index is that of the
+        token itself.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -232,7 +233,7 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Autograd function that sums the values of rows, `[N]`, over each sequence, `[S]`.
+    """Autograd function that sums row values, `[N]`, over each sequence; returns `[S]`.
 
     The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, and
     their results are bitwise reproducible.
@@ -251,7 +252,7 @@ class _SumBySequence(torch.autograd.Function):
 
 
 class _RepeatByRow(torch.autograd.Function):
-    """Autograd function that repeats the value of each sequence, `[S]`, for each row, `[N]`."""
+    """Autograd function that repeats one value per sequence, `[S]`, for all its rows, `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
@@ -338,14 +339,14 @@ class SampleRows:
         )
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Return the sum of the values `rows`, `[N]`, over each sequence, `[S]`.
+        """Sum the row values `rows`, `[N]`, over each sequence; returns `[S]`.
 
         On every device, the values are added in row order.
         """
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Return the values of sequences, `[S]`, repeated for each row of a sequence, `[N]`."""
+        """Repeat one value per sequence, `[S]`, for all rows of the sequence; returns `[N]`."""
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -378,7 +379,7 @@ class SampleRows:
 
 
 def build_support(sample: SequenceSample, device: torch.device) -> SamplingSupport | None:
-    """Return the ids that top-k, top-p or min-p kept at each row, or None if not recorded."""
+    """Return the ids that top-k, top-p or min-p kept at each row, or None if they are not recorded."""
     if "support" not in sample.data:
         return None
     counts = to_host_array(sample.data["support_counts"])

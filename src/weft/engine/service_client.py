@@ -200,9 +200,10 @@ class ServiceClient:
         return result
 
     def _call_with_retries(self, ask: Callable[[], T | RequestFailure]) -> T:
-        """Return the answer of `ask`, and call `ask` again after a failure that may be temporary.
+        """Call `ask` until it succeeds, and return its answer.
 
-        Raises `RunError` if the last attempt fails.
+        `ask` is called again only after failures that may be temporary. Raises `RunError` after any
+        other failure, or if the last attempt fails.
         """
         jitter = random.Random()
         attempt = 0
@@ -244,7 +245,10 @@ def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport
 
 
 def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
-    """Return the log-probs [n] of `ids` under logits [n, V] in float32; sums are float64."""
+    """Return the log-prob of `ids[i]` in row i of `logits` [n, V], for each i, as float32 [n].
+
+    Logits are divided by the temperature, and the computation is in float64.
+    """
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=-1, keepdims=True)
     chosen = scaled[np.arange(len(ids)), list(ids)]

@@ -36,7 +36,8 @@ def choose_backend(spec: ModelSpec) -> ModelSpec:
 def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> Engine:
     """Build the engine with the backend that can run the role's model.
 
-    Raises `UserError` for a role without a path, and whenever the chosen backend does.
+    Raises `UserError` for a role without a path, and for a model that the backend cannot read or
+    run.
     """
     resolved_spec = choose_backend(spec)
     if resolved_spec.backend == AUTO:

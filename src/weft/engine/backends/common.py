@@ -89,7 +89,7 @@ def check_replicated_layout(layout: Layout) -> None:
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raise `ConfigError` if every n-th layer is to be recomputed, but n is larger than `layers`."""
+    """Raise `ConfigError` if every n-th layer is to be recomputed and n exceeds `layers`."""
     if spec.recomputed_layers > layers:
         raise ConfigError(
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
@@ -113,7 +113,10 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
 
 
 def check_compilable(spec: ModelSpec, layout: Layout) -> None:
-    """Raise the errors of `check_compile` that can be detected without a device."""
+    """Raise `ConfigError` if `compile` or `fp8` conflicts with other options or the layout.
+
+    These are the checks of `check_compile` that do not depend on the device.
+    """
     if spec.fp8 and not spec.compile:
         raise ConfigError(
             "fp8=true: without compile=true scaling costs more than products save; set it, or "

@@ -114,7 +114,7 @@ def planned(
 ) -> Mapping[str, Any]:
     """Return a description of the engine on one rank, from config.json alone.
 
-    Raises `UserError` for those errors of `hf_backend` that can be detected without weights.
+    Raises `UserError` for options or models that `hf_backend` rejects before it reads weights.
     """
     path = common.check_spec(spec)
     common.check_replicated_layout(mesh.layout)
@@ -185,8 +185,9 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If weft's cache cannot store the decoder's keys and values, it stores token ids instead. Each id
-    is then split into `DIGITS` digits, and the cache has the shapes of a network with one layer.
+    If weft's cache cannot store the decoder's keys and values, the cache stores token ids instead.
+    Each id is then split into `DIGITS` digits, and the cache has the shapes of a network with one
+    layer.
     """
     values = module.config.to_dict()
     heads = 1
@@ -252,7 +253,7 @@ def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> t
 
 
 def _list_reading_notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
-    """Return a note if reading the weights needs host memory for the whole model."""
+    """Return one note if reading the weights needs host memory for the whole model, else no notes."""
     if device.type == HOST.type or spec.init_from_scratch or hf_load.build_device_arguments(device):
         return ()
     return (

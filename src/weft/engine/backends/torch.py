@@ -178,7 +178,7 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
     """Return the maximum length of sequences whose common prefix can be computed once.
 
-    The result is 0 if the network does not support this.
+    Returns 0 if the network cannot share prefixes.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -190,9 +190,8 @@ def _count_adapter_elements(network: Transformer) -> int:
     """Return how many elements per token a layer's adapters keep for the backward pass, on average.
 
     Each adapter keeps its low-rank product. With dropout, it also keeps a mask of one byte per
-    element, and its input after dropout instead of before dropout. An adapter without dropout on
-    the last matrix of an MLP also keeps its input, which would be recomputed if there were no
-    adapter.
+    element, and keeps its input after dropout rather than before. An adapter without dropout on the
+    last matrix of an MLP also keeps its input, which would be recomputed if there were no adapter.
     """
     experts = network.config.experts
     num_elements = 0
@@ -218,7 +217,7 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
+    """Return the number of elements per token that adapters of the MLP's last matrix keep as input.
 
     Only adapters without dropout are counted.
     """
@@ -229,10 +228,10 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of norm elements per token that only adapters with dropout read.
+    """Return the number of elements per token of those norm outputs that need not be kept.
 
-    These elements need not be kept for the backward pass, because each such adapter keeps its own
-    copy after dropout.
+    A norm output need not be kept for the backward pass if only adapters with dropout read it,
+    because each of these adapters keeps its own copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -361,8 +360,8 @@ def _resolve_base_path(path: str) -> str:
 def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """Return the number of expert parameters that are not used for a token.
 
-    A token uses `top_k` experts. With expert parallelism, all of them are assumed to be on this
-    rank, because the rank receives about as many tokens from other ranks as it sends to them.
+    A token uses `top_k` experts. With expert parallelism, all `top_k` experts are assumed to be on
+    this rank, because the rank receives about as many tokens from other ranks as it sends to them.
     """
     if config.experts is None:
         return 0

@@ -23,8 +23,8 @@ class BlockManager(Protocol):
     def expect(self, count: int, longest: int) -> None:
         """Announce the expected load, so that memory can be planned.
 
-        `count` is the number of submitted sequences, including those that wait. No sequence will
-        have more than `longest` tokens.
+        `count` is the number of submitted sequences, including those that are still waiting. No
+        sequence will have more than `longest` tokens.
         """
         ...
 
@@ -166,10 +166,10 @@ class SlotManager:
             self.num_slots = min(self.num_slots, self.max_slots, room // self.capacity)
 
     def _fit(self, count: int, length: int) -> bool:
-        """Grow the capacity to at least `length`, if the limit allows `count` slots of that size.
+        """Enlarge all slots to at least `length` tokens, if the limit allows `count` such slots.
 
-        If possible, the capacity is doubled. Returns False and changes nothing if there is not
-        enough room.
+        If possible, the size of the slots is doubled. Returns False and changes nothing if there is
+        not enough room.
         """
         room = (self.max_tokens - sum(self._prefixes.values())) // count // self.unit * self.unit
         capacity = max(self.capacity, min(self._expected[1], room)) or min(

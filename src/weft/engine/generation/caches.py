@@ -182,7 +182,7 @@ class SlotCaches:
         cache.resize(*self._compute_size())
 
     def _compute_size(self) -> tuple[int, int]:
-        """Return the number of slots for the running sequences, and of tokens per slot."""
+        """Return the number of slots for the running sequences, and the number of tokens per slot."""
         return max(self.blocks.num_slots, self.min_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:

@@ -20,7 +20,7 @@ class Decoder(Protocol):
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return whether attention supports prefixes that are stored separately.
+        """Return whether attention supports prefixes that are stored separately from the sequences.
 
         `longest` is the maximum number of tokens in a sequence.
         """
@@ -63,6 +63,6 @@ class DeferringDecoder(Protocol):
     def catch_up(self) -> None:
         """Complete the deferred work.
 
-        Must be called before anything that a pass wrote is copied or moved.
+        Must be called before anything that a pass has written is copied or moved.
         """
         ...

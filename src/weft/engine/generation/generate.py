@@ -293,8 +293,8 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns tensors [m, hidden] with the hidden state of the last prompt token of each added
-        row. The added rows are the last rows of the batch, in the same order.
+        Returns tensors [m, hidden] with one hidden state per added row, that of the prompt's last
+        token. The added rows are the last rows of the batch, in the same order.
         """
         states = []
         leaders = []

@@ -38,7 +38,7 @@ CaptureFunction = Callable[[StepFunction, Tensor], tuple[Callable[[], object], T
 
 
 def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
-    """Return the size of the graph for a step of `rows` rows, as a number of rows.
+    """Return the number of rows of the graph for a step of `rows` rows.
 
     This is the first of `sizes` that is large enough, or else a multiple of `LARGE_SIZE_STEP`.
     """
@@ -106,10 +106,11 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:
-        """Run a step [R, C] of this kind and return its output, valid until the next call.
+        """Run a decode step with R rows, and return the output, which is valid until the next call.
 
-        `form` identifies the memory that the step reads; if it changes, all graphs are discarded.
-        `expected` is the largest number of rows that later steps will have.
+        `kind` selects the function to run, and `step` [R, C] is its input. A CUDA graph is replayed
+        if possible. `form` identifies the memory that the step reads; if it changes, all graphs are
+        discarded. `expected` is the largest number of rows that later steps are expected to have.
         """
         if form != self._form:
             self.drop()
@@ -122,7 +123,10 @@ class DecodeGraphs:
         return self._runs[kind](inputs)[: len(step)]
 
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
-        """Return the graph for a step, or None if the step runs without a graph."""
+        """Return the graph for a step, captured if necessary, or None to run without a graph.
+
+        `most` is the number of rows for which the first graph of this kind is captured.
+        """
         size = find_graph_size(len(step), self._sizes)
         captured_size = min(
             (own for of, own in self._graphs if of == kind and own >= size), default=None

@@ -149,7 +149,10 @@ class InterleavedGenerator:
         return events
 
     def _forget(self, id: str) -> None:
-        """Decrease the number of unfinished completions of `id` by one."""
+        """Decrease the number of unfinished completions of `id` by one.
+
+        After the last one, the assignment of `id` to a generator is removed.
+        """
         self._num_unfinished[id] -= 1
         if not self._num_unfinished[id]:
             del self._num_unfinished[id], self._generator_by_id[id]

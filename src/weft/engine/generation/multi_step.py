@@ -80,10 +80,10 @@ class MultiStepDecoder:
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _samples_whole_vocabulary(self, kind: int) -> bool:
-        """Return whether rows with these settings are sampled from the whole vocabulary.
+        """Return whether the settings with index `kind` only sample from the whole vocabulary.
 
-        Stop ids may be excluded until the minimum length is reached. Rows with stop texts, recorded
-        ids or reported alternatives do not qualify.
+        Returns False for greedy decoding, sampling limits, stop texts, recorded ids and reported
+        alternatives. Stop ids may be excluded until the minimum length is reached.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

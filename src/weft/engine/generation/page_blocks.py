@@ -82,14 +82,14 @@ class PageManager:
             self.num_used -= self._count_pages(distance + self._clock)
 
     def _count_pages(self, length: int) -> int:
-        """Return the maximum number of pages over which `length` tokens can be spread."""
+        """Return the maximum number of pages that `length` tokens can occupy."""
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
         """Return the value of clock % page at which the sequence needs another page.
 
-        `distance` is the sequence's length minus the clock. A sequence needs another page when its
-        length reaches 2, page + 2, ... (`_count_pages`).
+        `distance` is the sequence's length minus the clock. According to `_count_pages`, a sequence
+        needs another page when its length reaches 2, page + 2, 2 page + 2, and so on.
         """
         return (2 - distance) % self.page
 

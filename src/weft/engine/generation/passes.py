@@ -188,9 +188,9 @@ class DecoderPasses:
     def _build_prefixes(
         self, prepared: _PreparedForward, context: Cached
     ) -> tuple[PrefixRows, ...]:
-        """Return the shared prefixes of a pass.
+        """Return the kernel's description of the shared prefixes that a pass reads.
 
-        Decode steps with the same prefixes reuse the previous result.
+        Decode steps that read the same prefixes reuse the description.
         """
         if context.max_len > 1:
             return tuple(

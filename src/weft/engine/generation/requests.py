@@ -58,8 +58,8 @@ def build_prompt(network: Decoder, request: Request) -> tuple[int, ...]:
 def check_partial(done: Partial, live: Sequence) -> None:
     """Raise `DataError` if the completion `live` cannot continue from the tokens in `done`.
 
-    It cannot if these tokens belong to another completion, have no log-probs or versions, or
-    already reach the limit of the completion.
+    The reason can be that these tokens belong to another completion, have no log-probs or versions,
+    or already reach the limit of the completion.
     """
     if (done.id, done.k) != live.key:
         raise DataError(

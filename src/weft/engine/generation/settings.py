@@ -87,9 +87,9 @@ class SettingsTable:
     def find_index(self, given: GenerationSpec | None) -> int:
         """Return the index of the settings of a request, or 0 if `given` is None.
 
-        The settings with index 0 are the generator's own. A request cannot change seed, tokenizer
-        and recorded outputs, and the generator's stop ids apply to all requests. Raises
-        `ConfigError` for values out of range.
+        The settings with index 0 are the generator's own. A request cannot change the seed, the
+        tokenizer or the recorded outputs, and the generator's stop ids apply to all requests.
+        Raises `ConfigError` for values out of range.
         """
         if given is None:
             return 0
@@ -121,11 +121,12 @@ class SettingsTable:
         settings: npt.NDArray[np.int64],
         done: npt.NDArray[np.int64],
     ) -> SampledRows:
-        """Sample rows of `logits` [R, V], each with its `settings` [R] after `done` [R] tokens.
+        """Sample one token for each row of `logits` [R, V].
 
-        Returns tokens, log-probs and, if they are recorded, the ids that the sampling limits kept.
-        If any settings request likely alternatives, call `take_top_logprobs` afterwards to get
-        them.
+        `settings` [R] contains the index of each row's settings, and `done` [R] the number of
+        tokens that it already has. Returns tokens, log-probs and, if they are recorded, the ids
+        that the sampling limits kept. If any settings request likely alternatives, call
+        `take_top_logprobs` afterwards to get them.
         """
         self._top_logprobs = self._find_top_logprobs(logits, settings, done)
         if (settings == settings[0]).all():
@@ -161,10 +162,10 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likely alternatives for each of `count` rows, and discard the stored ones.
+        """Return the likely alternatives that `sample` stored, for each of `count` rows.
 
-        Only rows that the last call of `sample` sampled can have alternatives. They are the last of
-        the `count` rows.
+        The rows of the last call of `sample` are the last of the `count` rows; all rows before them
+        have no alternatives. The stored alternatives are discarded.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -229,7 +230,7 @@ class SettingsTable:
     def _build_ban(
         self, kind: int, done: npt.NDArray[np.int64], device: torch.device
     ) -> sampling.TokenBan | None:
-        """Return a ban on the stop ids in rows below their minimum length.
+        """Return a ban on the stop ids in rows that have not reached their minimum length.
 
         Returns None if there are no such rows or no stop ids.
         """

@@ -141,7 +141,7 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 
 def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
-    """Return the dropout rates in a configuration, by their configuration keys."""
+    """Return those keys of a configuration that set dropout rates, with the rates."""
     dropout_rates: dict[str, float] = {}
     for k, v in values.items():
         if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True:
@@ -150,10 +150,10 @@ def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Return the names of newly initialized parameters, all of which belong to the head.
+    """Return the names of the newly initialized parameters, all of which belong to the head.
 
-    Raises `CheckpointError` for any other parameter that is missing, unexpected or of another
-    shape.
+    `report` contains the differences between the network and the saved weights. Raises
+    `CheckpointError` for any other parameter that is missing, unexpected or of another shape.
     """
     missing = sorted(report["missing_keys"])
     unexpected = sorted(report["unexpected_keys"])

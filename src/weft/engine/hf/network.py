@@ -116,7 +116,7 @@ class HFNetwork(nn.Module):
         return {name: compute_row_values(states, layer.weight) + bias}
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return False, because shared prefixes are not tested in the trial of a decoder."""
+        """Return False, because the trial run that checks a decoder does not cover shared prefixes."""
         return False
 
     @property
@@ -184,8 +184,8 @@ class HFNetwork(nn.Module):
     def _recompute_cached(self, x: Packed, context: Cached) -> Tensor:
         """Return hidden states of new tokens for a decoder whose keys and values cannot be cached.
 
-        The cache contains token ids instead, from which all tokens of the sequences are computed
-        again.
+        The cache contains token ids instead. All tokens of the sequences are computed again from
+        these ids.
         """
         shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)

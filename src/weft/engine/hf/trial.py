@@ -94,7 +94,7 @@ def _run_trial(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderT
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """Compute the sequences `probes` as one pack; return the attention modules and their shapes.
+    """Compute `probes` as one pack; return the attention modules and their input shapes.
 
     Raises `UnsupportedAttention` if the results differ from those of the single sequences
     (`alone`), or if a sequence depends on others in the pack.
@@ -121,7 +121,7 @@ def _compute_pack(
 
 
 def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
-    """Raise `ConfigError` if a token attends to later ones, which makes log-probs meaningless."""
+    """Raise `ConfigError` if a token attends to later tokens, which makes log-probs meaningless."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
     if _compute_difference(prefix, alone[longest][:-1]) > TOLERANCE:

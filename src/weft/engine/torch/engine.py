@@ -350,7 +350,7 @@ class TorchEngine:
     def gather(self, own: T) -> list[T]:
         """Return the values `own` of all data-parallel ranks, in rank order.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         return self._collectives.gather_values(own)
 
@@ -367,7 +367,7 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values) of parameters; trained ones are read from the masters."""
+        """Iterate over (name, slice, values) of parameters; trained ones have the masters' values."""
         return self._masters.read(names)
 
     def write(
@@ -423,7 +423,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Write those tensors of `held` that this rank must save."""
+        """Write to `path` those tensors of `held` that this rank must save."""
         slices = self._masters.list_slices()
         held = optimizer_states.rename_for_writing(held, slices)
         owners = optimizer_states.map_to_parameters(held, slices)
@@ -441,7 +441,8 @@ class TorchEngine:
     def load_state(self, d: Path) -> None:
         """Load the state that `save_state` wrote, possibly with a different layout.
 
-        Raises `CheckpointError` if the state belongs to another kind of role or is damaged.
+        Raises `CheckpointError` if the state is damaged, or if only one of the state and this role
+        is trained.
         """
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
@@ -456,7 +457,7 @@ class TorchEngine:
         self.version = values["version"]
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
-        """Return this rank's slice of every saved tensor.
+        """Return this rank's slice of every tensor in the files called `stem` in the directory `d`.
 
         The result may contain names that this role doesn't have; the caller handles them.
         """

@@ -148,7 +148,7 @@ class MasterWeights:
 
     @property
     def trained_parameters(self) -> dict[str, StoredParameter]:
-        """Trained parameters as the optimizer updates them, with gradients, by canonical name."""
+        """Trained parameters that the optimizer updates, with their gradients, by canonical name."""
         parameters: dict[str, StoredParameter] = {}
         for name, part in self._iterate_exact():
             if self._is_trained(part):
@@ -159,7 +159,7 @@ class MasterWeights:
     def changed_tensors(self) -> dict[str, Tensor]:
         """Tensors whose values may differ from the model directory.
 
-        These are the trained tensors, and those that were written to.
+        These are the trained tensors and the tensors that `write` has changed.
         """
         parts = self._iterate_exact()
         written = self._written

@@ -51,7 +51,7 @@ class AdamUpdate:
 
 
 class MomentFormat(Protocol):
-    """Storage format of a parameter's two Adam moments, with the update in that format."""
+    """Interface of formats in which a parameter's two Adam moments are stored and updated."""
 
     def create_state(self, parameter: nn.Parameter) -> State:
         """Return a state in which all moments are zero."""
@@ -68,7 +68,7 @@ class MomentFormat(Protocol):
         ...
 
     def decode_state(self, parameter: nn.Parameter, saved: State) -> State:
-        """Return a state in this format from a saved state, which any format may have saved."""
+        """Convert a saved state, which may come from any format, to a state in this format."""
         ...
 
 

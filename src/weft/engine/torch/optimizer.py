@@ -367,7 +367,7 @@ class Optimizer:
         self._memory.leave()
 
     def come(self) -> None:
-        """Start fetching the state to the device now instead of during the next step."""
+        """Start fetching the state to the device now, instead of during the next step."""
         if self._memory is not None:
             self._memory.fetch()
             self._memory.hold()

@@ -31,7 +31,7 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A stored parameter can contain several canonical parameters. It has one scale for every `block`
+    A stored parameter can contain several canonical parameters, and has one scale for every `block`
     elements. Each canonical parameter gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
@@ -44,10 +44,10 @@ def to_named_tensors(
 def from_named_tensors(
     trained: Mapping[str, StoredParameter], tensors: Mapping[str, Tensor], block: int
 ) -> dict[nn.Parameter, State]:
-    """Return the states of stored parameters from the tensors that `to_named_tensors` returned.
+    """Convert the result of `to_named_tensors` back to states of stored parameters.
 
-    A stored parameter can contain several canonical parameters. If only some of these have scales,
-    all other scales are 0.
+    A stored parameter can contain several canonical parameters. If `tensors` has scales only for
+    some of them, the other scales of the stored parameter are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -86,9 +86,10 @@ def _find_blocks(part: StoredParameter, block: int) -> slice:
 def rename_for_writing(
     tensors: Mapping[str, Tensor], places: Mapping[str, Slice]
 ) -> dict[str, Tensor]:
-    """Extend the name of each tensor of scales by the slice of its parameter, for writing.
+    """Return the tensors under the names with which they are written.
 
-    Other names are unchanged. Scales can only be loaded for the same slice.
+    The names of scale tensors are extended by the slice of the parameter that this rank has,
+    because scales can only be loaded for the same slice. Other names are unchanged.
     """
     for_writing: dict[str, Tensor] = {}
     for key, value in tensors.items():
@@ -97,7 +98,7 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return whether a tensor has its parameter's shape, and can be sliced in the same way."""
+    """Return whether a state tensor has its parameter's shape, so that both have the same slices."""
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
@@ -106,8 +107,8 @@ def read(
 ) -> dict[str, Tensor]:
     """Return this rank's slice of every saved tensor.
 
-    Tensors of parameters in `elsewhere`, which only other ranks have, and scales of other slices
-    are left out.
+    Tensors of parameters in `elsewhere` that this rank does not have are left out, and so are
+    scales that were saved for other slices.
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)
@@ -124,7 +125,7 @@ def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict
 
 
 def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the names of saved tensors to this rank's names.
+    """Map the names of saved tensors to the names that the tensors have on this rank.
 
     Scales of slices that this rank does not have are left out.
     """

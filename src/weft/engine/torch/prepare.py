@@ -74,9 +74,10 @@ def share_training_prefixes(
 ) -> PackLayout:
     """Return the layout in which sequences share prefixes, for training on `sample`.
 
-    Sequences of different ids may also share a prefix, such as a template or system prompt. But if
-    `keys`, the keys of the batch, show that another pass has scored the same tokens, prompts are
-    shared only within an id, as in that pass, so that both passes round in the same way.
+    Sequences of different ids share prefixes too, such as a template or system prompt, if this
+    saves enough tokens for the type of the device. There is one exception: if `keys`, the keys of
+    the batch, show that another pass has scored the same tokens, only completions of the same id
+    share their prompt, as in that pass. Both passes then round in the same way.
     """
     if not any(key in keys for key in SCORED):
         across = layout.share_by_prefix(sample)
@@ -93,7 +94,8 @@ def mask_read_rows(
 ) -> npt.NDArray[np.bool_]:
     """Return a mask `[N]` of the rows whose output is needed.
 
-    These rows exist and, with `trained_only`, have a nonzero loss mask.
+    Rows that `PackLayout.index_rows` marks as missing are not needed. With `trained_only`, rows
+    whose loss mask is 0 are not needed either.
     """
     counts = layout.index_rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:
@@ -106,9 +108,9 @@ def prepare(
 ) -> PreparedPass:
     """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
-    Outputs are 0 for rows that don't exist and, with `how.trained_only`, for rows with loss mask 0.
-    Prompts are not shared in a pass with dropout, because dropout differs between the completions
-    of a prompt.
+    Outputs are 0 for missing rows (`PackLayout.index_rows`) and, with `how.trained_only`, for rows
+    with loss mask 0. Prompts are not shared in a pass with dropout, because dropout differs between
+    the completions of a prompt.
     """
     # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)

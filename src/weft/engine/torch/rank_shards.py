@@ -138,7 +138,8 @@ def _list_stages(
 ) -> dict[int, Transformer]:
     """Return the pipeline stages on this rank, by stage index.
 
-    If this rank has several stages, `network` is split into them; otherwise it is the only stage.
+    If this rank has several stages, `network` is split into them; otherwise `network` is the only
+    stage.
     """
     runs = source.list_stages(mesh)
     if len(runs) == 1:
@@ -251,7 +252,7 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Return a function whose result is the sampled tokens that all ranks of a pipeline use.
+    """Return a function that returns sampled tokens on which all ranks of a pipeline agree.
 
     The ranks agree on the tokens through `decoder.agree_on_tokens`. If several pipelines generate
     the same sequences, all of them use the tokens of the first one, which `alike` distributes.
@@ -260,7 +261,7 @@ def _agree_on_draws(
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
-    """Return the budget `own` with the smallest cache limit of the ranks that generate together."""
+    """Return the budget `own`, with the smallest cache limit of all ranks that generate together."""
     axes = ("tensor", "context", "pipeline")
     if mesh.count_ranks(*axes) == 1:
         return own

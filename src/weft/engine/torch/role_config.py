@@ -36,9 +36,10 @@ def adapt_config(
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with the prefix that the role trains, or else the directory's.
+    """Return the configuration with the length of the prefix that the role trains.
 
-    Raises `ConfigError` if the prefix conflicts with the directory's or does not fit the model.
+    If the role trains no prefix, the directory's prefix is kept. Raises `ConfigError` if the role's
+    prefix conflicts with that of the directory or does not fit the model.
     """
     there = config.prefix_tokens
     num_tokens = spec.prefix.num_tokens

@@ -24,7 +24,7 @@ TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in roun
 def build_row_gradient(
     loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
 ) -> RowGradient:
-    """Return a function that computes the gradient of `scale` times the loss from the outputs.
+    """Return a function that maps outputs to the gradient of `scale` times the loss.
 
     The gradient is with respect to these outputs. When the function is called, the outputs of rows
     that are not computed yet are 0.
@@ -46,8 +46,8 @@ def is_row_separable(
 
     The gradient over all rows is compared with gradients for which the outputs of half of the rows
     are set to 0. Raises `ConfigError` with the loss's name if the gradients differ, because
-    training on an accelerator would then silently be wrong. Returns False if these rows do not
-    allow a conclusion, because there is a single row, no gradient, or a gradient that is not
+    training on an accelerator would then silently be wrong. Returns False if nothing can be
+    concluded from these rows: if only one row has a gradient, if none has, or if a gradient is not
     finite.
     """
     plain = {}

@@ -134,7 +134,10 @@ class MasterUploader:
 
 
 def _iterate_pieces(flat: Tensor, most: int) -> Iterator[tuple[int, int]]:
-    """Iterate over (start, end) of consecutive pieces of at most `most` bytes."""
+    """Iterate over the (start, end) indices of consecutive pieces of `flat`.
+
+    Each piece has at most `most` bytes.
+    """
     step = most // flat.itemsize
     for low in range(0, flat.numel(), step):
         yield low, min(low + step, flat.numel())

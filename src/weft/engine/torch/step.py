@@ -120,7 +120,7 @@ class BatchedReadback:
         self._waiting: list[tuple[Tensor, _PendingNumber]] = []
 
     def register(self, value: Any) -> _PendingNumber:
-        """Return a placeholder that contains the number's value after `read_all`."""
+        """Register a number, and return a placeholder that has its value after `read_all`."""
         placeholder = _PendingNumber()
         if isinstance(value, Tensor):
             self._waiting.append((value.detach(), placeholder))
@@ -140,7 +140,7 @@ class BatchedReadback:
 
 
 def to_plain_stats(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
-    """Return the statistics with numbers instead of tensors."""
+    """Return the statistics with Python numbers instead of tensors."""
     read = BatchedReadback()
     waiting = _register_stats(parts, read)
     read.read_all()
@@ -180,9 +180,9 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the loss, which is the weight times the imbalance `uneven`.
+        """Return the weight times the imbalance `uneven`.
 
-        Its gradient is divided by the number of ranks.
+        The gradient of the result is divided by the number of ranks.
         """
         value = self.weight * uneven
         if self.ranks == 1:
@@ -216,7 +216,10 @@ class OptimizerStep:
     ready: Callable[[], None]  # waits for pending copies of gradients and masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
-        """Accumulate the gradient of a minibatch, and update the weights unless a check fails."""
+        """Accumulate the gradient of a minibatch, and update the weights unless a check fails.
+
+        Returns the step's metrics and, if the update was skipped, the reason.
+        """
         started = time.perf_counter()
         total = self._sum_denominators(minibatch, loss)
         if total is None:
@@ -408,9 +411,9 @@ class _TrainingProcessor:
 def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
 
-    Returns None without an auxiliary loss. The data recorded by the layers is discarded afterwards,
-    because layers that are recomputed in the backward pass record it again and must not be counted
-    twice.
+    Returns None without an auxiliary loss. The data that the layers recorded is discarded
+    afterwards: layers that are recomputed in the backward pass record it again, and must not be
+    counted twice.
     """
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:

@@ -46,7 +46,11 @@ class Lion(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Set p to p - lr sign(b1 m + (1 - b1) g), and then m to b2 m + (1 - b2) g."""
+        """Update all parameters, and return the result of `closure`, if given.
+
+        For a parameter p with gradient g and momentum m, p becomes p - lr sign(b1 m + (1 - b1) g),
+        and then m becomes b2 m + (1 - b2) g.
+        """
         loss = closure() if closure else None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
