@@ -65,7 +65,7 @@ class StateBlocks(Generic[T]):
         return []
 
     def group_by_block(self, ids: Sequence[str]) -> dict[StateBlock[T] | None, list[str]]:
-        """Group the ids by block, in their given order. Ids without a block are grouped under None."""
+        """Group the ids by block, in their given order; ids without a block are grouped under None."""
         get = self._block_of_id.get
         parts = dict[StateBlock[T] | None, list[str]]()
         first = get(ids[0]) if ids else None

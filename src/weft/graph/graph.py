@@ -68,7 +68,10 @@ class DataflowGraph:
         )
 
     def get_node(self, name: str) -> Node:
-        """Return the node called `name`. If there is none, raises `ConfigError` with similar names."""
+        """Return the node called `name`.
+
+        Raises `ConfigError`, with similar names in the message, if there is no such node.
+        """
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -118,13 +121,14 @@ class DataflowGraph:
         return tuple(name for name in self.order if name in producers)
 
     def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
-        """Return the version edges that end at the call `consumer`."""
+        """Return the version edges that end at the call named `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:
-        """Return the first filter on a version edge's path that refills in whole batches, or None.
+        """Return the first filter with refill rounds on the path of a version edge, or None.
 
-        The path leads from the edge's call (`consumer`) to its training node (`producer`).
+        The path leads from the edge's call (`consumer`) to its training node (`producer`). In
+        refill rounds, calls process whole batches to replace the ids that the filter removed.
         """
         between = self._find_consumers(edge.consumer) & {
             n for n in self.order if edge.producer in self._find_consumers(n)
@@ -284,9 +288,9 @@ def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
-    """Check a sync and return it; an empty `after` becomes the node that trains the source role.
+    """Check a sync and return it, with a default for `after` if this field is empty.
 
-    Raises `GraphError` for an invalid sync.
+    The default is the node that trains the source role. Raises `GraphError` for an invalid sync.
     """
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")

@@ -67,8 +67,8 @@ class LaunchQueue:
     def add(self, firing: Firing, buffer: IdBuffer) -> None:
         """Add a firing after `buffer.start` has recorded it.
 
-        It will start after earlier firings of the same node, after the firings that produce its
-        keys, and after the training steps whose weights it uses.
+        The firing will start after earlier firings of the same node, after the firings that produce
+        its keys, and after the training steps whose weights it uses.
         """
         # Finished firings that this one has to wait for.
         node = self._graph.get_node(firing.node)

@@ -77,7 +77,7 @@ def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int
 
 
 def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
-    """Return the edges whose target can also be reached from their source through other nodes.
+    """Return the edges whose target can also be reached from the source through other nodes.
 
     `names` are in topological order.
     """

@@ -78,7 +78,7 @@ class EdgeKeyNames:
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Optional input keys, as named on the graph's edges. They are read if they exist."""
+        """Optional input keys, which are read if they exist, as named on the graph's edges."""
         return _rename_keys(self.optional_keys, self.input_key_remap)
 
     @property

@@ -101,7 +101,7 @@ class IdBuffer:
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs any more. They must not be in a running firing."""
+        """Remove ids that no node needs any more, and that no running firing uses."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
@@ -210,7 +210,7 @@ def needs_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Return whether another batch of rows could enable a node that reads only rows to fire.
+    """Return whether a node that reads only the loader's rows could fire after the next batch.
 
     `among` restricts the nodes that are considered.
     """
@@ -292,9 +292,9 @@ def _count_allowed(
     """Return the number of ids of `able` that a node may process before its weights are too old.
 
     `able` are the ids whose inputs exist, and `edges` are the node's version edges. If `another` is
-    1, an id of the loader's next batch is added to `able` at the end. The limit is the number of
-    ids that the training node can still process before the weights are too old. Ids that the node
-    has started and the training node has not yet started count towards this limit, and so do
+    1, one id of the loader's next batch is counted after those in `able`. The limit is the number
+    of ids that the training node can still process before the weights are too old. Ids that the
+    node has started to process, but the training node has not, count towards this limit, and so do
     firings of the training node whose weights are not yet available.
     """
     count = len(able) + another
@@ -319,7 +319,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the edge's call has started, but its training node has not."""
+    """Return the blocks of ids that the consumer of `edge` has started, but the producer has not."""
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -341,9 +341,9 @@ def _count_refill(
 ) -> int:
     """Return how many ids a call may process for a training node that lacks `missing` ids.
 
-    Usually this is `missing`. It differs after the first round if a filter between the call and the
-    training node refills in whole batches: it is 0 while the filter still has to process ids, then
-    a whole batch, and 0 after the last round.
+    This is `missing`, unless a filter between the call and the training node refills in whole
+    batches. With such a filter, it is `missing` only in the first round. Later, it is 0 while the
+    filter still has ids to process, then at least a whole batch, and 0 after the last round.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
@@ -359,10 +359,10 @@ def _count_refill(
 
 
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
-    """Return the ids that refill rounds processed in excess of what `producer` can still use.
+    """Return the ids to drop because `producer`, which has just fired, can no longer use them.
 
-    Called after `producer` has fired. The weights that were used for these ids would be too old for
-    the next firing of `producer`.
+    Refill rounds, which replace ids that a filter removed, can process more ids than `producer`
+    needs. The weights that were used for the surplus ids would be too old for the next firing.
     """
     surplus: dict[str, None] = {}
     for edge in graph.version_edges:

@@ -60,7 +60,7 @@ def may_load(
 def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
     """Return the firing with the oldest ids, or the first of several with equally old ids.
 
-    Scheduling it first prevents sampling ahead from delaying training.
+    Scheduling this firing first prevents sampling ahead from delaying training.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

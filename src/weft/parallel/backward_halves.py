@@ -45,7 +45,7 @@ def compute_input_half(
 
 
 def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
-    """Add the gradients of the groups of weights to the gradients of the network's parameters.
+    """Compute the gradients of the weights in `groups`, and add them to the parameters' gradients.
 
     With `sums`, the accumulated gradients of a sharded network are then summed over the ranks.
     """
@@ -63,7 +63,7 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
 
 
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Iterate over the leaves of the graph of `roots`: the stage's input states and the weights.
+    """Iterate over the leaves of the autograd graph of `roots`: the stage's input and its weights.
 
     In a sharded network, the weights are whole tensors, which are no longer parameters of the
     network's modules at this point.
@@ -83,9 +83,10 @@ def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _accumulate(group: Group) -> None:
-    """Add the gradients of one group of weights, starting from the gradients stored at its nodes.
+    """Compute the gradients of one group of weights, and add them to the parameters' gradients.
 
-    Unlike torch's `stage_backward_weight`, which sets the gradients itself, this also runs the
+    The computation starts from the gradients that are stored at the group's autograd nodes. Unlike
+    torch's `stage_backward_weight`, which sets the gradients itself, this function also runs the
     hooks of parameters.
     """
     edges = []

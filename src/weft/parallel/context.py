@@ -44,9 +44,9 @@ from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Split the tokens of every pack over the ranks of `group`, which all have the same network.
 
-    Common prefixes of sequences are then not shared: each sequence has its own copy. A pipeline
-    stage receives and sends only the states of this rank's tokens. Generation does not call
-    `forward` and is not affected.
+    Sequences with a common prefix then no longer share it: each sequence has its own copy. A
+    pipeline stage receives and sends only the states of this rank's tokens. Generation does not
+    call `forward` and is not affected.
     """
     sharing = _TokenSharing(group)
     network.register_forward_pre_hook(sharing.enter)
@@ -150,7 +150,7 @@ class _TokenSharing:
 
 
 def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
-    """Return the part of the pack with this rank's tokens.
+    """Return the pack reduced to this rank's tokens, as assigned by `tokens`.
 
     `last` has the local positions of the tokens at which scores are computed.
     """
@@ -181,9 +181,9 @@ def draw_on_first_rank(
 ) -> Callable[[], DrawnTokens]:
     """Draw tokens on the first rank of the group, and broadcast them to the other ranks.
 
-    Used by ranks that must generate the same tokens
-    (`weft.engine.generation.settings.TokenAgreement`) although rounding could make their results
-    differ. Returns a function that returns the tokens. `group` is a process group for host tensors.
+    Returns a function that returns the tokens on every rank. Used by ranks that must generate the
+    same tokens (`weft.engine.generation.settings.TokenAgreement`) although rounding could make
+    their results differ. `group` is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

@@ -29,7 +29,7 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 def join(network: nn.Module, group: ProcessGroup) -> None:
     """Keep only this rank's experts in each MoE layer, and connect the layer to the other ranks.
 
-    The memory of the smaller stacks of experts is allocated later.
+    The memory of the remaining experts is allocated later.
     """
     for module in network.modules():
         if isinstance(module, MoE):
@@ -82,8 +82,8 @@ class GroupExpertExchange:
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
-        `sent` and `taken` list the numbers of tokens that this rank sends to, and receives from,
-        each rank.
+        `own` has those of this rank's own tokens. `sent` and `taken` list how many tokens this rank
+        sends to, and receives from, each rank.
         """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group

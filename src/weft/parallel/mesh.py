@@ -50,10 +50,10 @@ class ProcessGroups:
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def get_group(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Return the group of these ranks. The first call creates it and waits for all its ranks.
+        """Return the group of these ranks, which the first call creates.
 
-        If `host` is True, return a separate gloo group for host tensors. Its messages are ordered
-        independently of those in the other group.
+        Creating a group waits for all of its ranks. If `host` is True, return a separate gloo group
+        for host tensors. Its messages are ordered independently of those in the other group.
         """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
@@ -163,7 +163,7 @@ class RankMesh:
 
     @property
     def expert_copies_group(self) -> ProcessGroup | None:
-        """Group of the ranks that hold the same experts but process other tokens.
+        """Group of the ranks that hold the same experts but process different tokens.
 
         None if no other rank holds the same experts.
         """
@@ -178,10 +178,10 @@ class RankMesh:
     def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
         """Return the device mesh over which FSDP2 shards parameters.
 
-        The mesh has the dimension `f`, the shards of one replica, and the dimension `r`, the
-        replicas, if there are several. Must be called for sharded layouts only. If `experts` is
-        True, the mesh is that of the experts' parameters, and contains only ranks that hold the
-        same experts.
+        Ranks along the dimension `f` hold the shards of one replica. If there are several replicas,
+        the mesh also has the dimension `r`, along which ranks hold the same shard. Must be called
+        for sharded layouts only. If `experts` is True, the mesh is for the experts' parameters, and
+        contains only ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
         inner, outer = self._find_shard_ranks(e)

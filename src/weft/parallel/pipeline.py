@@ -65,7 +65,7 @@ class Pipeline:
         *,
         sums_once: bool = False,
     ) -> None:
-        """Check that `networks` are the stages that the schedule `kind` assigns to this rank.
+        """Create this rank's part of a pipeline that runs the schedule `kind`.
 
         `group` has the ranks of the pipeline in order, and is None if this is the only rank.
         `dtype` is the dtype of the hidden states, by default that of the parameters. Under context
@@ -73,7 +73,8 @@ class Pipeline:
         has. Sharded gradients are summed over the ranks after each backward pass, so that a rank
         stores only the gradients of its own rows. With `sums_once`, they are summed only after a
         stage's last backward pass, which needs less communication but stores whole gradients.
-        Raises `ConfigError` if the schedule assigns other stages to this rank.
+        Raises `ConfigError` if `networks` are not the stages that the schedule assigns to this
+        rank.
         """
         self.networks = dict(networks)
         self.kind = kind
@@ -132,7 +133,7 @@ class Pipeline:
     def forward(self, microbatches: Sequence[Microbatch]) -> list[Outputs] | None:
         """Return each micro-batch's outputs on the rank of the last stage, and None on other ranks.
 
-        Raises `RunError` under the same conditions as `train`.
+        Raises `RunError` if another rank does not send or receive within the group's timeout.
         """
         outputs: dict[int, Outputs] = {}
 
@@ -349,7 +350,8 @@ class _PipelineRun:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors at which a backward pass starts, and the gradient of each.
 
-        The gradient is None for losses.
+        The tensors are losses, whose gradient is None, and, except in the last stage, the stage's
+        output.
         """
         roots: list[Tensor] = []
         for loss in passed.losses:
@@ -432,7 +434,7 @@ class _PipelineRun:
 
 
 def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> Transformer | None:
-    """Return the first stage if the last stage, on the same rank, uses its embedding matrix.
+    """Return the first stage if the last stage is on the same rank and shares its embedding matrix.
 
     Returns None if this rank does not have both stages or if the embeddings are not tied.
     """

@@ -215,8 +215,8 @@ class StagedDecoder:
     ) -> Callable[[], DrawnTokens]:
         """Return a function that returns, on every rank, the tokens that are drawn in this step.
 
-        The last rank calls `draw` as soon as its last stage is computed, and sends the tokens. The
-        other ranks wait for them when the returned function is called.
+        The last rank calls `draw` as soon as its last stage is computed, and sends the tokens. On
+        the other ranks, the returned function waits for the tokens.
         """
         step = self._last_deferred
         self._last_deferred = None

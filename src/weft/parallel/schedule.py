@@ -71,7 +71,7 @@ Order = Sequence[Sequence[ComputeAction]]  # by rank
 
 
 def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
-    """Return the placement of the pipeline's stages on its ranks.
+    """Return the placement of a pipeline's stages on `ranks` ranks.
 
     Interleaved kinds have `stages_a_rank` stages per rank (default 2). For other kinds, the number
     is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind, or for a number of stages
@@ -179,8 +179,8 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations that must precede an action.
 
-    A backward pass needs the same action ("B" or "I") of the next stage; an order contains only one
-    of these two kinds.
+    A backward pass ("B" or "I") needs the backward pass of the next stage, which is of the same
+    kind because an order contains only one of the two kinds.
     """
     stage = action.stage
     microbatch = action.microbatch

@@ -140,8 +140,9 @@ def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
     If a parameter is shared with another network, its memory can be allocated after FSDP2 first
-    looked it up. Without this call, FSDP2 would then allocate other memory for uneven rows in the
-    first pass.
+    looked it up. Without this call, FSDP2 would then allocate new memory in the first pass for
+    parameters whose rows do not divide evenly among the ranks, and `LocalShards.stored` would no
+    longer share memory with the network.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -192,9 +193,9 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Set whether the next backward pass sums the gradients over the ranks (`on`).
+    """Set whether backward passes sum the gradients over the ranks from now on.
 
-    If it does not, gradients are accumulated on each rank. Does nothing if the network is not
+    If `on` is False, gradients are accumulated on each rank. Does nothing if the network is not
     sharded.
     """
     if isinstance(network, FSDPModule):

@@ -201,7 +201,7 @@ def _sum_copies(
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Split `flat` and copy its parts to `gradients`, from which it was concatenated."""
+    """Copy the values in `flat` back to `gradients`, the tensors that were concatenated to make it."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

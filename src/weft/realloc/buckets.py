@@ -43,8 +43,8 @@ class MessagePiece:
 class BucketMessage:
     """Bytes that one rank sends to another in one round.
 
-    The message consists of the pieces in order, followed by a seal with which the receiver verifies
-    the message.
+    The message consists of the pieces in order, followed by a seal: the version of the weights, the
+    round and a checksum, all of which the receiver verifies.
     """
 
     source: int
@@ -53,12 +53,12 @@ class BucketMessage:
 
     @property
     def seal_offset(self) -> int:
-        """Byte offset at which the pieces end and the seal begins."""
+        """Offset in bytes of the seal (version, round and checksum), which follows the last piece."""
         return self.parts[-1].end if self.parts else 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message in bytes, including the seal."""
+        """Size of the message in bytes, including the seal (version, round and checksum)."""
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:
@@ -74,11 +74,12 @@ def align(num_bytes: int) -> int:
 def plan_rounds(
     transfers: Iterable[ParameterTransfer], itemsize: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BucketMessage]]:
-    """Return the messages of each round. Pieces that stay on their rank are in no message.
+    """Return the messages of each round.
 
-    In each round, the pairs of ranks with the most remaining bytes are served first, so that all
-    pairs finish at about the same time. `itemsize` maps each parameter to its number of bytes per
-    element. Raises `ConfigError` if the bucket is too small.
+    Pieces that stay on their rank are in no message. In each round, the pairs of ranks with the
+    most remaining bytes are served first, so that all pairs finish at about the same time.
+    `itemsize` maps each parameter to its number of bytes per element. Raises `ConfigError` if the
+    bucket is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")

@@ -57,10 +57,10 @@ class ReallocationLink:
         self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
     def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Return the `facts` of every rank, which must have the same length on all ranks.
+        """Return the `facts` of every rank, keyed by rank.
 
-        This is the first communication of the group. NCCL requires that every rank takes part in
-        it.
+        The number of facts must be equal on all ranks. A call of this method is the first
+        communication of the group, because NCCL requires that every rank takes part in it.
         """
         values_by_rank = {self.rank: list(facts)}
         if self._group is None:

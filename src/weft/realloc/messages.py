@@ -58,7 +58,10 @@ class SourcePieces:
         return self.engine.version
 
     def select_piece(self, name: str, piece: Slice) -> Tensor:
-        """Return the values of a rectangle of a parameter, in coordinates of the whole parameter."""
+        """Return the values of a parameter in the rectangle `piece`.
+
+        The rectangle is in coordinates of the whole parameter.
+        """
         where, values = self.rectangles[name]
         return values[
             tuple(
@@ -246,9 +249,10 @@ def _wait(pending: Iterable[PendingMessage]) -> None:
 def _allocate_buffers(
     messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
-    """Return two buffers, for steps with even and odd index, each as large as its largest step.
+    """Return a buffer for the steps with an even index, and one for the steps with an odd index.
 
-    If `within` is given, the buffers are slices of this tensor.
+    Each buffer is as large as the largest step that uses it. If `within` is given, the buffers are
+    slices of this tensor.
     """
     sizes = []
     for each in messages:

@@ -55,7 +55,7 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return the rectangles of the parameters that each rank of a mesh holds.
+    """Return, for each rank of a mesh, the rectangle that it holds of each parameter.
 
     `shapes` maps canonical names to shapes of whole parameters. Raises `ConfigError` if the layout
     does not fit the network.
@@ -74,8 +74,8 @@ def plan(
     """Return transfers that bring each element of every target rectangle to its rank exactly once.
 
     The transfers are ordered by parameter. `node_of` returns the machine of a rank; ranks of the
-    same machine have the fastest links. Raises `ConfigError` naming the parameter if no source rank
-    has one of the elements.
+    same machine have the fastest links. Raises `ConfigError` naming the parameter if an element of
+    a target rectangle is on no source rank.
     """
     held = _group_by_name(source)
     wanted = _group_by_name(target)
@@ -136,7 +136,7 @@ def _to(
 
 
 def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
-    """Return, for each parameter name, its non-empty rectangles and the ranks that hold each."""
+    """Return, for each parameter name, its non-empty rectangles, each with the ranks that hold it."""
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():

@@ -36,7 +36,7 @@ class SharedMemoryBuffer:
         self.memory = whole[:size]
 
     def close_descriptor(self) -> None:
-        """Close the file descriptor, once all readers have mapped the memory."""
+        """Close the file descriptor. Must be called only after all readers have mapped the memory."""
         os.close(self._file)
 
 

@@ -26,9 +26,9 @@ class ParameterSnapshot:
         """Copy the parameters `names` of `giver` to host memory.
 
         The parameters are copied one after the other, so that no extra device memory is needed.
-        `others` are earlier snapshots of the same weights; parameters that they contain are shared
-        with them instead of copied. Memory that snapshots share is freed together with the last of
-        them.
+        `others` are earlier snapshots of the same weights. Parameters in these snapshots are not
+        copied again: the new snapshot shares their memory, which is freed when the last snapshot
+        that uses it is deleted.
         """
         there = {}
         for other in others:

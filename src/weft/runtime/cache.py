@@ -120,7 +120,7 @@ class OutputCache:
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
     """Return the records in a line of the index, or {} if the line is incomplete.
 
-    A process that is killed can leave an incomplete line.
+    A process that is killed while it writes can leave an incomplete line.
     """
     try:
         entries = json.loads(line or b"{}")
@@ -130,7 +130,7 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
 
 
 def hash_contents(batch: SequenceSample) -> list[str]:
-    """Return a hash for each id, over the name, lengths, dtype and bytes of each key.
+    """Return one hash per id, computed from the name, lengths, dtype and bytes of each key.
 
     The id itself is not hashed.
     """

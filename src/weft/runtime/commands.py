@@ -113,7 +113,10 @@ class BuildWorker:
 
 
 def _find_transferred_roles(experiment: Experiment) -> set[str]:
-    """Return the roles whose parameters are sent to, or received from, other roles or copies."""
+    """Return the roles that take part in a parameter transfer, as its source or its target.
+
+    Parameters are transferred by syncs, by `init_from`, and from roles to their copies.
+    """
     synced = set()
     for s in experiment.graph.syncs:
         for role in (s.source, s.target):
@@ -454,8 +457,8 @@ def describe_samples(
 ) -> SampleMeta:
     """Return the metadata columns of `ids`, collected from the minibatches of a batch.
 
-    If ids were split into single completions, the metadata column named `owner` has the original id
-    of each completion.
+    If the minibatches contain single completions instead of whole ids, their metadata column
+    `owner` has the id to which each completion belongs.
     """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)

@@ -369,7 +369,7 @@ class DeviceGroup:
         make: Callable[[int], DeviceCommand],
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
-        """Send one command to each rank, and return a future of the results by rank.
+        """Send each rank the command `make(rank)`, and return a future of the results by rank.
 
         Each command runs after all commands that were sent earlier.
         """

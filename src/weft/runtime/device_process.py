@@ -283,7 +283,7 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
-    """Return what a thread with this stack is doing. The stack begins with the outermost frame.
+    """Return what a thread is doing, given its stack with the outermost frame first.
 
     The thread counts as waiting for other devices if the innermost function of weft or of the
     user's code is waiting for a collective operation, for tensors, or for the next command.

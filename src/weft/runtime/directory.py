@@ -198,7 +198,8 @@ def list_differences(
 ) -> list[str]:
     """Return one line for each option that differs, with its dotted name and both values.
 
-    Ignores options in `FREE`, and options in `unset` that are missing from `one`.
+    Options in `FREE`, which may differ when a run continues, are ignored, and so are options in
+    `unset` that are missing from `one`.
     """
     differences: list[str] = []
     for key in dict.fromkeys([*one, *other]):

@@ -102,7 +102,7 @@ def remove(path: Path) -> None:
 
 
 def compute_checksums(directory: Path) -> dict[str, str]:
-    """Return the BLAKE2b hash of every file below `directory`, by relative path."""
+    """Return the BLAKE2b hash of every file below `directory`, keyed by relative path."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): compute_checksum(p) for p in files}
 

@@ -60,7 +60,10 @@ class DeviceTransport(Protocol):
         ...
 
     def receive(self) -> Sequence[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
-        """Return new reports or losses, each with its rank. Waits briefly if there are none."""
+        """Return new reports or losses, each with the rank of its device.
+
+        Waits briefly if there are none.
+        """
         ...
 
     def share(self, raw: bytes) -> Any:
@@ -268,7 +271,7 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail each job whose connection error was not explained in time by the death of a device.
+        """Fail each job with a connection error if no device has been reported dead in time.
 
         The time limit is `DOUBT_SECONDS` seconds.
         """
@@ -296,7 +299,7 @@ class JobDispatcher:
         )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
-        """Return " in " and up to three unfinished jobs of these ranks, or "" if there are none."""
+        """Return " in " and up to three unfinished jobs of these ranks, or "" if all are finished."""
         with self._lock:
             names = []
             for job in self._jobs.values():

@@ -68,7 +68,7 @@ class Evaluator:
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
         """Run every node once on the whole batch, and return the metrics of all nodes.
 
-        If metric names collide, the value of the later node is kept.
+        If two nodes have a metric of the same name, the value of the later node is kept.
         """
         buffer = IdBuffer(closed=True)
         metas = TensorStore()

@@ -41,7 +41,7 @@ class FiringRecorder:
         )
 
     def truncate(self, step: int) -> None:
-        """Remove generations that were made after the recovery point at `step`."""
+        """Remove the completions that were generated after the recovery point at `step`."""
         if self._product is not None:
             self._product.truncate(step)
 
@@ -58,9 +58,10 @@ class FiringRecorder:
             self._seen_samples = outcome.seen_samples
 
     def on_step_finished(self, ids: Sequence[str], step: int) -> None:
-        """Read samples of the finished step `step` into `rows`.
+        """Read samples of the finished step `step`, and store them in `rows`.
 
-        `ids` are the ids that the step used.
+        `ids` are the ids that the step used. In a run that records its generations, all completions
+        of these ids are also written to `generations.jsonl`.
         """
         self.rows = self._samples.read_rows(ids, step, self._seen_samples)
         if self._product is not None:

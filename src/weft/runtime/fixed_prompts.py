@@ -42,7 +42,7 @@ class FixedPrompts:
         self._file = StepFile(directory / FILE)
 
     def truncate(self, step: int) -> None:
-        """Remove completions that were made after the recovery point at `step`."""
+        """Remove the completions that were generated after the recovery point at `step`."""
         self._file.truncate(step)
 
     def write_completions(self, step: int) -> None:

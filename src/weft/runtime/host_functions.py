@@ -131,7 +131,7 @@ class HostFunctionRunner:
     def _start_prefetches(self, node: HostFunction) -> None:
         """Request early outputs for the node, if its function can process them.
 
-        This requires that a single model call outputs all keys with which the function begins.
+        This requires that a single model call outputs all keys in the function's `begins_with`.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -49,8 +49,8 @@ class LocalGroup:
     While a call runs, the master can wait with a deadline, update its view and handle signals. A
     call that hangs does not keep the process alive.
 
-    This class also implements `PendingUpdates`: a running call can execute queued work that does
-    not generate.
+    This class also implements `PendingUpdates`: between its steps, an interruptible call can run
+    queued work, except for other generation calls.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:

@@ -40,7 +40,7 @@ class TensorLocations:
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has computed these keys; copies on other ranks become invalid.
 
-        Keys that the rank already has are left unchanged: they were announced before the end of the
+        Keys that the rank already has are left unchanged, since they were announced during the
         call.
         """
         for where in self._ids.separate_states(ids):
@@ -65,7 +65,7 @@ class TensorLocations:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return the `keys` that some rank has for every id."""
+        """Return those of `keys` that exist on at least one rank for every id."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -98,7 +98,7 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove these ids from the record, and return the ids that each rank had."""
+        """Remove `ids` from the record, and return the removed ids of each rank, keyed by rank."""
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):

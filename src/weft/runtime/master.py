@@ -226,7 +226,7 @@ class Master:
         )
 
     def _count_rounds(self, node: str) -> None:
-        """Record how many sampling rounds filled the batch of `node`, if a filter refills batches."""
+        """Record how many sampling rounds the batch of `node` needed, if a filter refills batches."""
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
             if filter is not None:
@@ -236,7 +236,7 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Drop ids that refill rounds sampled in excess of the batch of training node `node`."""
+        """Drop surplus ids that were sampled to refill the batch of the training node `node`."""
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges

@@ -13,16 +13,16 @@ from weft.runtime.split import join_outputs
 def merge_results(
     results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
 ) -> MFCResult:
-    """Merge the results of data-parallel ranks. `counts` has the number of ids of each rank.
+    """Merge the results of data-parallel ranks, with the outputs in the order of `ids`.
 
-    The outputs are in the order of `ids`.
+    `counts` has the number of ids of each rank.
     """
     outputs = join_outputs([result.outputs for result in results], ids)
     return MFCResult(outputs, merge_metrics([result.metrics for result in results], counts))
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge `MFCResult.seen` of all ranks, with one sample per id; return None if all are None."""
+    """Merge the `MFCResult.seen` of all ranks into one sample per id; return None if all are None."""
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -31,12 +31,12 @@ def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """Combine the metrics of data-parallel ranks. `counts` has the number of ids of each rank.
+    """Combine the metrics of data-parallel ranks.
 
-    Metrics that are equal on all ranks are unchanged. The largest `*_max` and the smallest `*_min`
-    are kept; other metrics are averaged over ids. Ranks that lack a metric do not count in its
-    average. The duration of the call is measured from the start of the first rank to the end of the
-    last rank.
+    `counts` has the number of ids of each rank. Metrics that are equal on all ranks are unchanged.
+    The largest `*_max` and the smallest `*_min` are kept; other metrics are averaged over ids.
+    Ranks that lack a metric do not count in its average. The duration of the call is measured from
+    the start of the first rank to the end of the last rank.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -32,9 +32,10 @@ def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> Sequence
 
 
 def make_empty_sample(description: SequenceSample) -> SequenceSample:
-    """Return a sample with empty tensors for a rank that gets no ids of the batch.
+    """Return a sample with the keys and metadata of `description`, and an empty tensor per key.
 
-    Such a rank still takes part in collective operations.
+    Such a sample is the input of a rank that gets no ids of the batch, but still takes part in
+    collective operations.
     """
     # empty integers can be concatenated with values of any dtype
     nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}

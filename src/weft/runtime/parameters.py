@@ -61,7 +61,7 @@ class ParameterTransfers:
     def initialize(self) -> None:
         """Prepare all transfers, and initialize roles from roles on other meshes (`init_from`).
 
-        Raises `ConfigError` if the parameters of two such roles do not match.
+        Raises `ConfigError` if the parameters of the two roles of a transfer do not match.
         """
         for sync in self._experiment.graph.syncs:
             if not self._has_equal_meshes(sync):
@@ -137,7 +137,7 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Save a role's current weights under `version` for later calls on copies that lack them."""
+        """Save a role's current weights under `version`, for later calls that need this version."""
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
                 source = self._get_own_key(role)
@@ -226,7 +226,7 @@ class ParameterTransfers:
     def update_running_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy `place` once newer weights exist, even during the next submitted call.
+        """Update the copy `place`, if it is outdated, before or during the call submitted next.
 
         The call may start with the weights of `version` or newer weights. Returns the number of
         updates that the copy must have received when the call starts, or None if `place` is a
@@ -285,7 +285,7 @@ class ParameterTransfers:
         self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters that may differ between a copy and its role."""
+        """Return the names of the parameters that may differ between the copy `place` and its role."""
         whole = self._stale.get(place, False)
         if whole:
             return self._plans.list_common(self._get_own_key(place[0]), place, partly=False)

@@ -26,7 +26,7 @@ class PrefetchingLoader:
         self._read_position()
 
     def _read_position(self) -> None:
-        """Read the wrapped loader's position. Must not be called while a batch is prefetched."""
+        """Store the wrapped loader's position. Must not be called while a batch is prefetched."""
         self.epoch_done = self._loader.epoch_done
         self.num_ids = self._loader.num_ids
         self._state: Mapping[str, Any] = self._loader.state_dict()

@@ -12,7 +12,10 @@ from weft.runtime.group import WorkerGroup
 
 
 def check_steps(steps: str | None, total: int) -> None:
-    """Raise `ConfigError` if a run of `total` steps ends before the steps to trace."""
+    """Raise `ConfigError` if a run of `total` steps ends before the first step to trace.
+
+    `steps` is the value of the option `profile_steps`.
+    """
     if steps is not None and parse_step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
         raise ConfigError(

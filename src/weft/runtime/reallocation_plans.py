@@ -94,9 +94,9 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters that train steps change.
+        """Return the names of the parameters of the engine `place` that train steps change.
 
-        If no rank reports them, the names of all parameters are returned.
+        If no rank reports these parameters, the names of all parameters are returned.
         """
         role = place[0]
         mesh = self._meshes[place[0]]

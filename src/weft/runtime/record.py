@@ -55,7 +55,10 @@ def record_process(
 
 
 def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
-    """Return the command that starts this process again, beginning with `weft` or `python`."""
+    """Return the command that starts this process again, beginning with `weft` or `python`.
+
+    `words` is `sys.argv`, and `original` is `sys.orig_argv`.
+    """
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
     given = list(original[1:])

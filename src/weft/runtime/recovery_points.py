@@ -33,7 +33,7 @@ class RecoveryPoint:
 
 
 class RecoveryPointStore:
-    """Recovery points of one run, in `folder`."""
+    """Store of the recovery points of one run, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class RecoveryPointStore:
         )
 
     def find_newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """Return the newest intact point, or None if there is none.
+        """Return the newest intact point, or None if no point is intact.
 
         `note` is called with a message for each damaged point that is skipped.
         """
@@ -99,7 +99,7 @@ class RecoveryPointStore:
 
 
 def find_damage(point: RecoveryPoint) -> str | None:
-    """Describe a file that is damaged or missing; return None if the point is intact."""
+    """Return a description of a damaged or missing file, or None if the point is intact."""
     try:
         expected = json.loads(point.manifest.read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -120,9 +120,9 @@ def find_damage(point: RecoveryPoint) -> str | None:
 def find_named_point(path: Path) -> RecoveryPoint:
     """Return the recovery point that the option `resume_from` selects.
 
-    `path` is a recovery point, a checkpoint of the same step, or a run. For a run, the newest
-    intact point is returned. Raises `CheckpointError` if there is no such point; the message lists
-    the points of the run.
+    `path` is the directory of a recovery point, of a checkpoint whose step also has a recovery
+    point, or of a run. For a run, the newest intact point is returned. Raises `CheckpointError` if
+    there is no such point; the message lists the points of the run.
     """
     path = path.expanduser()
     if not path.exists():

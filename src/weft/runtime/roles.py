@@ -176,10 +176,11 @@ class RoleEngines:
 
     @contextmanager
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
-        """Yield the engine whose weights are to be replaced, or None if this rank does not have it.
+        """Yield the engine whose weights the block replaces, or None if this rank does not have it.
 
-        A copy of a role cannot be used until the block ends. `weights` is the number of updates
-        that the copy has received by then.
+        `place` is the role and the mesh of the engine. A copy of a role cannot be used until the
+        block ends. `weights` is the number of updates that the copy has received when the block
+        ends.
         """
         copy = place in self._weights
         if copy:
@@ -196,14 +197,17 @@ class RoleEngines:
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Save the state of each role's own engine, except frozen weights that never changed."""
+        """Save the state of the engine on each role's own mesh, but not of copies of roles.
+
+        Frozen weights are omitted if they have not changed since they were loaded.
+        """
         for role in self._meshes:
             directory = folder / role
             directory.mkdir(parents=True, exist_ok=True)  # shared by all ranks of the role
             self._get_own_engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
-        """Load the state of each role's own engine from `folder`.
+        """Load the state of the engine on each role's own mesh from `folder`.
 
         Raises `CheckpointError` if the state of a role is missing.
         """
@@ -220,7 +224,7 @@ class RoleEngines:
             self.engine(role).load_state(folder / role)
 
     def describe(self) -> dict[str, Mapping[str, Any]]:
-        """Return the description of each role's own engine."""
+        """Return, for each role, the description of the engine on the role's own mesh."""
         return {role: self._get_own_engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
@@ -243,9 +247,9 @@ class RoleEngines:
         return role, mesh or self._meshes[role]
 
     def _copy_parameters(self, source: str, target: str, eta: float, *, partly: bool) -> int:
-        """Copy parameters between two engines on this rank; return the target's version.
+        """Set target = eta * source + (1 - eta) * target; return the target's new version.
 
-        For `partly`, see `list_common_parameters`.
+        Both engines are on this rank. For `partly`, see `list_common_parameters`.
         """
         names = self._list_common(source, target, partly=partly)
         giver = self.engine(source)

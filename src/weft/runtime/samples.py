@@ -50,7 +50,7 @@ class SampleReader:
         tokenizer: Tokenizer,
         last: int | None = None,
     ) -> None:
-        """Create a reader. The step `last`, if known, is always shown in detail."""
+        """Create a reader that always shows the step `last`, if given, in detail."""
         self._last_step = last
         self._group = group
         self._tokenizer = tokenizer
@@ -137,8 +137,8 @@ class SampleReader:
         """Return the samples to show for a step whose graph generates no completions.
 
         If `seen` has any ids of the step, the samples are chosen from these ids, which are the same
-        in every parallel layout. Otherwise they are the first of the step's ids. Returns None if
-        the step is not shown in detail, or if the samples have no completions.
+        in every parallel layout. Otherwise the samples of the step's first ids are returned.
+        Returns None if the step is not shown in detail, or if the samples have no completions.
         """
         if not self._is_detailed(step):
             return None

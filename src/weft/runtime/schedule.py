@@ -63,7 +63,7 @@ class RunLength:
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
     def count_trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Return the number of optimizer steps of a training node in which its role is not frozen."""
+        """Return the number of optimizer steps of a training node while its role is not frozen."""
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
             next(n.role for n in experiment.list_trained_nodes() if n.name == node)

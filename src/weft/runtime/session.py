@@ -114,7 +114,7 @@ class Session:
     # -- begin and end
 
     def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
-        """Restore or start the run and open its files. Nothing is written before this call.
+        """Restore or start the run and open its files; nothing is written before this call.
 
         `goes_on` is True if the directory already contains this run. `instead_of` is an earlier
         session of this process that lost its devices and is replaced by this one.
@@ -466,7 +466,7 @@ def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionF
 
 
 def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the numerical settings that differ between the saved run (`then`) and now."""
+    """Describe the differences between the saved numerical settings `then` and the settings `now`."""
     return "; ".join(
         f"{name} {then.get(name)} then, {value} now"
         for name, value in now.items()

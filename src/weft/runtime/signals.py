@@ -55,7 +55,7 @@ class SignalHandlers:
     def build_interruption(
         self, step: int, again: str, lost: DevicesLost | None = None
     ) -> Interrupted:
-        """Return the error to raise for a run that a signal stopped after `step`.
+        """Return the error to raise for a run that a signal stopped after step `step`.
 
         `lost` is given if the devices were lost during the following step. `again` is a sentence on
         how to resume the run.
@@ -67,7 +67,7 @@ class SignalHandlers:
         )
 
     def build_immediate_interruption(self, step: int, again: str) -> Interrupted | None:
-        """Return the error to raise for a run that a second signal stopped during `step`.
+        """Return the error to raise for a run that a second signal stopped during step `step`.
 
         `again` is a sentence on how to resume the run. Returns None if no signal was received.
         """

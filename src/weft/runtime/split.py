@@ -46,7 +46,7 @@ def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[Seq
     """Split a batch into `count` minibatches of consecutive ids, with sizes as equal as possible.
 
     Groups of completions stay whole if this gives equal sizes or if the loss needs whole groups.
-    Otherwise single completions are distributed.
+    Otherwise the groups are first split into single completions.
     """
     if count == 1:
         return [batch]
@@ -110,7 +110,10 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
-    """Return the ids that the batch had before it was split, in the order of the parts."""
+    """Return the ids that the samples in `parts` had before groups were split into completions.
+
+    The ids are in the order of the parts, without duplicates.
+    """
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 

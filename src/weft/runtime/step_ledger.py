@@ -19,7 +19,7 @@ class _LedgerEntry:
     measured: FiringMetrics | None  # None while the firing runs
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
-        """Return whether the firing reads any of `ahead`, the ids that later steps will train on."""
+        """Return whether the firing reads any of the ids `ahead`, which later steps will train on."""
         return (
             bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
         )
@@ -50,7 +50,10 @@ class StepLedger:
         self._entries.append(_LedgerEntry(node, None, measured))
 
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
-        """Return whether any firing of the current step has not finished yet."""
+        """Return whether any firing of the current step is unfinished.
+
+        Firings that read any of the ids `ahead` belong to later steps.
+        """
         return any(not line.is_ahead(ahead) for line in self._open_entries.values())
 
     def collect_open_ids(self) -> set[str]:
@@ -61,7 +64,10 @@ class StepLedger:
         return open_ids
 
     def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:
-        """Return the metrics of the finished step, and remove its firings from the record."""
+        """Return the metrics of the finished step, and remove its firings from the record.
+
+        Firings that read any of the ids `ahead` belong to later steps and are kept.
+        """
         metrics = StepMetrics()
         later = list[_LedgerEntry]()
         for line in self._entries:

@@ -29,7 +29,7 @@ class StepMetrics:
         self.firings.setdefault(node, []).append(measured)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return `time/{node}` and `{node}/{metric}` for the firings added since the last call."""
+        """Return `time/{node}` and `{node}/{metric}` of all firings added since the last call."""
         line: dict[str, float] = {}
         for node, fired in self.firings.items():
             line[f"time/{node}"] = sum(f.seconds for f in fired)

@@ -44,7 +44,7 @@ class _StoredBlock:
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the indices of the batches that provide keys, and of those that provide metadata."""
+        """Return the indices of the batches with the block's keys, and of those with its metadata."""
         return set(self.keys.values()), set(self.columns.values())
 
 
@@ -144,7 +144,7 @@ class TensorStore:
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
         """Update the reference counts of batches after the block `held` has changed.
 
-        `before` is the result of its `read()` before the change.
+        `before` is what `held.read()` returned before the change.
         """
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
@@ -152,7 +152,10 @@ class TensorStore:
         self._free_batches(set().union(*before))
 
     def _free_batches(self, numbers: Iterable[int]) -> None:
-        """Free the batches that no id needs, and the tensors of batches needed only for metadata."""
+        """Free those batches with indices `numbers` that no id needs.
+
+        If only the metadata of a batch is needed, only its tensors are freed.
+        """
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
@@ -203,9 +206,10 @@ class TensorStore:
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:
-        """Return a sample with these keys.
+        """Return a sample with the tensors `keys` of these ids, in the order of `ids`.
 
-        `origin` has, for each block in `parts`, the index of the batch that has its keys.
+        `parts` maps each block to those of the ids that are stored in it. `origin` has, for each of
+        these blocks, the index of the batch that contains the block's keys.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

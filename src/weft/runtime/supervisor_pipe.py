@@ -50,7 +50,7 @@ class SupervisorPipe:
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> SupervisorPipe:
-        """Connect to the supervisor. Every command of weft calls this first.
+        """Connect to the supervisor, as every command of weft does first.
 
         A supervised process is killed when its supervisor ends. It does not pass the pipe's
         descriptor on to its children.

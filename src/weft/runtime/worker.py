@@ -205,7 +205,7 @@ class Worker:
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
         """Load a recovery point, which may have been written by any number of devices.
 
-        The tensors in the folders `held` are added to the store.
+        The tensors in the folders `held` are added to the tensor store.
         """
         self.roles.load_state(point / ENGINES_FOLDER)
         for name, state in read_interfaces(point).items():
