@@ -136,7 +136,7 @@ class Experiment:
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
         """Return a copy in which fields of the node `name` are changed.
 
-        Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. An evaluation node of the same
+        Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. An evaluation node with this
         name is changed as well. If the interface or host function is changed, its arguments are
         reset.
         """
@@ -154,7 +154,7 @@ class Experiment:
 
     @property
     def most_epochs(self) -> float:
-        """Maximum number of epochs; infinite for a training run with `max_steps`."""
+        """Maximum number of epochs, infinite for a training run with `max_steps`."""
         lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
@@ -166,7 +166,7 @@ class Experiment:
         return trained_nodes
 
     def resolve(self) -> dict[str, Any]:
-        """Return the contents of config.yaml, by which a restart recognizes the run.
+        """Return the contents of config.yaml, which a restart compares to recognize the run.
 
         These are the options of the run or, if the experiment has none, a description of it.
         """
@@ -241,12 +241,12 @@ class Experiment:
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """Return the mesh that a call asks for; None without `layout` and `device_mesh`.
+        """Return the mesh that a call asks for; None if `layout` and `device_mesh` are not set.
 
-        If `device_mesh` is not set, the call uses the first devices of the first mesh in `role`
-        that has enough of them. If no mesh has enough, the call uses the first devices of the run,
-        which raises `ConfigError` unless `role[0]` consists of the first devices, too. Also raises
-        `ConfigError` for a mesh that does not fit.
+        If only `device_mesh` is not set, the call uses the first devices of the first mesh in
+        `role` that has enough of them. If no mesh has enough, the call uses the first devices of
+        the run, which raises `ConfigError` unless `role[0]` consists of the first devices, too.
+        Also raises `ConfigError` for a mesh that does not fit.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -274,14 +274,14 @@ class Experiment:
             raise qualify_error(call.name, error) from None
 
     def _is_training_call(self, call: MFCDef) -> bool:
-        """Return whether the call trains, or is an evaluation call named like a training call."""
+        """Return whether the call trains, or is an evaluation call named after a training call."""
         return call.trains or any(
             node.trains and node.name == call.name for node in self.graph.nodes
         )
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that the run uses; each has one process."""
+        """Number of devices that the run uses, each of which has one process."""
         meshes = [
             *self.build_meshes().values(),
             *(self.get_mesh(call) for call in self.list_calls()),
@@ -470,7 +470,7 @@ class Scheduling:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """Number of CPUs per machine; None if no group sets `cpus`."""
+        """Number of CPUs per machine, or None if no group sets `cpus`."""
         requested_cpus = sum(group.count * (group.cpus or 0) for group in self.workers.values())
         return -(-requested_cpus // self.n_nodes) or None
 

@@ -23,14 +23,18 @@ def install(extra: str) -> str:
 
 
 def find_sources() -> Path | None:
-    """Return the source folder that weft was installed from or runs in, or None if it is gone."""
+    """Return the folder of weft's sources, or None if the folder no longer exists.
+
+    This is the folder that weft runs in or, if weft was installed, the folder from which it was
+    installed.
+    """
     here = Path(__file__).resolve().parents[2]
     candidates = [here, *_read_source_folder()]
     return next((folder for folder in candidates if (folder / "pyproject.toml").is_file()), None)
 
 
 def _read_source_folder() -> list[Path]:
-    """Return a list with the source folder that pip recorded in direct_url.json, if there is one."""
+    """Return a list with the source folder that pip recorded in direct_url.json, or [] if unknown."""
     try:
         written = distribution("weft").read_text("direct_url.json")
         url = urlparse(json.loads(written or "{}").get("url", ""))

@@ -193,7 +193,11 @@ def read(
 
 
 def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
-    """Return an error that a nested group raised, with the full dotted name of its option."""
+    """Return the error of a nested group, with `prefix` added to the option's name in the message.
+
+    The error is returned unchanged if its message does not begin with one of the option names
+    `names`.
+    """
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
     if begins and begins[1] in names:
         return ConfigError(f"{prefix}{error}")
@@ -201,9 +205,9 @@ def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> Co
 
 
 def _qualify_name(name: str, value: Any) -> str:
-    """Return the full dotted name that the user wrote.
+    """Return the dotted name of an option as the user wrote it.
 
-    Nested mappings with a single key are part of the name.
+    As long as `value` is a mapping with a single key, the key is appended to the name.
     """
     while isinstance(value, Mapping) and len(value) == 1:
         key, value = next(iter(value.items()))
@@ -233,7 +237,7 @@ def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """Return `value` converted to the type `hint`; raise `ConfigError` if it cannot be converted.
 
-    A string such as "1e-5" is accepted for a number, and 1.5 is not accepted as an int. `name` is
+    A string such as "1e-5" is accepted for a number, but 1.5 is not accepted for an int. `name` is
     the option's name for messages.
     """
     origin = typing.get_origin(hint)
@@ -298,7 +302,10 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def find_problem(spec: Field[Any], value: Any) -> str | None:
-    """Return what is wrong with `value` for the field `spec`, as `rule; fix`, or None."""
+    """Return a description of the rule of field `spec` that `value` breaks, or None if it is valid.
+
+    The description can end with a fix, as `rule; fix`.
+    """
     rules = spec.metadata
     if value is None or not rules:
         return None

@@ -52,9 +52,9 @@ PLACES = (
 
 
 def find_url_problem(path: str | Path) -> str | None:
-    """Return the problem with a URL that is given as a path, and how to fix it.
+    """Return a message with the problem and a fix if `path` is a URL, else None.
 
-    Returns None if `path` is not a URL but a path or the name of a model on the hub.
+    Paths and names of models on the hub are valid.
     """
     match = URL.match(str(path))  # `Path` collapses // to /
     if match is None:

@@ -1,6 +1,6 @@
 """Registries that map names in configurations to Python objects.
 
-Objects shipped with weft are found by file name: `data/datasets/prompt.py` registers the dataset
+Built-in objects are found by file name: `data/datasets/prompt.py` registers the dataset
 `prompt`. The names are therefore known without importing anything (`--help` does not import torch),
 and a new file is enough to add a name. User code registers objects by the `register_*` functions,
 as decorators or plain calls. A name can also be an import location: `module:thing` or
@@ -201,8 +201,8 @@ register_reader: Register = readers.register
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
     """Register a dataset class or, if `rows` is given, a function that converts each row.
 
-    Such a function, `fn(row, option=..)`, returns the row in the form that the built-in dataset
-    `rows` reads (`weft.data.datasets._row_function`).
+    Such a function is called as `thing(row, option=...)`, and returns the row in the form that the
+    built-in dataset `rows` reads. See `weft.data.datasets._row_function`.
     """
     if rows is None:
         form = None
@@ -227,9 +227,9 @@ def register_loss(
 ) -> Any:
     """Register a loss class (or factory function) or, if `per` is given, a loss function.
 
-    A class or factory builds the loss from its options. With `per` "token" or "completion", the
-    function `fn(logprobs, .., option=..)` returns the loss of each token or completion
-    (`weft.algorithms._function`).
+    A class or factory builds the loss from its options. With `per` "token" or "completion", `thing`
+    is a function that is called as `thing(logprobs, ..., option=...)`, and returns the loss of each
+    token or completion. See `weft.algorithms._function`.
     """
     if per is None:
         form = None
@@ -243,8 +243,8 @@ def register_loss(
 def register_advantage(name: str, function: Any = None, *, per: str = "completion") -> Any:
     """Register a host function that computes `advantages`.
 
-    `fn(rewards, group, .., option=..)` returns one number per completion, or per token with
-    `per="token"` (`weft.host._functions`).
+    `function(rewards, group, ..., option=...)` returns one number per completion, or per token with
+    `per="token"`. See `weft.host._functions`.
     """
     return functions.register(
         name,
@@ -256,8 +256,8 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
 def register_filter(name: str, function: Any = None) -> Any:
     """Register a host function that filters prompts.
 
-    `fn(rewards, .., option=..)` gets the values that belong to one prompt and returns whether to
-    keep the prompt (`weft.host._functions`).
+    `function(rewards, ..., option=...)` is called with the values of one prompt, and returns
+    whether to keep the prompt. See `weft.host._functions`.
     """
     return functions.register(
         name, function, form=FunctionConversion("weft.host._functions:build_filter_function")
@@ -276,7 +276,7 @@ def import_user_code(names: Iterable[str]) -> None:
     """Import modules (`package.module`) and files (`path/to/file.py`) that register objects.
 
     The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`
-    if a module or file is missing or its import fails; the message names it.
+    if a module or file is missing or its import fails; the message contains the name.
     """
     _make_importable(Path.cwd())
     for name in names:
@@ -308,7 +308,7 @@ def import_user_folder() -> None:
 
 
 def _import_file(file: Path) -> None:
-    """Import a file as a module named after it, unless it has already been imported.
+    """Import a file as a module with the file's name, unless the file has already been imported.
 
     Raises `ConfigError` if the file is missing or another module has the same name.
     """

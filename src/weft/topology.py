@@ -203,9 +203,10 @@ class Mesh:
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Return the mesh of `layout` on devices such as `4-7` or `0,2`; None means the first devices.
+    """Return the mesh of `layout` on devices such as `4-7` or `0,2`.
 
-    Raises `ConfigError` if the text is invalid or the devices do not fit the layout.
+    If `text` is None, the first devices are used. Raises `ConfigError` if the text is invalid or
+    the devices do not fit the layout.
     """
     if text is None:
         return Mesh.on_first_devices(layout)
@@ -400,7 +401,8 @@ FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 def find_stages(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
     """Return the pipeline stages that store a parameter.
 
-    A tied embedding is stored by the first and the last stage, any other parameter by one stage.
+    A tied embedding is stored by the first and the last stage, and any other parameter by one
+    stage.
     """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
@@ -471,10 +473,10 @@ def compute_holdings(
 
 
 def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of names; the parameters of a group are stored in one fused parameter.
+    """Yield groups of names, each with the parameters that are stored in one fused parameter.
 
-    The names of a group are in the order of the rows. A parameter that is not fused is a group of
-    its own.
+    The names of a group are in the order of their rows in the fused parameter. A parameter that is
+    not fused is a group of its own.
     """
     left = dict.fromkeys(names)
     while left:

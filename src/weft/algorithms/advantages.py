@@ -25,7 +25,7 @@ def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
 
 
 def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Vector, "S"]:
-    """Return the sum of each completion's rows, [S]; 0 for an empty completion."""
+    """Return the sum of each completion's rows, [S]. The sum of an empty completion is 0."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return np.bincount(owner, weights=rows, minlength=len(lengths)).astype(np.float64)
 
@@ -87,7 +87,7 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
 ) -> Float[Vector, "T"]:
-    """Return (x - mean) / sqrt(variance + eps) of the values with mask 1; 0 for the others.
+    """Return (x - mean) / sqrt(variance + eps) for values with mask 1, and 0 for all other values.
 
     With `shift_mean=False`, the mean is added back. Statistics are over the whole batch. The
     variance divides by n - 1 and eps is added as in verl (`masked_whiten`) and TRL; ReaLHF divides
@@ -286,7 +286,7 @@ def compute_pass_at_k_advantages(
 
 
 def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
-    """Return C(part, k) / C(whole, k) as a product of k factors; 0 where `part` is less than k."""
+    """Return C(part, k) / C(whole, k), computed as a product of k factors; 0 where `part` < k."""
     ratio = np.ones_like(part)
     for taken in range(k):
         ratio = ratio * np.maximum(part - taken, 0.0) / np.maximum(whole - taken, 1.0)

@@ -84,18 +84,21 @@ class RowBatch(Protocol):
     def __getitem__(self, key: str) -> Array: ...
     def __contains__(self, key: object) -> bool: ...
     def sum(self, rows: Array) -> Array:
-        """Return the sum of each sequence's rows, [N] -> [S] (segment sum; differentiable)."""
+        """Return the sum of `rows` [N] over each sequence, [S].
+
+        The sum is differentiable.
+        """
         ...
 
     def spread(self, sequences: Array) -> Array:
-        """Return an array in which each row has the value of its sequence, [S] -> [N]."""
+        """Repeat one value per sequence, [S], for all rows of the sequence; returns [N]."""
         ...
 
     def pairs(self) -> tuple[Array, Array]:
         """Return the indices of the better and the worse sequence of each pair, [P] each.
 
-        Both sequences of a pair belong to the same group and the same `comparison`; the better one
-        has the smaller `rank`.
+        Both sequences of a pair belong to the same group and the same `comparison`; the better
+        sequence has the smaller `rank`.
         """
         ...
 

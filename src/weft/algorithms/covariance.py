@@ -23,7 +23,7 @@ METHODS = ("none", "clip", "kl")
 def compute_covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
-    """Return (log pi - mean) * (advantage - mean) for tokens with mask 1, -inf for all others, [T]."""
+    """Return (log pi - mean) * (advantage - mean) for tokens with mask 1, else -inf, [T]."""
     count = max(float(mask.sum()), 1.0)
     means = [(values * mask).sum() / count for values in (logprobs, advantages)]
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
@@ -48,8 +48,8 @@ def select_clip_cov_rows(
 def select_kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
     """Return the mask of the tokens that KL-Cov penalises, bool [T].
 
-    A fraction `share` of all trained tokens, at least one, is selected: those with the largest
-    covariance.
+    These are the tokens with the largest covariance: a fraction `share` of all trained tokens, at
+    least one.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     trained = int(np.isfinite(covariance).sum())

@@ -73,7 +73,7 @@ def compute_cispo_loss(
     advantages: Float[Array, "N"],
     clip: RatioClip,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return (loss, 1 if the weight is clipped) of each token, [N] each.
+    """Return each token's loss, and 1 where its weight is clipped (else 0), both [N].
 
     The loss is -sg(clip(w, 1 - low, 1 + high)) A log pi(token), where w is the importance ratio and
     sg stops the gradient. Since the clipped ratio is only a weight, every token keeps its gradient
@@ -237,7 +237,7 @@ class GRPOLoss(Loss):
         log_ratio: Float[Array, "N"],
         advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        """Return (policy loss, 1 if a bound limits the ratio) of each token, [N] each."""
+        """Return each token's policy loss, and 1 where its ratio is clipped (else 0), both [N]."""
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
             return compute_clipped_surrogate(log_ratio, advantages, self.clip)

@@ -143,7 +143,7 @@ class ValueNormalizer:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 
     def update(self, returns: Float[Vector, "T"], mask: Float[Vector, "T"]) -> None:
-        """Update the moments with the returns that have mask 1; if there are none, nothing changes."""
+        """Update the moments with the returns that have mask 1, if there are any."""
         count = float(mask.sum())
         if count == 0.0:
             return

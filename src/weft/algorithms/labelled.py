@@ -113,9 +113,9 @@ class LabelledLoss(Loss):
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Add `rewards/margins`, the mean desirable reward minus the mean undesirable reward.
+        """Return the metrics, with `rewards/margins` added if the minibatch has both labels.
 
-        It is omitted unless the minibatch has completions of both kinds.
+        The margin is the mean desirable reward minus the mean undesirable reward.
         """
         metrics = dict(stats)
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:

@@ -83,7 +83,7 @@ class CovarianceControl:
 def compute_clipped_surrogate(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: RatioClip
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return (loss, 1 if a bound blocks the gradient) of each token, [N] each.
+    """Return each token's loss, and 1 where a bound blocks its gradient (else 0), both [N].
 
     With w = exp(log pi_new - log pi_old), the loss to minimise is
 
@@ -273,7 +273,7 @@ class PPOActorLoss(Loss):
 def compute_clipped_value_loss(
     values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return (loss, 1 if the bound blocks the gradient) of each token, [N] each.
+    """Return each token's loss, and 1 where the bound blocks its gradient (else 0), both [N].
 
         max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
@@ -336,9 +336,9 @@ class PPOCriticLoss(Loss):
         return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Replace the means of squares by `explained_variance`.
+        """Return the metrics, with `explained_variance` in place of the means of squares.
 
-        It is omitted if all returns are equal.
+        `explained_variance` is omitted if all returns are equal.
         """
         metrics = dict(stats)
         square = metrics.pop("return_square", None)

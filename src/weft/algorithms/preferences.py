@@ -112,7 +112,10 @@ def compute_simpo_loss(
 
 
 def compute_log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
-    """Return log(p / (1 - p)) for p = exp(mean log-prob), clipped to at most exp(-1e-6)."""
+    """Return log(p / (1 - p)) of each completion, [S].
+
+    p is exp(`mean_logprob`), clipped to at most exp(-1e-6).
+    """
     xp = array_api_compat.array_namespace(mean_logprob)
     x = xp.clip(mean_logprob, None, -1e-6)
     near = x > -math.log(2.0)  # log(1 - e^x): expm1 near 0, log1p elsewhere (Maechler 2012)
@@ -134,10 +137,11 @@ def compute_orpo_loss(
 
 
 def compute_exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
-    """Return KL(q || p), q = (sigmoid(beta delta), sigmoid(-beta delta)), p = (1 - e, e).
+    """Return the EXO loss of each pair of answers, KL(q || p), [P].
 
-    This is EXO for two answers, with e = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact
-    Optimization of Language Model Alignment", arXiv 2402.00856, eq. 16).
+    The distributions are q = (sigmoid(beta delta), sigmoid(-beta delta)) and p = (1 - e, e), with e
+    = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model
+    Alignment", arXiv 2402.00856, eq. 16).
     """
     xp = array_api_compat.array_namespace(delta)
     log_q = log_sigmoid(beta * delta)
@@ -164,7 +168,7 @@ def compute_nca_loss(
 def compute_sppo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2.
+    """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2 for each pair, [P].
 
     The source is Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7,
     with win probabilities P = 1 and 0 (the better answer wins for certain); beta is 1 / eta.
@@ -189,9 +193,9 @@ def compute_apo_zero_loss(
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    This raises the likelihood of the better answer and lowers that of the worse one. It suits data
-    whose better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored
-    Preference Optimization", arXiv 2408.06266, eq. 7).
+    This raises the likelihood of the better answer and lowers the likelihood of the worse answer.
+    It suits data whose better answers are better than the model's own (D'Oosterlinck et al. 2024,
+    "Anchored Preference Optimization", arXiv 2408.06266, eq. 7).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
@@ -202,8 +206,8 @@ def compute_apo_down_loss(
 ) -> Float[Array, "P"]:
     """Return sigmoid(beta better) + 1 - sigmoid(beta (better - worse)).
 
-    This lowers the likelihood of both answers, and more so of the worse one. It suits data whose
-    answers are worse than the model's own (D'Oosterlinck et al. 2024, eq. 8).
+    This lowers the likelihood of both answers, and that of the worse answer more. It suits data
+    whose answers are worse than the model's own (D'Oosterlinck et al. 2024, eq. 8).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))

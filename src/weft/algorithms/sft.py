@@ -95,7 +95,7 @@ class SFTLoss(Loss):
         return compute_nll(logprobs, weights), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Add `perplexity`, exp(mean nll over tokens), at most e^20."""
+        """Return the metrics, with `perplexity` added: exp(mean nll over tokens), at most e^20."""
         metrics = dict(stats)
         if "nll" in metrics:
             metrics["perplexity"] = math.exp(min(metrics["nll"], 20.0))
@@ -105,10 +105,11 @@ class SFTLoss(Loss):
 def compute_row_weights(
     batch: RowBatch, total: Mapping[str, float], average: str
 ) -> Float[Array, "N"]:
-    """Return the weight of each row with which the sum over all micro-batches is an average, [N].
+    """Return the weight of each row in the average over the minibatch, [N].
 
-    With `average` "token", a weight is mask / (number of trained tokens). With "sequence", it is
-    mask / (number of trained rows of the sequence * number of sequences with trained rows).
+    The average is the sum of weight * value over the rows of all micro-batches. With `average`
+    "token", a weight is mask / (number of trained tokens). With "sequence", it is mask / (number of
+    trained rows of the sequence * number of sequences with trained rows).
     """
     if average == "token":
         return batch.mask / max(total["tokens"], 1.0)

@@ -96,8 +96,9 @@ class TransportLoss(Loss):
     ) -> Float[Array, "P"]:
         """Return half the sum of two losses, but with the gradient of the full sum.
 
-        `one` and `other` have the losses of the better and of the worse completions, so that each
-        comparison is counted twice.
+        `one` and `other` are the losses of the better and of the worse completions. Both count
+        every comparison, so their values are averaged. Their gradients are added, because each loss
+        has a gradient only for the completions on its own side.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

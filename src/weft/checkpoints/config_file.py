@@ -74,7 +74,10 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def set_by(option: str) -> Iterator[None]:
-    """Prefix file errors with the option that names the file: `critic.path=DIR/config.json: ...`."""
+    """Prefix every `CheckpointError` raised in the context with the option that names the file.
+
+    With the option `critic.path`, the message becomes `critic.path=DIR/config.json: ...`.
+    """
     try:
         yield
     except CheckpointError as error:

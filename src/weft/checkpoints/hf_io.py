@@ -84,16 +84,21 @@ def resolve(path: str | Path) -> Path:
 
 
 def find_weights(path: str | Path) -> Path:
-    """Return the directory with a model's weights; for a trained prefix, that of the base model."""
+    """Return the directory with a model's weights.
+
+    For a trained prefix, this is the directory of the base model.
+    """
     directory = resolve(path)
     prefix = read_prefix(directory)
     return directory if prefix is None else resolve(prefix.base)
 
 
 def find_config_file(path: str | Path) -> Path:
-    """Return the path of a model's config.json; for a trained prefix, that of the base model.
+    """Return the path of a model's config.json.
 
-    For a hub name, only this file is downloaded. Raises `CheckpointError` as `resolve` does.
+    For a trained prefix, this is the file of the base model. For a hub name, only this file is
+    downloaded. Raises `CheckpointError` if `path` is neither a directory nor a hub name that can be
+    downloaded.
     """
     if (
         Path(path).expanduser().exists()
@@ -125,9 +130,10 @@ def _explain_failed_download(path: str | Path, failed: Exception) -> str:
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the values of a model's config.json; for a trained prefix, those of the base model.
+    """Return the values of a model's config.json.
 
-    Raises `CheckpointError` if there is no config.json.
+    For a trained prefix, these are the values of the base model. Raises `CheckpointError` if there
+    is no config.json.
     """
     shipped = find_shipped_config(str(path))
     if shipped is not None:
@@ -141,7 +147,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def _format_config_path(path: str | Path) -> str:
-    """Return the path of a model's config.json as it is shown in messages.
+    """Return the path of a model's config.json in the form that is shown in messages.
 
     It starts with the path that the user typed or, for a trained prefix, with the path of the base
     model.
@@ -539,7 +545,7 @@ def assemble(
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """Return the configuration with changed special tokens; an id of None removes the token.
+    """Return the configuration with changed special tokens. An id of None removes the token.
 
     `ids` can be `bos_token_id`, `eos_token_id` and `pad_token_id`.
     """

@@ -68,7 +68,7 @@ NON_DECODER_TYPES = frozenset(
 
 @cache
 def read_shipped_configs() -> dict[str, dict[str, Any]]:
-    """Return the config.json values that weft ships for the models of its recipes, by hub name."""
+    """Return the built-in config.json values for the models of weft's recipes, by hub name."""
     models: dict[str, dict[str, Any]] = json.loads(
         (Path(weft.__file__).parent / "recipes" / "models.json").read_text()
     )
@@ -76,10 +76,10 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 
 
 def find_shipped_config(path: str) -> dict[str, Any] | None:
-    """Return the config.json values that weft ships for a recipe's model, or None.
+    """Return the built-in config.json values for a recipe's model, or None for other models.
 
-    They are used to plan a run before the model is downloaded. The result is None for other models,
-    and if the model's own config.json is on this machine, as it is during a run.
+    The values are used to plan a run before the model is downloaded. The result is also None if the
+    model's own config.json is on this machine, as it is during a run.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None
@@ -93,9 +93,9 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 def read_config_values(path: str) -> Mapping[str, Any]:
     """Return the values of a model's config.json without downloading it, or an empty mapping.
 
-    The file is looked up in the directory, in the hub's cache and among the configurations that
-    weft ships; for a trained prefix, the base model's file is used. Raises `CheckpointError` if the
-    file is invalid; the message starts with its path.
+    The file is looked up in the directory, in the hub's cache and among the built-in
+    configurations; for a trained prefix, the base model's file is used. Raises `CheckpointError` if
+    the file is invalid; the message starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -118,13 +118,13 @@ def is_reward_model(values: Mapping[str, Any]) -> bool:
 
 
 def choose_backend(values: Mapping[str, Any]) -> str:
-    """Return the backend for a model: `torch`, or `hf` if its type has no weft family."""
+    """Return the backend for a model: `torch`, or `hf` if weft has no family for the model type."""
     kind = values.get("model_type")
     return TORCH_BACKEND if kind is None or kind in families.list_names() else HF_BACKEND
 
 
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
-    """Return one line on the disadvantages of running a model type that has no weft family."""
+    """Return one line on the disadvantages of running a model type for which weft has no family."""
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "
         f"it: slower, and on several "

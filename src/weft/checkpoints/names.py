@@ -284,7 +284,7 @@ def _choose_role(
     """Return the role whose checkpoint is used.
 
     This is `requested_role` if given, else the first of `wanted.roles` that has a checkpoint, else
-    the only role that has one. Raises `CheckpointError` if there is no such role.
+    the only role with a checkpoint. Raises `CheckpointError` if there is no such role.
     """
     if requested_role is not None:
         if requested_role in checkpoints:

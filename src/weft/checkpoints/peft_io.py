@@ -60,7 +60,8 @@ def save_adapter(
 
     `parameters` have canonical names, including `lora_a` and `lora_b`. `scales` maps each adapted
     layer to its scale, and `base` is the name of the base model. A value or score head is saved as
-    well, in PEFT's `modules_to_save`. With `whole`, so are the embedding and the output matrix.
+    well, in PEFT's `modules_to_save`. With `whole`, the embedding and the output matrix are saved
+    there, too.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """Return the matrix B of a fused adapter, assembled from the B matrices of its layers.
+    """Return the matrix B of a fused adapter, assembled from the B matrices of the single layers.
 
     `parts` are the B matrices of the layers `keys`. Each is copied to the rows that its layer has
     in the checkpoint's fused weight, and to columns that no other layer uses. All other elements
@@ -200,7 +201,7 @@ def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, An
 
 
 def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
-    """Return the shortest name endings that match these modules of the checkpoint and no others."""
+    """Return the shortest name suffixes that match `modules`, but no others in the checkpoint."""
     others = {
         hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
     } - set(modules)
@@ -305,7 +306,7 @@ def load_adapted(
 
     The vocabulary is resized to that of the saved embedding. An embedding that the base model ties
     to the output matrix is untied if the directory has only one of the two matrices, or if their
-    saved values differ. `exact` has the same meaning as for `load_adapter`.
+    saved values differ. With `exact`, the adapters keep the dtype of their file.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -503,8 +504,8 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrices (A, B) of one layer of a fused adapter.
 
-    A rank is left out if its column of B is 0 in all of the layer's rows. If this is the case for
-    every rank, none is left out.
+    Only the ranks that the layer uses are kept: those whose column of B is not 0 in all of the
+    layer's rows. If the layer uses no rank, all ranks are kept.
     """
     if key.fused is None:
         return a, b

@@ -28,12 +28,12 @@ WEIGHTS = (
 def partition(
     source: str | Path, target: Path, num_stages: int, type: str | None = None
 ) -> list[int]:
-    """Write a model to `target` with one file per pipeline stage; return the size of each in bytes.
+    """Write a model with one file per pipeline stage, and return the size of each file in bytes.
 
-    `source` is a model directory or hub name; `transformers` and weft load the result like the
-    original. A tensor that several stages need (a tied embedding) is in the file of the first of
-    these stages. Raises `ConfigError` if there are fewer layers than stages, and `CheckpointError`
-    if the directory cannot be read.
+    `source` is a model directory or hub name, and `target` is the folder to write. `transformers`
+    and weft load the result like the original. A tensor that several stages need (a tied embedding)
+    is in the file of the first of these stages. Raises `ConfigError` if there are fewer layers than
+    stages, and `CheckpointError` if the directory cannot be read.
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
@@ -64,7 +64,10 @@ def partition(
 
 
 def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
-    """Open the model. Raises `ConfigError` if its weights belong to another family than `type`."""
+    """Open the model `source`, and return a reader of its parameters.
+
+    Raises `ConfigError` if the weights belong to another family than `type`.
+    """
     own = read_raw(resolve(source)).get("model_type")
     if type is None or type == own:
         return ParameterReader(source)

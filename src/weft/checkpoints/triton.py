@@ -145,7 +145,7 @@ class TracedLogProbs(nn.Module):
 
 
 def _build_arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Return arguments for a `transformers` model, with an explicit attention mask [B, 1, T, T].
+    """Return keyword arguments for a `transformers` model, with an explicit mask [B, 1, T, T].
 
     With the explicit mask, tracing does not turn a sequence length into a constant.
     """
@@ -196,9 +196,9 @@ def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _trace(module: nn.Module, vocab: int, model: str) -> Any:
-    """Trace the module to TorchScript and compare it with the original for other input sizes.
+    """Return the module traced to TorchScript, after comparing the two for other input sizes.
 
-    Raises `CheckpointError` if it cannot be traced, or if the outputs differ.
+    Raises `CheckpointError` if the module cannot be traced, or if the outputs differ.
     """
     try:
         traced = torch.jit.trace(module, _build_inputs(2, 11, vocab), check_trace=False)

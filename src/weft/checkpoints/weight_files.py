@@ -189,7 +189,7 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
 
 
 def _read_index(index: Path) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, according to an index file.
+    """Return the names of the tensors in each weight file, as listed in an index file.
 
     Raises `CheckpointError` if the index names files in another directory.
     """
@@ -209,9 +209,10 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 def _select_tensors(
     tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a file that the index assigns to it; others are ignored.
+    """Return the tensors `names` of a file; further tensors of the file are ignored.
 
-    `names` are the assigned tensors. Raises `CheckpointError` if the file lacks one of them.
+    `names` are the tensors that the index file `index` assigns to the file. Raises
+    `CheckpointError` if the file lacks one of them.
     """
     for name in names:
         if name not in tensors:
@@ -385,7 +386,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file is a zip archive; files of old torch versions are not."""
+    """Return whether a `.bin` file is a zip archive, which files of old torch versions are not."""
     with file.open("rb") as handle:
         return handle.read(4) == b"PK\x03\x04"
 
@@ -403,9 +404,9 @@ def write(
     """Write the tensors as `model.safetensors`, or as shards with an index.
 
     `sizes` maps the name of each tensor to its number of bytes, in the order of `tensors`. The
-    shards are planned from it, so that only one shard is in memory at a time. No file exceeds
-    `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name until
-    it is complete.
+    shards are planned from these sizes, so that only one shard is in memory at a time. No file
+    exceeds `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name
+    until it is complete.
     """
     shards = _split_shards(sizes, shard_bytes)
     if len(shards) == 1:

@@ -91,8 +91,8 @@ def build_advantage_function(
 def build_filter_function(function: Callable[..., Any], name: str) -> HostFunctionBuilder:
     """Return a builder of a filter that keeps the prompts for which `function` returns true.
 
-    The filter returns the key `kept` [1] for the ids of these prompts only; the loader supplies new
-    prompts in place of the others.
+    The filter returns the key `kept` [1] for the ids of these prompts only. The loader supplies new
+    prompts in place of the dropped prompts.
 
     `function` is called once per prompt. Each parameter of `function` without a default is an
     input: a key (float64, only the values of this prompt), a column of the data, or `context`.

@@ -80,7 +80,7 @@ class RewardWorker:
     def compute(self, task: Task) -> RewardReply:
         """Send a task and return the reply.
 
-        The reply has the status "died" if the process ends before it answers.
+        The reply has the status "died" if the process ends before answering.
         """
         try:
             self.connection.send(task)
@@ -137,7 +137,7 @@ class RewardWorkerThread:
                     self.worker = worker
 
     def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
-        """Compute the jobs in the queue until it returns None, then kill the worker."""
+        """Compute the queued jobs until the queue returns None, then kill the worker."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
@@ -271,7 +271,7 @@ class RewardPool:
         return reply
 
     def drop(self, replies: Iterable[Future[RewardReply]]) -> None:
-        """Cancel the tasks of these replies, and kill the workers that are computing them."""
+        """Cancel the queued tasks of `replies`, and kill the workers of the running tasks."""
         for reply in replies:
             if not reply.cancel():
                 for lane in self._worker_threads:
@@ -280,7 +280,7 @@ class RewardPool:
     def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
         """Wait at most `seconds` for the replies, and return them.
 
-        Tasks that have not finished by then are cancelled, and their replies have the status
+        Tasks that have not finished in this time are cancelled, and their replies have the status
         "timeout".
         """
         late = wait(replies, seconds).not_done

@@ -86,7 +86,7 @@ class CompletionTexts:
     def spread_over_tokens(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """Return the rewards of a completion's tokens, float64 [L]; NaN for tokens without one.
+        """Return the reward of each token of a completion, float64 [L], or NaN if it has none.
 
         `place` is the index of the completion. `value` is either a list with one reward or None per
         token, or a mapping from the end of each step, as a character offset in the text, to the

@@ -186,10 +186,10 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        A token's entry in `token_rewards`, if present, is scaled, and the KL `penalty` is
-        subtracted. The rest of a completion's reward, which no single token has, is shaped and
-        added to the last trained token. For completions with `ended` false, the missing-eos penalty
-        is subtracted from this token instead.
+        Each token gets its scaled entry in `token_rewards`, if present, minus the KL `penalty`. The
+        last trained token of a completion also gets the rest of the completion's reward: the reward
+        minus its token rewards, after shaping. If `ended` is false for a completion, this token
+        gets the negative missing-eos penalty instead of the rest.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -231,7 +231,7 @@ def _scatter(values: Vector, where: npt.NDArray[np.bool_]) -> Vector:
 
 
 def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the index of each completion's last trained token, int64 [S]; -1 if it has none."""
+    """Return the index of each completion's last trained token, or -1 if it has none, int64 [S]."""
     last = np.full(len(lengths), -1, dtype=np.int64)
     rows = np.flatnonzero(mask != 0.0)
     owner = np.repeat(np.arange(len(lengths)), lengths)[rows]
@@ -359,7 +359,8 @@ class GroupAdvantages(StatelessHostFunction):
     ) -> Vector:
         """Return one advantage per completion [S].
 
-        `charged` [S] is the KL penalty that is subtracted from the rewards.
+        `raw` [S] are the rewards before shaping, and `charged` [S] is the KL penalty that is
+        subtracted from the shaped rewards.
         """
         overlong = self._compute_overlong_penalty(rows.lengths)
         group = rows.group

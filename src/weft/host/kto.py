@@ -29,9 +29,10 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
     """Pair every prompt with the next id's completions, and the last prompt with the first id's.
 
     These completions are returned as `kl_completion`, and their `loss_mask` as `kl_mask` (ones if
-    there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such pairs, and TRL
-    forms them in the same way. In weft, they are formed over the whole batch. A batch of one id,
-    such as the last one of an epoch, has no mismatched completions, so its mask and its z0 are 0.
+    there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such mismatched pairs.
+    TRL forms the pairs in the same way, but within each micro-batch; weft forms them over the whole
+    batch. A batch of one id, such as the last batch of an epoch, has no mismatched completions, so
+    the mask and z0 are 0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}

@@ -26,8 +26,8 @@ def optimal_transport(
     """Compute `partner` [1] of each completion, the counterpart that AOT compares it with.
 
     With "aot", the better completion of a pair gets the reference's margin that has the same rank
-    as the pair's margin under the policy; the worse one gets 0. With "aot_unpaired", a better
-    completion gets the log-ratio of the same rank among the worse completions, and a worse
+    as the pair's margin under the policy; the worse completion gets 0. With "aot_unpaired", a
+    better completion gets the log-ratio of the same rank among the worse completions, and a worse
     completion gets the log-ratio of the same rank among the better ones. See
     `weft.algorithms.transport`.
 

@@ -88,10 +88,10 @@ class PreferencesByReward(StatelessHostFunction):
 
 
 def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return rank [n], comparison [n] and margin [1] of one prompt's rewards for "best_worst".
+    """Return ranks [n], comparisons [n] and margin [1] of one prompt's rewards for "best_worst".
 
     The comparison is 0 for the best and the worst completion, and a distinct number for every other
-    one. A margin of 0 means that there is no pair.
+    completion. A margin of 0 means that there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -103,7 +103,7 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
 
 def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return rank [n], comparison [n] and margins [C(n, 2)] of one prompt's rewards for "all".
+    """Return ranks [n], comparisons [n] and margins [C(n, 2)] of one prompt's rewards for "all".
 
     All completions are in one comparison, and equal rewards have equal ranks. There is one margin
     per pair.

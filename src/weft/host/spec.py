@@ -132,8 +132,8 @@ def _is_number(value: Any) -> bool:
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
     """Return the location of a part's reward function.
 
-    Raises `ConfigError` if the name is not registered or the file or module is missing. If
-    `checked`, also raises it for options that a verifier does not have.
+    Raises `ConfigError` if the name is not registered or the file or module is missing and, if
+    `checked`, also for options that a verifier does not have.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -161,8 +161,8 @@ def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
 def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     """Raise `ConfigError` if a file cannot define the function.
 
-    The file is parsed, not run, because it may import anything, and because a dry run and `weft
-    config validate` do not run reward code. A file that defines names only when it is run, for
+    The file is parsed, not run, because it could import anything, and because neither a dry run nor
+    `weft config validate` runs reward code. A file that defines names only when it is run, for
     example by `import *`, is accepted here; the process that computes rewards checks it.
     """
     try:
@@ -195,8 +195,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
     """Return the location of a registered verifier: the module or file that defines it.
 
     The location is needed because a verifier can be in user code that other processes have not
-    imported. Raises `ConfigError` as `locate` does, and also if another process cannot import the
-    verifier.
+    imported. Raises `ConfigError` if the name is not registered or another process cannot import
+    the verifier and, if `checked`, for options that the verifier does not have.
     """
     if part.name.endswith(".py"):
         raise ConfigError(
@@ -238,7 +238,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
     """Raise `ConfigError` for arguments that are not options of the verifier `function`.
 
-    A built-in verifier is also called with no completions, so that it raises for invalid values.
+    A built-in verifier is also called without completions, because this call raises an error for
+    invalid values.
     """
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]

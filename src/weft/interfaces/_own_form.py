@@ -53,7 +53,7 @@ def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
 def convert_to_own_tokens(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:
-    """Return the batch in the role's own tokens, with the same ids and as many completions.
+    """Return the batch in the role's own tokens, with the same ids and numbers of completions.
 
     Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
     and their completions as the assistant's turn, unless `prefix` or `suffix` is set. All other
@@ -179,7 +179,7 @@ def _render_as_turns(
 
 
 def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return the white space that a chat template adds (before a reply, before its end token)."""
+    """Return the white space that a chat template adds before a reply and before its end token."""
     before, after = tokenizer.text_around_reply
     after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
     return (before if before.isspace() else ""), (after if after.isspace() else "")

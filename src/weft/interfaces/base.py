@@ -70,8 +70,8 @@ class Model:
         """Return the values of all ranks that have a part of the batch, in the order of the parts.
 
         `own` is the value of this rank, made of plain Python values. Metrics over the whole batch
-        are computed with this method. It is a collective operation, which every rank must call. On
-        one device, it returns [own].
+        are computed with this method. Every rank must call this method, because it is a collective
+        operation. On one device, the result is [own].
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -82,8 +82,8 @@ class Minibatches:
     """Division of a training call's batch into minibatches.
 
     The batch is split into `count` minibatches or, if `size` is set, into minibatches of `size`
-    completions. It is trained on for `epochs` epochs. With `unit` "group", all completions of an id
-    are in the same minibatch.
+    completions. Training makes `epochs` passes over the batch. If `unit` is "group", all
+    completions of an id are in the same minibatch.
     """
 
     count: int = 1

@@ -78,17 +78,17 @@ class GenerateInterface:
         """Sample `samples_per_prompt` completions of each id's `prompt`.
 
         The result has these keys with one value per token, including the end token: `completion`
-        int64, `logprobs` float32, `versions` int64 and `loss_mask` float32 (1). `finished` float32
-        has one value per completion: 1 if it ended by itself, 0 if it was truncated at the length
-        limit. With `record_support`, there are two more keys: `support` int64 has the ids within
-        the sampling limits, concatenated over the tokens of a completion, and `support_counts`
-        int64 has the number of such ids at each token (0 if no id was excluded). The outputs of an
-        id are passed to `model.announce` as soon as all its completions have ended.
+        int64, `logprobs` float32, `versions` int64 and `loss_mask` float32 (all 1). `finished`
+        float32 has one value per completion: 1 if it ended by itself, 0 if it was truncated at the
+        length limit. With `record_support`, there are two more keys: `support` int64 has the ids
+        within the sampling limits, concatenated over the tokens of a completion, and
+        `support_counts` int64 has the number of such ids at each token (0 if no id was excluded).
+        The outputs of an id are passed to `model.announce` as soon as all its completions have
+        ended.
 
         With a `share` below 1, the call also reads `completion`, and `loss_mask` if present. It
         then returns only these two keys and `sampled` float32 with one value per completion: 1 if
         it was sampled, 0 if it was taken from the dataset row. `model.announce` is not called.
-
         Raises `ConfigError` if the token ids of the role differ from those of the batch.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
@@ -98,7 +98,7 @@ class GenerateInterface:
         return MFCResult(sample, _compute_metrics(model.gather(own)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Sample completions for a share of the ids; use the dataset's completions for the rest.
+        """Sample completions for a share of the ids, and use the data's completions for the rest.
 
         The ids to sample are chosen at random.
         """

@@ -78,9 +78,10 @@ class InferInterface:
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Return the requested outputs, one key each.
 
-        Per completion, log-probs, entropy and top1 have the shape [L], values [L + 1], top_ids [L,
-        K] and top_logprobs [L, K + 1]; there is one score. Top ids are chosen among the ids of the
-        data's tokenizer. Raises `ConfigError` if `check_tokens` does.
+        For a completion of L tokens, `logprobs`, `entropy` and `top1` have the shape [L], `values`
+        [L + 1], `top_ids` [L, K] and `top_logprobs` [L, K + 1]; `scores` has one value. Top ids are
+        chosen among the ids of the data's tokenizer. Raises `ConfigError` if an output has values
+        per token and the role's tokenizer or prompt form differs from the data's.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
@@ -102,9 +103,9 @@ class InferInterface:
     def _choose_top_ids(self, model: Model) -> TopIds | None:
         """Return the number K of top ids and their upper bound, or None if `top_k` is not set.
 
-        Ids at or above the bound, the size of the data's tokenizer, are not chosen: networks that
-        share a tokenizer can have different numbers of outputs, and more than the tokenizer has
-        tokens. K is at most the number of tokens minus 1, so that at least one id always remains
+        The bound is the size of the data's tokenizer, and only ids below it are chosen. A network
+        can have outputs for more ids, and networks that share a tokenizer can differ in this
+        number. K is at most the number of tokens minus 1, so that at least one id always remains
         for "any other id".
         """
         known = model.data_tokenizer.vocab_size
@@ -166,7 +167,7 @@ def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
 
     For scores, measures of their spread are included, under the metric names of reward nodes.
     `prompts_in_part` is the fraction of prompts that the role's template does not render
-    completely; it is absent if all prompts are rendered completely.
+    completely; this metric is omitted if all prompts are rendered completely.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -22,10 +22,10 @@ from weft.registry import register_interface
 
 @register_interface("process_reward")
 class ProcessRewardInterface:
-    """Interface that computes the rewards of steps with a role whose head has one output per token.
+    """Interface that scores each step of a completion with a process reward model.
 
-    `step` is the text that ends a step; the last step ends with the completion (Lightman et al.
-    2023, "Let's Verify Step by Step", arXiv 2305.20050).
+    The model's head has one output per token. `step` is the text that ends a step; the last step
+    ends with the completion (Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050).
     """
 
     def __init__(self, step: str) -> None:
@@ -49,8 +49,8 @@ class ProcessRewardInterface:
         """Return the keys `token_rewards` and `scores`.
 
         `token_rewards` [L] is NaN except at the last token of each step. `scores` has the sum of
-        each completion's step rewards, which is 0 without steps. Raises `ConfigError` if
-        `check_tokens` does.
+        each completion's step rewards, or 0 for a completion without steps. Raises `ConfigError` if
+        the role's tokenizer has other token ids than the data's.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.

@@ -56,7 +56,7 @@ class TrainInterface:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
-        """Return how a batch is divided into minibatches."""
+        """Return the division of batches into minibatches that the options specify."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
@@ -98,10 +98,10 @@ class TrainInterface:
 
 
 def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
-    """Return the mean and maximum staleness of the trained tokens; {} without the key `versions`.
+    """Return the metrics `staleness` and `staleness_max`: the mean and maximum over trained tokens.
 
     Staleness is the number of train steps by which the role's weights are newer than the weights
-    that sampled a token.
+    that sampled a token. Returns {} if the batch has no key `versions` or no trained tokens.
     """
     if not all("versions" in part.data for part in minibatches):
         return {}

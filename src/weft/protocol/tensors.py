@@ -46,10 +46,10 @@ def get_datatype(tensor: Tensor) -> str:
 def pack(
     header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
 ) -> tuple[bytes, int | None]:
-    """Return a message body with the tensors listed under `key` of `header`, and its JSON length.
+    """Return a message body with `header` and `tensors`, and the length of its JSON part.
 
-    Tensors named in `binary` follow the JSON as raw bytes. The JSON length is in bytes, and is None
-    if the body has no raw bytes.
+    The tensors are listed in the JSON under `key`. Tensors named in `binary` follow the JSON as raw
+    bytes. The length is in bytes, and is None if the body has no raw bytes.
     """
     entries = list[str]()
     raws = list[bytes]()
@@ -70,7 +70,7 @@ def pack(
 
 
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
-    """Return `values` as a JSON object, with `key` added; its value `text` is already JSON."""
+    """Return `values` as a JSON object with an additional `key`, whose value is the JSON `text`."""
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
 

@@ -181,7 +181,7 @@ def check_gradients(
 
 @torch.no_grad()
 def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
-    """Check that decoding with a KV cache gives the same hidden states as a pass without a cache.
+    """Check that decoding with a KV cache yields the hidden states of a pass without a cache.
 
     The prompt is prefilled in two chunks, and the remaining tokens are decoded one at a time.
     """

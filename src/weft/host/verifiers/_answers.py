@@ -58,7 +58,7 @@ NUMBER = re.compile(
 def find_references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
-    """Return the reference answers from `column` or, if it is None, from one of `COLUMNS`.
+    """Return the reference answers from `column` or, if `column` is None, from one of `COLUMNS`.
 
     The first of `COLUMNS` that the data have is used. An entry is None if its row has no answer. If
     there is no such column, all `count` entries are None.
@@ -70,7 +70,7 @@ def find_references(
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
-    """Return all numbers in a text in order, with None for unsupported ones, such as 1/0 or a root.
+    """Return all numbers in a text in order; unsupported numbers, such as 1/0 or a root, are None.
 
     Each of these is one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3,
     \\frac{1}{2}, 5 million. The minus sign U+2212 is understood, too.
@@ -79,7 +79,7 @@ def find_numbers(text: str) -> list[Fraction | None]:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the value of a text that consists of one number; None for any other text."""
+    """Return the value of a text that consists of one number, or None for any other text."""
     plain = _normalize_spelling(text).strip()
     match = NUMBER.fullmatch(plain)
     return _parse_match(match) if match else None

@@ -32,7 +32,7 @@ def count_sentences(text: str) -> int:
     """Return the number of sentences in a text.
 
     A sentence ends in . ! or ? before white space, unless the dot belongs to an abbreviation. Text
-    after the last such end counts as a sentence, too.
+    after the last complete sentence counts as a sentence, too.
     """
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)

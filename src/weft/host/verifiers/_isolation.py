@@ -173,7 +173,7 @@ def adopt_orphans() -> None:
 
 
 def list_children() -> list[int]:
-    """Return the process ids of this process's children; empty if the system does not list them."""
+    """Return the process ids of this process's children, or [] if the system does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(number) for number in file.read().split()]
@@ -228,7 +228,10 @@ def enter(wanted: IsolationSettings) -> None:
 
 
 def _unshare() -> None:
-    """Enter new namespaces, and also a user namespace unless root can do without one."""
+    """Enter new namespaces, including a user namespace if the process is not permitted to omit it.
+
+    Only root can be permitted to create the other namespaces without a user namespace.
+    """
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
     gid = os.getegid()
@@ -248,7 +251,7 @@ def _unshare() -> None:
 
 
 def _fork_and_wait() -> None:
-    """Fork and continue in the child; the parent exits when the child does."""
+    """Fork and continue in the child process; the parent exits when the child exits."""
     child = os.fork()
     if child:
         with contextlib.suppress(OSError):
@@ -339,7 +342,7 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """Install a seccomp filter that answers the system calls in `DENIED` with EPERM.
+    """Install a seccomp filter that makes the system calls in `DENIED` fail with EPERM.
 
     System calls of another architecture kill the process.
     """

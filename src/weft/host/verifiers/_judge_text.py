@@ -92,7 +92,7 @@ class ScoreScale:
     def parse_reward(self, answer: str) -> float | None:
         """Return the score in the last match of the pattern, mapped to the range from 0 to 1.
 
-        Returns None if nothing matches, or if the score is outside the scale.
+        Returns None if the pattern does not match, or if the score is outside the scale.
         """
         matches = list(re.finditer(self.pattern, answer))
         try:

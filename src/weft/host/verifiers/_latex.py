@@ -141,7 +141,7 @@ NAME = re.compile(
 
 
 def extract_braced(text: str) -> str | None:
-    """Return the text in the braces that begin a text, or None if the braces do not close."""
+    """Return the content of the braces at the start of `text`, or None if they are not closed."""
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -266,7 +266,8 @@ def are_spelled_alike(one: str, other: str) -> bool:
 def _is_case_significant(text: str) -> bool:
     """Return whether the letter case of a formula has a meaning.
 
-    It does in `A-a`, where a letter occurs in both cases, and in `\\Delta`, which is not `\\delta`.
+    Case has a meaning in `A-a`, where a letter occurs in both cases, and in `\\Delta`, which is not
+    `\\delta`.
     """
     if re.search(r"\\[A-Z]", text):
         return True

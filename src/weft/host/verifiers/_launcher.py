@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def launch(given: int, out: int) -> None:
-    """Run one program and its tests, and exit when all of their processes have ended.
+    """Run one program and its tests, and exit when all processes that they started have ended.
 
     The messages are read from the descriptor `given`; the tests' process writes to the descriptor
     `out`.
@@ -111,7 +111,7 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """Read the next message, but no byte after it.
+    """Read the next message, without reading any byte that follows the message.
 
     A message consists of its size in 8 bytes, followed by JSON. No part of the second message may
     be in this process when the program's process is forked.
@@ -242,7 +242,8 @@ def _find_names(tests: str) -> list[str]:
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Divide `names` into names of known modules, of built-ins, and of the program's objects.
 
-    The name of a known module counts as a module only if the tests use one of its attributes.
+    The name of a known module counts as a module only if the tests access an attribute of the
+    module, as in `math.pi`.
     """
     with_attributes = set()
     for node in ast.walk(ast.parse(tests)):

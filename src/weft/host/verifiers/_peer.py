@@ -489,9 +489,9 @@ CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose chan
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of `old` by that of `new`, in place.
+    """Replace the content of `old` by the content of `new`, in place.
 
-    `old` is a mutable argument, and `new` is the argument as it is after the call.
+    `old` is a mutable argument, and `new` is its state after the call.
     """
     if isinstance(old, list):
         old[:] = new
@@ -512,9 +512,9 @@ def _find_base_name(kind: type) -> str:
 
 
 def _pack_array(value: Any) -> list[Any] | None:
-    """Return the packed form of a numpy array or scalar.
+    """Return a numpy array or scalar as [dtype, shape, bytes in base64, whether it is a scalar].
 
-    Returns None if the elements are neither numbers nor strings.
+    Returns None for other objects, and if the elements are not Booleans, numbers or strings.
     """
     numpy = sys.modules["numpy"]
     array = numpy.asarray(value)

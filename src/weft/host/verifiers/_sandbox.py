@@ -120,7 +120,7 @@ class ProgramLauncher:
     def fork(self, descriptors: Sequence[int]) -> int:
         """Fork a process for one program and return its process id.
 
-        The new process reads from the first descriptor and writes to the second one. Raises
+        The new process reads from the first descriptor and writes to the second descriptor. Raises
         `ConnectionError` if the launcher has ended.
         """
         with self._lock:
@@ -193,7 +193,7 @@ def _encode_message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Read a pipe until all writers have closed it; return None if this takes too long."""
+    """Read a pipe until all writers have closed it, or return None after `seconds`."""
     output = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -156,8 +156,8 @@ def is_fully_parsed(
 ) -> bool:
     """Return whether the equality of two texts depends on every letter and number in them.
 
-    `same` compares two texts, and has found these two equal. `parsed` returns the expressions that
-    `math_verify` finds in a text.
+    `same` is the function that compared the two texts and found them equal. `parsed` returns the
+    expressions that `math_verify` finds in a text.
     """
     # Extract the formulas to compare.
     first = extract_formula(one, parsed)
@@ -213,8 +213,8 @@ def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
 def extract_result(formula: str, other: str) -> str:
     """Return the last side of an equation such as `2 + 3 = 5`, or the whole formula.
 
-    The whole formula is returned if it is not an equation, if the other answer is an equation too,
-    or if the omitted sides are more than a computation or a name.
+    The whole formula is returned if it is not an equation, if `other` is an equation, too, or if
+    the omitted sides are more than a computation or a name.
     """
     before, equals, after = formula.rpartition("=")
     inside = before.count("{") != before.count("}")
@@ -230,7 +230,7 @@ def extract_result(formula: str, other: str) -> str:
 
 
 def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
-    """Return the letter on the left of an equation such as `x = 5`, or None.
+    """Return the letter on the left of an equation such as `x = 5`, or None for other formulas.
 
     The letter is needed because `math_verify` compares only the values.
     """

@@ -66,7 +66,7 @@ def _is_too_large(text: str) -> bool:
 
 
 def get_engine() -> AlgebraProcess:
-    """Return the current process's own `AlgebraProcess`; a forked process gets a new one."""
+    """Return the `AlgebraProcess` of the current process; every process has its own."""
     return _create_engine(os.getpid())
 
 
@@ -79,9 +79,9 @@ class AlgebraProcess:
     """Process that compares answers by `math_verify`, with a time budget.
 
     The process is started for the first comparison. One answer can use at most `SECONDS`. In
-    addition, all answers share an allowance: n answers can use at most `ALLOWANCE + REFILL * n`
-    seconds. The first slow answers therefore get the full time, and later ones only a little. The
-    budget is in processor time, so that verdicts do not depend on the load of the machine.
+    addition, all answers share a budget: n answers can use at most `ALLOWANCE + REFILL * n`
+    seconds. The first slow answers therefore get the full time, and later ones only a little. All
+    times are processor times, so that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,10 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Reset the time limit for a new answer, and refill the shared allowance."""
+        """Restart the time limit of a single answer, and refill the budget that all answers share.
+
+        The shared budget grows by `REFILL` seconds, up to `ALLOWANCE`.
+        """
         with self._lock:
             self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)
             self._answer_seconds = SECONDS

@@ -154,7 +154,7 @@ class _ComplexValue:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
-    """Return the value of an expression, or None if it has none within the limits.
+    """Return the value of an expression, or None if no value can be computed within the limits.
 
     Each letter has a fixed value that depends on `seed`. The precision is sufficient for rounded
     numbers whose `_ComplexValue.size` is at most `size`.
@@ -198,7 +198,7 @@ class _TreeCalculator:
         self._mp.prec = bits
 
     def evaluate(self, node: Node) -> Number:
-        """Return the value of a tree.
+        """Return the value of an expression tree.
 
         Raises `_UndecidedValue`, or the error of an invalid operation such as a division by 0.
         """
@@ -226,7 +226,7 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return `number`; if it is rounded, also update `size`.
+        """Return `number` after checking it; a rounded number also updates `size`.
 
         Raises `_UndecidedValue` if the number exceeds the limits.
         """
@@ -367,7 +367,10 @@ def _to_integer(number: Number) -> int:
 
 
 def _choose_letter_value(name: str, seed: int) -> Fraction:
-    """Return the value of a variable: from 1 to 3, or from -3 to -1 for every third seed."""
+    """Return a pseudorandom value for the variable `name`, which depends on `seed`.
+
+    The value is between 1 and 3, or between -3 and -1 if `seed` is divisible by 3.
+    """
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
     size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)
     return -size if seed % 3 == 0 else size

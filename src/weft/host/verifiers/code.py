@@ -21,7 +21,8 @@ def extract_program(prompt: str, completion: str, entry_point: str | None) -> st
     """Return the program in a completion: its last fenced block, or the whole completion.
 
     A program that does not define `entry_point` continues the code of the prompt, so the prompt is
-    put before it (HumanEval: the prompt ends in a signature, and the completion is the body).
+    put before the program (HumanEval: the prompt ends in a signature, and the completion is the
+    body).
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
@@ -73,10 +74,10 @@ def code(
     The reward is None for rows without tests. The tests run in another process, which calls the
     program's functions; docs/code-reward.md describes how the machine is protected.
 
-    The tests are in the column `test` (a text, as in HumanEval), `tests` or `test_list` (statements
-    such as `assert f(1) == 2`, as in MBPP). The column `entry_point`, the function's name, is
-    needed if the completion can continue the prompt's code. `seconds` and `memory_mb` limit each
-    program; reward_timeout_s limits the whole batch.
+    The tests are in the column `test` (a string, as in HumanEval), `tests` or `test_list`
+    (statements such as `assert f(1) == 2`, as in MBPP). The column `entry_point`, the function's
+    name, is needed if the completion can continue the prompt's code. `seconds` and `memory_mb`
+    limit each program; reward_timeout_s limits the whole batch.
     """
     limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
     given = next(

@@ -24,10 +24,10 @@ def format_match(
 ) -> list[float | None]:
     """Return 1 if `pattern` matches the completion, else 0.
 
-    With `match` "full", the pattern must match the whole completion, with "search" only a part of
-    it.
+    With `match` "full", the pattern must match the whole completion; with "search", a match of any
+    part is enough.
 
-    The syntax is that of Python's `re`; `.` also matches line ends. The default pattern requires
+    The syntax is that of Python's `re`; `.` also matches line breaks. The default pattern requires
     <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential
     time, which is limited by the batch's deadline. Raises `ConfigError` for an invalid pattern.
     """

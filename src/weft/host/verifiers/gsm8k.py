@@ -15,7 +15,7 @@ MARK = "####"  # GSM8K's reference solutions end in "#### 72"
 def find_final_number(text: str, *, strict: bool = False) -> Fraction | None:
     """Return the first number after the last "####".
 
-    If the text has no such mark, returns its last number or, with `strict`, None.
+    Without "####" in the text, returns the last number or, with `strict`, None.
     """
     _, mark, after = text.rpartition(MARK)
     if mark:
@@ -41,9 +41,9 @@ def gsm8k(
 
     The reference is in `column` or, by default, in the first of the columns `answer`,
     `ground_truth`, `solution` and `target` that is present. It is a number, or a solution that ends
-    in one. Commas and blanks between groups of three digits, dollar signs, units and trailing zeros
-    do not matter; exponents (5e-05, 10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and words such as
-    "million" are understood. Numbers are compared exactly, as fractions. With `strict`, only an
+    in a number. Commas and blanks between groups of three digits, dollar signs, units and trailing
+    zeros do not matter; exponents (5e-05, 10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and words such
+    as "million" are understood. Numbers are compared exactly, as fractions. With `strict`, only an
     answer after "####" counts.
     """
     answers = find_references(columns, column, len(completions))

@@ -17,10 +17,10 @@ def is_followed(
 ) -> bool:
     """Return whether a response follows one instruction.
 
-    An empty response follows none. With `loose`, it is enough that a variant of the response
-    follows the instruction: without its first line, its last line, or both, and without asterisks
-    (the paper's loose accuracy). Raises `DataError` for an unknown instruction or missing
-    arguments.
+    An empty response follows none. With `loose`, it is enough that one of eight variants follows
+    the instruction (the paper's loose accuracy): the response, its copies without the first line,
+    the last line or both, and each of these four texts without asterisks. Raises `DataError` for an
+    unknown instruction or missing arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
@@ -41,7 +41,7 @@ def is_followed(
 
 
 def build_variants(response: str) -> list[str]:
-    """Return the response and its variants, which are tried if the criterion is loose."""
+    """Return the eight variants of a response that `is_followed` tries with `loose`."""
     lines = response.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
     variants = [response, *cuts]

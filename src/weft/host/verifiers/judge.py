@@ -357,7 +357,7 @@ def _average_votes(verdicts: Sequence[VoteResult]) -> float:
 async def _gather_results(works: Sequence[Coroutine[Any, Any, VoteResult]]) -> list[VoteResult]:
     """Run the coroutines concurrently, and return all results.
 
-    If one of them raises, the others are cancelled before its error is raised.
+    If a coroutine raises an error, all other coroutines are cancelled before the error is raised.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

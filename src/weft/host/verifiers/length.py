@@ -25,8 +25,8 @@ def length(
 ) -> list[float | None]:
     """Return 1 for completions with a length in [min, max].
 
-    Outside of these bounds, the reward falls linearly to 0 at a distance of `slack` from the bound;
-    without `slack`, it is 0.
+    Outside of this range, the reward falls linearly to 0 at a distance of `slack` from the nearest
+    bound; without `slack`, the reward is 0.
 
     `unit` is "tokens" (of the policy's tokenizer, including the end token), "words" (separated by
     white space) or "chars".

@@ -65,7 +65,7 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 
 
 def _compare_known(one: str, other: str) -> bool | None:
-    """Return whether two tidy answers (`_latex.tidy`) are equal; None if that is not certain."""
+    """Return whether two tidy answers (`_latex.tidy`) are equal, or None if this is uncertain."""
     # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
@@ -125,10 +125,10 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 
 
 def _compare_quantities(one: str, other: str) -> bool | None:
-    """Return whether two answers are the same quantity with several units.
+    """Return whether two answers are equal quantities of several parts, such as 3 hours 20 minutes.
 
-    An example is 3 hours 20 minutes, which does not equal the number 3. Returns None if neither
-    answer is such a quantity, or if the comparison is undecided.
+    Such a quantity never equals a single number such as 3. Returns None if neither answer is such a
+    quantity, or if the comparison is undecided.
     """
     quantities = parse_quantities(one), parse_quantities(other)
     if quantities[0] is None and quantities[1] is None:
@@ -145,7 +145,7 @@ def _compare_quantities(one: str, other: str) -> bool | None:
 
 
 def _compare_intervals(one: str, other: str) -> bool | None:
-    """Return whether two tuples or intervals are equal; None for other answers.
+    """Return whether two tuples or intervals are equal, or None for other answers.
 
     An inequality such as `x<5` is compared as the interval that it describes.
     """
@@ -259,12 +259,12 @@ def math_answer(
     The answer is the content of the last `\\boxed{}`. Without a box (and without `strict`), it is
     the text after "the answer is", or the last formula or number. The reference is in `column` or,
     by default, in the first of the columns `answer`, `ground_truth`, `solution` and `target` that
-    is present: the answer itself, or a solution that boxes it. Fractions, roots, percent signs,
-    degrees, units, tuples, intervals, sets and lists are compared by their meaning; an expression
-    need not be simplified. Computer algebra finds two answers equal only if the verdict depends on
-    every letter and number of both; if its parser drops something, only the same spelling counts.
-    An answer that computer algebra does not decide in time (two seconds, less if many are slow)
-    gets 0.
+    is present: the answer itself, or a solution with the answer in a box. Fractions, roots, percent
+    signs, degrees, units, tuples, intervals, sets and lists are compared by their meaning; an
+    expression need not be simplified. Computer algebra finds two answers equal only if the verdict
+    depends on every letter and number of both; if the parser drops something, the answers must be
+    spelled alike. An answer that computer algebra does not decide in time (two seconds, less if
+    many are slow) gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(
