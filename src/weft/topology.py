@@ -123,7 +123,7 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Layout, with the devices that it uses.
+    """Device mesh: a parallel layout and the devices on which it is placed.
 
     `ranks` are the ranks of the run's processes, one per device. Tensor ranks are adjacent,
     followed by context ranks and data ranks. Pipeline stages communicate least and are therefore

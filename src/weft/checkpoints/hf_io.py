@@ -501,7 +501,8 @@ def _write_config(
 def write_mean_pooled_architecture(directory: Path) -> None:
     """Set the architecture in a saved model's config.json to that of mean-pooled reward models.
 
-    It replaces the name of the `transformers` class, which would read the score at the last token.
+    The saved file names a `transformers` class that reads the score at the last token; this name is
+    replaced.
     """
     values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
     weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")

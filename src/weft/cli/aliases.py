@@ -319,10 +319,10 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    `given` has the values that the user set. The number is taken from the first of these that is
-    set: the layout of the training call, the layout of the role, `allocation_mode`, and the role's
-    `data_parallel_size`. If none is set, the number is 1. For the value "heuristic", it is the
-    number of all devices.
+    `given` has the values of the options that the user set. The number is read from the first of
+    these options that is set to a layout: the training call's `layout`, the role's `layout`, and
+    `allocation_mode`. If `allocation_mode` is "heuristic", the number of all devices is returned.
+    Otherwise, it is the role's `data_parallel_size`, or 1 if this is not set.
     """
     role = done.trained_roles[0]
     call = next(

@@ -144,9 +144,9 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with the file and line of each `TemplateOmission` set in its report.
+    """Return the table with a file and line added to each `TemplateOmission` in its report.
 
-    The places are not cached, since a file with another name can have the same rows.
+    File names and lines are not cached, since another file can contain the same rows.
     """
     cuts = table.report.cut
     if not cuts:

@@ -190,9 +190,9 @@ def _change_trained(cases: Cases, change: Callable[[MemorySettings], MemorySetti
 
 
 def _with_adapters(case: MemoryCase) -> MemoryCase:
-    """Return a trained role with adapters on all matrices of its blocks instead of full training.
+    """Return the case with full training replaced by LoRA adapters on all matrices of the blocks.
 
-    Roles that are frozen or already have experts, fp8 or adapters are returned unchanged.
+    Cases of frozen roles, and cases with experts, fp8 or adapters, are returned unchanged.
     """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8

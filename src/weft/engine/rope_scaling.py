@@ -15,7 +15,7 @@ MOST = 1_000_000
 
 
 def find_problem(value: Any) -> str | None:
-    """Return an error message if `value` is not a valid value of the option, else None."""
+    """Return an error message if `value` is invalid for the option `rope_scaling`, else None."""
     if value is None:
         return None
     kinds = ", ".join(f"{{type: {kind}, {number}: 2}}" for kind, number in NUMBERS.items())

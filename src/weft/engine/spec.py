@@ -40,9 +40,10 @@ MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule, in optimizer steps of the actual run.
+    """Learning-rate schedule of a role, with all lengths in optimizer steps.
 
-    The runtime creates the schedule, and the engine applies it.
+    The runtime creates the schedule when the number of steps of the run is known, and the engine
+    applies it.
     """
 
     total_steps: int

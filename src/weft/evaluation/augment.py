@@ -106,7 +106,7 @@ def write(
     options: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> AugmentationCounts:
-    """Write the rows with the added bad replies to `file`, and return the numbers of rows.
+    """Write the rows with the added bad replies to `file`, and return counts of the rows.
 
     If an interrupted command has left an unfinished file, its parts are reused. `options` are the
     command's options, which are written to the first line of the unfinished file. Raises

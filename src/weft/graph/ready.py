@@ -341,9 +341,10 @@ def _count_refill(
 ) -> int:
     """Return how many ids a call may process for a training node that lacks `missing` ids.
 
-    This is `missing`, unless a filter between the call and the training node refills in whole
-    batches. With such a filter, it is `missing` only in the first round. Later, it is 0 while the
-    filter still has ids to process, then at least a whole batch, and 0 after the last round.
+    The result is `missing`, unless a filter between the call and the training node refills in whole
+    batches. With such a filter, the result is `missing` only in the first round. In later rounds,
+    it is 0 as long as the filter still has ids to process, and at least a whole batch as soon as it
+    has none. After the last round, it is 0.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:

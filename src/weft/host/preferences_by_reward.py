@@ -88,10 +88,12 @@ class PreferencesByReward(StatelessHostFunction):
 
 
 def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return ranks [n], comparisons [n] and margin [1] of one prompt's rewards for "best_worst".
+    """Return ranks [n], comparison indices [n] and margin [1] of one prompt's completions.
 
-    The comparison is 0 for the best and the worst completion, and a distinct number for every other
-    completion. A margin of 0 means that there is no pair.
+    This is the setting "best_worst". The best completion has rank 0, and the worst one has rank 1.
+    Both have comparison index 0, so that they form a pair. Every other completion has a comparison
+    index of its own, and so is in no pair. If all rewards are equal, the margin and all ranks are
+    0, and there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -103,10 +105,12 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
 
 def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return ranks [n], comparisons [n] and margins [C(n, 2)] of one prompt's rewards for "all".
+    """Return ranks [n], comparison indices [n] and margins [C(n, 2)] of one prompt's completions.
 
-    All completions are in one comparison, and equal rewards have equal ranks. There is one margin
-    per pair.
+    This is the setting "all". All completions have comparison index 0, so that any two of them with
+    different ranks form a pair. The completion with the highest reward has rank 0, and equal
+    rewards have equal ranks. The margins are the absolute differences of the rewards of any two
+    completions, including those with equal rewards.
     """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
     one, other = np.triu_indices(len(rewards), 1)

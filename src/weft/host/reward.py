@@ -307,7 +307,10 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Submitted calls of one route's reward functions for some completions of a batch."""
+    """Pending calls of a route's reward functions for some completions of a batch.
+
+    A route is the list of reward functions whose weighted sum is the reward of these completions.
+    """
 
     positions: list[int]  # indices of the completions in the batch
     route: RewardRoute

@@ -130,10 +130,12 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
-    """Return the location of a part's reward function.
+    """Return the location of a registered verifier: the module or file that defines it.
 
-    Raises `ConfigError` if the name is not registered or the file or module is missing and, if
-    `checked`, also for options that a verifier does not have.
+    The location is needed because a verifier can be in user code that other processes have not
+    imported. Raises `ConfigError` if the name is not registered, or if another process cannot
+    import the verifier. With `checked`, it is also raised if the verifier does not have the given
+    options.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:

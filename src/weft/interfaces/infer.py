@@ -165,8 +165,8 @@ class OutputSums:
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
     """Return the metrics of an inference call: the mean of each output over all ranks.
 
-    For scores, measures of their spread are included, under the metric names of reward nodes.
-    `prompts_in_part` is the fraction of prompts that the role's template does not render
+    If the call computes scores, the metrics that `record_rewards` records, such as `reward_std`,
+    are added. `prompts_in_part` is the fraction of prompts that the role's template does not render
     completely; this metric is omitted if all prompts are rendered completely.
     """
     context = HostContext()

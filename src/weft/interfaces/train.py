@@ -26,8 +26,8 @@ class TrainInterface:
     """Interface that trains a role on the registered loss `loss`, constructed with `loss_args`.
 
     A batch is split into `num_minibatches` minibatches, or into minibatches of `mini_batch_size`
-    completions, and trained on for `epochs` epochs. `temperature` divides the logits, as in the
-    sampler.
+    completions. Training makes `epochs` passes over the batch. `temperature` divides the logits, as
+    in the sampler.
 
     If the role's schedule has frozen steps, the calls within these steps do not train. If a batch
     has `versions` [L], the versions of the weights that sampled its tokens, two metrics are logged:

@@ -133,7 +133,7 @@ def _iterate_sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
 
 
 def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tuple[str, str]]:
-    """Yield the table's rows with the work per step, per epoch and in the whole run.
+    """Yield the rows of the plan's table that show the work per step, per epoch and in total.
 
     The work is counted in steps, completions and optimizer steps.
     """
@@ -267,7 +267,7 @@ def _shorten_model(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 def format_memory_row(
     expected: MemoryForecast, on: Mapping[int, Sequence[str]], room: int
 ) -> str | None:
-    """Return the text of the table's row on the memory that each device needs.
+    """Format the text of the row in the plan's table that shows the memory needed per device.
 
     `on` maps devices to their roles. `room` is a device's memory in bytes, or the memory that all
     CPU devices share. Returns None for a single device that needs less than a tenth of its memory.

@@ -66,7 +66,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart: lines over one pair of axes.
+    """Line chart with one or more lines that share a pair of axes.
 
     `node` is the name of the graph node or nodes whose metrics the lines show. `missing` is the
     number of values that are left out because they are not finite. If `of_runs` is True, each line

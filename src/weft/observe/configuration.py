@@ -225,12 +225,12 @@ def is_left_open(value: Any) -> bool:
 
 
 def format_briefly(value: Any) -> str:
-    """Format a value for people, with short names for the checkpoints of runs."""
+    """Format a value for display; the path of a run's checkpoint is shortened."""
     return shorten_path(format_value(value))
 
 
 def format_value(value: Any) -> str:
-    """Format a value for people."""
+    """Format a value for display, with "none" for a value that is not set."""
     if unset(value) or value is ABSENT:
         return "none"
     if isinstance(value, bool):

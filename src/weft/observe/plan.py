@@ -1,4 +1,4 @@
-"""Plan of a run for people, shown before the first step: a short table, with details."""
+"""Plan of a run, shown to the user before the first step: a short table, with details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short names of runs' checkpoints, for people.
+"""Short names of runs' checkpoints, for display.
 
 `weft.checkpoints.names` finds the checkpoint of a short name.
 """

@@ -119,9 +119,10 @@ def compute_change(
 ) -> MetricChange:
     """Return the change of a metric over its steps; `values` must not be empty.
 
-    `rows` is the number of rows on which the metric was evaluated. If `name` and `rows` are given,
-    the noise is at least the sampling noise of an evaluation on `rows` rows, which repeated
-    evaluations of the same rows do not reduce.
+    `name` is the metric's name, and `rows` the number of rows on which it was evaluated. If both
+    are given and the metric is a proportion of these rows, the estimated noise is at least the
+    sampling error for `rows` rows, because repeated evaluations of the same rows do not reduce that
+    error.
     """
     few = count_first(len(values))
     many = count_last(len(values))

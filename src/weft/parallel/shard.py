@@ -203,11 +203,11 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 
 
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
-    """Iterate over the parts of a sharded network, each with whole parameters while it is used.
+    """Iterate over the parts of a sharded network; each part is gathered while it is used.
 
-    Used for the second half of a backward pass, which FSDP2's hooks do not see. After a part has
+    Used for the second half of a backward pass, which FSDP2's hooks do not handle. After a part has
     been used, its gradients are accumulated on this rank or, with `sums`, summed over the ranks,
-    and its whole parameters are freed. A network that is not sharded is yielded as one part, and
+    and the gathered parameters are freed. A network that is not sharded is yielded as one part, and
     nothing else is done.
     """
     if not isinstance(network, FSDPModule):
@@ -223,10 +223,10 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 
 
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
-    """Finish a backward pass of a sharded network that FSDP2's hooks did not see.
+    """Finish a backward pass for which FSDP2's hooks did not run.
 
     Accumulates the gradients on this rank or, with `sums`, sums all accumulated gradients over the
-    ranks. Frees the whole parameters.
+    ranks. Frees the gathered parameters. Does nothing if the network is not sharded.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _iterate_parts(network):
@@ -235,7 +235,7 @@ def finish_backward(network: nn.Module, *, sums: bool) -> None:
 
 
 def unshard(network: nn.Module) -> None:
-    """Gather the whole parameters of a sharded network, except those in its blocks."""
+    """Gather the parameters of a sharded network, except those in its blocks."""
     if isinstance(network, FSDPModule):
         network.unshard()
 

@@ -13,7 +13,7 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 
 @dataclass(eq=False)
 class _KeyLocations:
-    """Locations of each key of some ids.
+    """Ranks that hold the tensors of each key, for a group of ids with the same locations.
 
     `holders` maps a key to the ranks that have it. `incoming` maps a key to the ranks to which a
     copy is being sent; the copy arrives before the rank needs it.

@@ -204,9 +204,9 @@ class ParameterTransfers:
         return self._weights[place]
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
-        """Remove and return the plan that sends the saved weights `version` to the copy `place`.
+        """Remove and return the plan for sending saved weights to the copy of a role at `place`.
 
-        Raises `RunError` if this version was not saved.
+        `version` is the version of the weights. Raises `RunError` if this version was not saved.
         """
         way = self._saved_plans.pop((place, version), None)
         if way is None:

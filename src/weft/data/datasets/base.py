@@ -245,10 +245,11 @@ def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
 def build_answer_group(
     prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
 ) -> EncodedSample:
-    """Build a group of sequences, each of which is trained after its common prefix with `prompt`.
+    """Build a group of sequences that each consist of a prompt and an answer.
 
-    A token that spans the end of the prompt and the beginning of the answer counts as part of the
-    answer.
+    Only the answer is trained on: the tokens after the longest common prefix of the sequence and
+    `prompt`. A token that spans the end of the prompt and the beginning of the answer is therefore
+    part of the answer.
     """
     bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
     masks = []

@@ -120,7 +120,7 @@ def make_alternating_messages(
 
 
 def make_example(messages: Sequence[Message], **more: Any) -> Example:
-    """Return an example whose reply is the last message and whose conversation is all others."""
+    """Return an example with the last message as the reply and the earlier ones as the context."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 

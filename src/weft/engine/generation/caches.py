@@ -366,10 +366,10 @@ class PageCaches:
 
 
 class ReusablePageCaches:
-    """Pages and captured graphs that the generators of one engine reuse, one after another.
+    """Pages and captured graphs that successive generators of one engine reuse.
 
-    Capturing the graphs takes as long as many decode steps. Therefore pages and graphs stay
-    allocated when no generator is open, until `drop` is called.
+    Capturing the graphs is slow: it takes as much time as many decode steps. Therefore, pages and
+    graphs stay allocated between generators, until `drop` is called.
     """
 
     def __init__(self) -> None:

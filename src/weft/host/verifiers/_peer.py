@@ -194,11 +194,12 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 class ObjectPeer:
-    """One end of the channel between the two processes.
+    """One end of the channel between the process that runs tests and the process of the program.
 
-    The `guarded` end runs the tests. The other end can only call functions and use generators of
-    the tests that were sent to it, and read and set the attributes and items of objects whose
-    classes the tests define.
+    The end with `guarded` runs the tests, and restricts the program's access to their objects. The
+    program can only use objects that were sent to it. It can call functions and classes that the
+    tests define, iterate over generators, and use instances of the tests' classes, but not
+    attributes whose names start with an underscore.
 
     Messages are ["?", operation, object number, arguments, keyword arguments] for a request, ["!",
     value, output, changed arguments] for its result, and ["x", name of the built-in error class,

@@ -333,8 +333,8 @@ def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
     """Count the leaves of an expression tree, and add the counts to `leaves`.
 
     Leaves that are implied by a minus sign, a fraction bar or a root are counted in `implied`.
-    Returns False if the tree has an operation that may have dropped an operand or been evaluated,
-    so that the leaves cannot be compared.
+    Returns False if the tree has an operation that sympy may have evaluated or simplified. Some
+    operands may then be missing, so the counts cannot be compared with the tokens of the formula.
     """
     if isinstance(node, sympy.MatrixBase):
         return all(_collect(entry, leaves, implied) for entry in node)

@@ -226,9 +226,10 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return `number` after checking it; a rounded number also updates `size`.
+        """Check that a number is within the limits, and return it.
 
-        Raises `_UndecidedValue` if the number exceeds the limits.
+        For a rounded number, `size` is updated. Raises `_UndecidedValue` if the number exceeds the
+        limits.
         """
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
@@ -266,9 +267,10 @@ class _TreeCalculator:
         return self._to_rounded(one), self._to_rounded(other)
 
     def _to_rounded(self, number: Number) -> Number:
-        """Convert a number to a rounded one, and update `size`.
+        """Convert an exact fraction to a rounded number of `mpmath`, and update `size`.
 
-        Raises `_UndecidedValue` if the number exceeds the limits.
+        A number that is already rounded is only checked and returned. Raises `_UndecidedValue` if
+        the number exceeds the limits.
         """
         if not isinstance(number, Fraction):
             return self._check_limits(number)

@@ -120,7 +120,10 @@ class Cached:
 
     @cached_property
     def places(self) -> Tensor:
-        """Key index of each new token, counted as in `segments`, int64 [T] on the host."""
+        """Index of each new token's key in the memory of the cache, int64 [T] on the host.
+
+        As in `segments`, an index counts rows of `head_dim` floats from the start of the cache.
+        """
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
             return torch.from_numpy(key + keys - 1)
@@ -198,8 +201,8 @@ class KVCache:
 
         With `rectangle`, active slots are stored in order, and unwritten memory is zero. Without
         `rectangle`, slots can be stored in any order, and unwritten memory has arbitrary contents
-        (including NaN) and uses no physical memory yet. This is only for networks whose attention
-        reads each row's keys where they are stored, and no other keys.
+        (including NaN) and uses no physical memory yet. `rectangle=False` requires attention that
+        looks up where each row's keys are stored, and never reads unwritten memory.
         """
         self.device = torch.device(device)
         self.dtype = dtype

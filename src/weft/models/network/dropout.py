@@ -88,7 +88,8 @@ class TokenDropout:
     def from_lengths(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
         """Return the `TokenDropout` of packed sequences with the given `lengths`, int64 [S].
 
-        Each token has the key of its sequence and its own position in `positions`, [T].
+        Each token gets the dropout key of its sequence; `positions` [T] are the positions of the
+        tokens.
         """
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))

@@ -1,4 +1,4 @@
-"""Linear layers, of which those with the same input are fused into one matrix with named parts.
+"""Linear layers; layers with the same input are fused into one matrix with named parts.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 

@@ -77,7 +77,8 @@ class InsertedPrefix:
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
         """Return the `TokenDropout` of the pack with the inserted prefixes.
 
-        A prefix token has the key and the position of the token that follows the prefix.
+        Each prefix token gets the dropout key and the position of the token that follows its
+        prefix.
         """
         return dropout.select(self.owner)
 

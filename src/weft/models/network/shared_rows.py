@@ -44,8 +44,8 @@ class RowShare(Protocol):
 class SharedRows:
     """Assignment of the rows of one pass to the ranks.
 
-    The pass may need the final hidden states of only some of the tokens. `wanted_tokens`, int64,
-    are indices into this rank's rows: they select those of the needed tokens that this rank has.
+    If the pass needs the final hidden states of only some tokens, `wanted_tokens`, int64, are the
+    indices of these tokens among this rank's rows.
     """
 
     token_share: RowShare  # of all tokens of the pack

@@ -60,7 +60,7 @@ class OutputProjection:
         return own if self.split is None else self.split.gather(own)
 
     def compute_local_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, but only for this rank's part of the ids."""
+        """Return logits as `compute_logits` does, but only for this rank's part of the vocabulary."""
         return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
