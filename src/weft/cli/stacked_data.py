@@ -28,10 +28,11 @@ KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_trai
 
 @dataclass(frozen=True)
 class NamedDataSettings:
-    """Command-line settings for named datasets, with the folders of config sections.
+    """Command-line settings for named datasets.
 
-    `data_path` is the path of a local copy of the datasets. `parameters` maps a dataset's name to
-    the values of `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
+    `folders` are further folders of files with config sections. `data_path` is the path of a local
+    copy of the datasets. `parameters` maps a dataset's name to the values of
+    `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
     """
 
     folders: Sequence[str] = ()

@@ -29,9 +29,10 @@ def iterate_threads(row: Row) -> Iterator[list[Node]]:
 
 
 def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Iterate over (path to a message of the prompter, its ranked replies, best first).
+    """Iterate over pairs of a path to a prompter's message and the ranked replies, best first.
 
-    Messages with fewer than two replies that people have ranked are skipped.
+    The path leads from the root to the message, and the replies are those to that message. Messages
+    with fewer than two replies that people have ranked are skipped.
     """
     for path in _iterate_paths(_find_root(row), inner=True):
         ranked = [reply for reply in _filter_replies(path[-1]) if reply.get("rank") is not None]

@@ -56,9 +56,9 @@ class MicrobatchProcessor(Protocol[T_co]):
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        """Return the additional loss of a pipeline stage before the last one, or None.
+        """Return the auxiliary loss of a pipeline stage that is not the last one, or None.
 
-        Returns None if there is no auxiliary loss.
+        None means that the stage's blocks have no auxiliary loss.
         """
         ...
 

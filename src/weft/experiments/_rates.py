@@ -58,8 +58,8 @@ class DeviceRates:
 
         This is the number of threads of a process, or an equal share of the machine's cores if
         there are not enough cores for all threads. `started` is the number of processes on the
-        machine, which determines the default number of threads. Returns 0 if devices share no
-        cores.
+        machine, which determines the default number of threads. Returns 0 for devices that do not
+        compute on cores, such as GPUs.
         """
         if self.cores is None:
             return 0.0

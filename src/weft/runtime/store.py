@@ -49,7 +49,10 @@ class _StoredBlock:
 
 
 class TensorStore:
-    """Thread-safe store of all batches that some id still needs. Batches are not copied."""
+    """Thread-safe store of batches; a batch is kept until none of its ids is needed any more.
+
+    Batches are not copied.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -162,10 +162,11 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likely alternatives that `sample` stored, for each of `count` rows.
+        """Return the likely alternatives that `sample` stored, for each of `count` rows, and
+        discard them.
 
-        The rows of the last call of `sample` are the last of the `count` rows; all rows before them
-        have no alternatives. The stored alternatives are discarded.
+        The last call of `sample` stored the alternatives of its rows, which are at the end of the
+        result. The rows before them have no alternatives.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None

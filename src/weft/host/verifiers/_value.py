@@ -186,7 +186,7 @@ class _TreeCalculator:
 
     Values are exact fractions as long as possible, and otherwise rounded numbers with a precision
     of `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
-    `_UndecidedValue`. `size` is the largest size of a rounded number so far, as in `_ComplexValue`,
+    `_UndecidedValue`. `size` is the largest absolute binary exponent of the rounded numbers so far,
     or -1 if all numbers so far were exact.
     """
 
