@@ -55,12 +55,12 @@ class AllOf:
 
     def take(self, *, left: bool) -> bool:
         version, end = self.engine.version, time.monotonic() + SECONDS
-        goes_on: bool = self.updates.take(left=left)
+        continues: bool = self.updates.take(left=left)
         while left and self.engine.version == version:
             assert time.monotonic() < end, "no weights come"
             self.updates.take(left=left)
             time.sleep(0.005)
-        return goes_on
+        return continues
 
 
 def run(self: GenerateInterface, model: Any, generator: Any, progress: Any) -> Any:

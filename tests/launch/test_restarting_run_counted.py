@@ -19,10 +19,10 @@ class Played:
         self.step, self._until, self._trouble, self._at_open = 0, until, trouble, at_open
         self.said: list[str] = []
 
-    def open(self, *, goes_on: bool, instead_of: Any = None) -> None:
+    def open(self, *, resumes: bool, instead_of: Any = None) -> None:
         if self._at_open is not None:
             raise self._at_open
-        self.said.append(f"open {goes_on}")
+        self.said.append(f"open {resumes}")
         if instead_of is not None:
             self.step = instead_of.step
             instead_of.said.append("retired")
@@ -49,7 +49,7 @@ def lost(who: str = "device 1 died") -> DevicesLost:
     return DevicesLost(who)
 
 
-def drive(*sessions: Any, comes_back: bool = True) -> list[dict[str, Any]]:
+def drive(*sessions: Any, restarts_automatically: bool = True) -> list[dict[str, Any]]:
     rest = iter(sessions[1:])
 
     def anew() -> Any:
@@ -58,7 +58,9 @@ def drive(*sessions: Any, comes_back: bool = True) -> list[dict[str, Any]]:
             raise made
         return made
 
-    return RestartingRun(sessions[0], anew, comes_back=comes_back).run(goes_on=False)
+    return RestartingRun(sessions[0], anew, restarts_automatically=restarts_automatically).run(
+        resumes=False
+    )
 
 
 def test_a_run_goes_on_in_another_session_and_the_first_says_why():
@@ -88,7 +90,7 @@ def test_nothing_else_brings_it_back(error):
 def test_recover_mode_says_whether():
     first = Played(3, lost())
     with pytest.raises(DevicesLost, match=r"^device 1 died$"):
-        drive(first, Played(5), comes_back=False)
+        drive(first, Played(5), restarts_automatically=False)
     assert first.said == ["open False", "failed"]
 
 

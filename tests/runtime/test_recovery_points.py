@@ -136,7 +136,7 @@ def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, steps: int = 5) -> Toy:
     """A run that was killed after `steps` steps."""
     toy = Toy(root, control=CONTROL)
     session = toy.session()
-    session.open(goes_on=False)
+    session.open(resumes=False)
     for _ in range(steps):
         session._finish_step(session._master.step())
     return toy

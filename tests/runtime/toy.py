@@ -408,7 +408,7 @@ class Toy:
         session = self.session()
         experiment = self.experiment()
         directory = RunDirectory.from_control(experiment.control)
-        session.open(goes_on=admit(directory, experiment.control, experiment.resolve()))
+        session.open(resumes=admit(directory, experiment.control, experiment.resolve()))
         try:
             session.run()
         except BaseException as error:

@@ -150,8 +150,8 @@ class GenerateInterface:
         left = requests
         interruptions = 0
         # At least once, even with nothing to sample: other ranks may need this one's weights
-        goes_on = True
-        while goes_on:
+        continues = True
+        while continues:
             with model.engine.generating(spec) as generator:
                 generator.submit(left)
                 partials = self._run(model, generator, progress)
@@ -162,7 +162,7 @@ class GenerateInterface:
             for r in requests:
                 if (r.id, r.k) in parts:
                     left.append(replace(r, generated=parts[r.id, r.k]))
-            goes_on = model.updates is not None and model.updates.take(left=bool(left))
+            continues = model.updates is not None and model.updates.take(left=bool(left))
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)

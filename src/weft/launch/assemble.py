@@ -70,7 +70,7 @@ def assemble(
     directory: RunDirectory,
     mode: str = "local",
     *,
-    anew: bool = False,
+    is_restart: bool = False,
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
 ) -> Session:
@@ -80,10 +80,16 @@ def assemble(
     before the engines are built.
     """
     show = show or DisplayOptions()
-    announce = None if anew else show.announce
+    announce = None if is_restart else show.announce
     quiet = show.view is not None
     parts = build_parts(
-        experiment, directory, mode, anew=anew, quiet=quiet, announce=announce, cluster=cluster
+        experiment,
+        directory,
+        mode,
+        is_restart=is_restart,
+        quiet=quiet,
+        announce=announce,
+        cluster=cluster,
     )
     return Session(parts, show)
 
@@ -93,7 +99,7 @@ def build_parts(
     directory: RunDirectory,
     mode: str = "local",
     *,
-    anew: bool = False,
+    is_restart: bool = False,
     quiet: bool = False,
     announce: Callable[[RunPlan, str], None] | None = None,
     cluster: RayCluster | None = None,
@@ -101,11 +107,11 @@ def build_parts(
     """Build all components of a session.
 
     With `mode` "local" and one device, the run uses this process. Otherwise each device gets its
-    own process, which starts while the data are read. `anew` replaces lost devices. `quiet` hides
-    the progress of reading the data. `announce` is called with the plan and a line on the start of
-    the device processes, if any. `cluster` is a running Ray cluster for the processes, closed on
-    errors. Raises `UserError` for every problem that can be detected before the first step. Writes
-    nothing.
+    own process, which starts while the data are read. `is_restart` replaces lost devices. `quiet`
+    hides the progress of reading the data. `announce` is called with the plan and a line on the
+    start of the device processes, if any. `cluster` is a running Ray cluster for the processes,
+    closed on errors. Raises `UserError` for every problem that can be detected before the first
+    step. Writes nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -125,7 +131,7 @@ def build_parts(
         if alone:
             launch = None
         else:
-            launch = _launch_devices(experiment, mode, undo, cluster, anew=anew)
+            launch = _launch_devices(experiment, mode, undo, cluster, is_restart=is_restart)
         # Read the data, which determine the length of the run.
         data = load_data(
             experiment.dataset,
@@ -211,13 +217,18 @@ def check_without_data(
 
 
 def _launch_devices(
-    experiment: Experiment, mode: str, undo: ExitStack, cluster: RayCluster | None, *, anew: bool
+    experiment: Experiment,
+    mode: str,
+    undo: ExitStack,
+    cluster: RayCluster | None,
+    *,
+    is_restart: bool,
 ) -> DeviceLaunch:
     """Start the device processes.
 
     Registers a callback with `undo` that closes the Ray cluster of the processes.
     """
-    if anew:
+    if is_restart:
         launch = relaunch_devices(experiment, mode)
     else:
         launch = launch_devices(experiment, mode, cluster)

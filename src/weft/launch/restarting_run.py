@@ -14,37 +14,37 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 
 
 class RestartingRun:
-    """Run that is restarted after a loss of devices, if `comes_back` is True.
+    """Run that is restarted after a loss of devices, if `restarts_automatically` is True.
 
-    A restart replaces `session` by the session that `anew()` returns. After a failure with
-    non-finite numbers, `damaged()` is called to find the cause. It returns the error to raise
+    A restart replaces `session` by the session that `create_session()` returns. After a failure
+    with non-finite numbers, `damaged()` is called to find the cause. It returns the error to raise
     instead, or None if it finds no cause.
     """
 
     def __init__(
         self,
         session: Session,
-        anew: Callable[[], Session],
+        create_session: Callable[[], Session],
         *,
-        comes_back: bool,
+        restarts_automatically: bool,
         damaged: Callable[[], WeftError | None] = lambda: None,
     ) -> None:
         self._session = session
-        self._create_session = anew
-        self._restarts = comes_back
+        self._create_session = create_session
+        self._restarts = restarts_automatically
         self._find_damage = damaged
         self._restarts_left = MOST_RESTARTS
         self._last_step = -1
 
-    def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
+    def run(self, *, resumes: bool) -> list[dict[str, Any]]:
         """Run to the end and return the lines of metrics.jsonl.
 
-        With `goes_on`, an earlier run in the same directory is resumed. The outcome of the run is
+        With `resumes`, an earlier run in the same directory is resumed. The outcome of the run is
         recorded in any case. If recording fails, the error is added as a note to the error that
         ended the run.
         """
         try:
-            self._run_session(goes_on=goes_on)
+            self._run_session(resumes=resumes)
         except BaseException as error:
             stopped = isinstance(error, Interrupted | KeyboardInterrupt)
             try:
@@ -61,8 +61,8 @@ class RestartingRun:
         self._session.close("finished")
         return self._session.metrics()
 
-    def _run_session(self, *, goes_on: bool) -> None:
-        self._session.open(goes_on=goes_on)
+    def _run_session(self, *, resumes: bool) -> None:
+        self._session.open(resumes=resumes)
         while True:
             try:
                 self._session.run()
@@ -87,7 +87,7 @@ class RestartingRun:
             try:
                 session = self._create_session()
                 try:
-                    session.open(goes_on=True, instead_of=self._session)
+                    session.open(resumes=True, instead_of=self._session)
                 except BaseException:
                     session.close("failed")
                     raise

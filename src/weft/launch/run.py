@@ -77,11 +77,11 @@ def run(
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.from_control(experiment.control)
-    goes_on = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
+    resumes = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
     lock = RunLock(directory.path)
     lock.take()
     try:
-        return _run(experiment, directory, mode, goes_on=goes_on, show=show)
+        return _run(experiment, directory, mode, resumes=resumes, show=show)
     finally:
         lock.release()
 
@@ -242,23 +242,23 @@ def _run(
     directory: RunDirectory,
     mode: str,
     *,
-    goes_on: bool,
+    resumes: bool,
     show: DisplayOptions | None,
 ) -> RunResult:
     from weft.runtime.supervisor_pipe import SupervisorPipe
 
-    anew = SupervisorPipe.from_environment(os.environ).restarts > 0
-    cluster = None if anew else start_ray_while_torch_loads(experiment, mode)
+    is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
+    cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
     from weft.launch.assemble import assemble
     from weft.launch.damaged import find_damaged_weights
 
     driven = RestartingRun(
-        assemble(experiment, directory, mode, anew=anew, show=show, cluster=cluster),
-        lambda: assemble(experiment, directory, mode, anew=True, show=show),
-        comes_back=experiment.control.recover_mode == "auto",
+        assemble(experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster),
+        lambda: assemble(experiment, directory, mode, is_restart=True, show=show),
+        restarts_automatically=experiment.control.recover_mode == "auto",
         damaged=lambda: find_damaged_weights(experiment),
     )
-    return RunResult(driven.run(goes_on=goes_on), directory.path)
+    return RunResult(driven.run(resumes=resumes), directory.path)
 
 
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:

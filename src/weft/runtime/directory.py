@@ -141,7 +141,7 @@ def admit(
     """
     mode = control.recover_mode
     path = directory.path
-    anew = "choose another trial_name, or remove that directory"
+    advice = "choose another trial_name, or remove that directory"
     # A new run needs a directory without foreign files.
     if not directory.has_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
@@ -152,7 +152,7 @@ def admit(
         if foreign:
             raise ConfigError(
                 f"{path} contains files that do not belong to a run ({', '.join(foreign[:5])}); "
-                f"{anew}"
+                f"{advice}"
             )
         if mode == "resume" and control.resume_from is None:
             raise ConfigError(
@@ -162,7 +162,7 @@ def admit(
     # An unfinished run is resumed with the same configuration, or with any by `resume_from`.
     if mode == "disabled":
         raise ConfigError(
-            f"{path} contains a run already, and recover_mode=disabled does not resume it; {anew}"
+            f"{path} contains a run already, and recover_mode=disabled does not resume it; {advice}"
         )
     if control.resume_from is not None:
         return True
@@ -176,11 +176,11 @@ def admit(
         raise ConfigError(
             f"{path} contains a run with another configuration "
             f"({'; '.join(changed[:MOST_DIFFERENCES])}{more}); "
-            f"{anew}, "
+            f"{advice}, "
             f"or resume it with these options: resume_from={path}"
         )
     if directory.read_status() == "finished":
-        raise ConfigError(f"{path} contains a finished run of this configuration; {anew}")
+        raise ConfigError(f"{path} contains a finished run of this configuration; {advice}")
     return True
 
 

@@ -101,7 +101,7 @@ class Master:
             call: f"{role} on {mesh}"
             for call, (role, mesh) in find_separate_copies(experiment).items()
         }
-        self._agenda = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
+        self._launch_queue = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
         self._runs_ahead = can_run_ahead(self._graph)
         self._ahead_ids: set[str] = set()  # ids of later steps, set when a step is finished
         self._open_filters: list[
@@ -136,7 +136,7 @@ class Master:
     def wait_until_idle(self) -> None:
         """Wait until no firing is running, so that the worker group is free for other calls."""
         while self._ledger.has_open_firings():
-            self._run_next()
+            self._launch_ready_and_wait()
         self._discard_unused()
 
     def _run_step(self) -> bool:
@@ -164,10 +164,10 @@ class Master:
                 self._apply_first_filter()
             elif old is not None:
                 self._ahead_ids = set(self._buffer.entries) - old if self._runs_ahead else set()
-                self._finish_step(stepped)
+                self._run_scheduled_firings(stepped)
                 return True
             elif not self._load_batch():
-                self._finish_step()
+                self._run_scheduled_firings()
                 return False
 
     # -- deciding: the result of a call does not affect the schedule, so the next firings are decided
@@ -183,7 +183,7 @@ class Master:
         for firing in firings:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
-            self._agenda.add(firing, self._buffer)
+            self._launch_queue.add(firing, self._buffer)
             self._ledger.add_firing(firing)
         for firing in firings:
             if self._can_drop_ids(firing):
@@ -203,7 +203,7 @@ class Master:
         else:
             firing = self._open_filters[0]
         while firing not in self._kept_ids:
-            self._run_next()
+            self._launch_ready_and_wait()
         self._open_filters.remove(firing)
         self._finish_decision(firing, self._kept_ids.pop(firing))
         spent = find_exhausted_filter(self._graph, self._buffer)
@@ -253,9 +253,9 @@ class Master:
 
     # -- running: start every runnable firing; each one that finishes may enable others
 
-    def _run_next(self) -> None:
+    def _launch_ready_and_wait(self) -> None:
         """Start every firing that can run, then wait for the next one to finish."""
-        for each in self._agenda.take():
+        for each in self._launch_queue.take():
             self._runner.start(
                 each.firing, self._descriptions, version=each.version, keeps=each.needs_old_weights
             )
@@ -272,14 +272,14 @@ class Master:
         if self.listener is not None:
             self.listener.on_firing_finished(outcome, self.position.step + 1)
 
-    def _finish_step(self, stepped: Sequence[str] = ()) -> None:
+    def _run_scheduled_firings(self, stepped: Sequence[str] = ()) -> None:
         """Finish all firings of the current step, then drop the ids that no firing needs.
 
         `stepped` are the ids that the step used. They are passed to the listener before ids are
         dropped.
         """
         while self._ledger.has_open_firings(self._ahead_ids):
-            self._run_next()
+            self._launch_ready_and_wait()
         if stepped and self.listener is not None:
             self.listener.on_step_finished(stepped, self.position.step + 1)
         self._discard_unused()
@@ -300,7 +300,7 @@ class Master:
             if self._buffer.entries:
                 raise _build_stuck_error(self._buffer)
             self._ahead_ids = set()
-            self._finish_step()  # drop this epoch's ids first: the next epoch reuses them
+            self._run_scheduled_firings()  # drop this epoch's ids first: the next epoch reuses them
             self._turn_epoch()
             if self.position.step > self._step_of_epoch:
                 self._empty_epochs = 0
@@ -385,7 +385,7 @@ class Master:
         # steps of the current epoch may have been completed before
         self._step_of_epoch = -1
         self._empty_epochs = 0
-        self._agenda = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
+        self._launch_queue = LaunchQueue(self._graph, self.position.versions, self._separate_copies)
         self._buffer.load_state_dict(state["buffer"])
         self._ledger.load_state_dict(
             state.get("books", ())

@@ -113,32 +113,32 @@ class Session:
 
     # -- begin and end
 
-    def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
+    def open(self, *, resumes: bool, instead_of: Session | None = None) -> None:
         """Restore or start the run and open its files; nothing is written before this call.
 
-        `goes_on` is True if the directory already contains this run. `instead_of` is an earlier
+        `resumes` is True if the directory already contains this run. `instead_of` is an earlier
         session of this process that lost its devices and is replaced by this one.
 
         Raises `UserError` if the requested recovery point is missing or a logger cannot start.
         """
-        point = self._find_point(own=instead_of is not None) if goes_on else None
+        point = self._find_point(own=instead_of is not None) if resumes else None
         if point is None and self._control.resume_from is not None:
             point = find_named_point(Path(self._control.resume_from))
         if point is not None:
             self._restore_point(point)
-        elif goes_on and self._control.recover_mode == "resume":
+        elif resumes and self._control.recover_mode == "resume":
             raise ConfigError(
                 f"recover_mode=resume: {self._directory.path} contains no intact recovery point; "
                 f"recover_mode=auto starts again"
             )
-        elif goes_on:
+        elif resumes:
             if self._points.list_points():
                 why = "no recovery point is intact"
             else:
                 why = "the run stopped before its first recovery point"
             self._notes.append(f"{why}; starting again")
         self._points.drop_after(self.step)
-        config = write_start_files(self._parts, self.step, anew=instead_of is None)
+        config = write_start_files(self._parts, self.step, records_process=instead_of is None)
         if instead_of is not None:
             instead_of.close_view()
         names = self._control.experiment_name, self._control.trial_name
@@ -420,10 +420,10 @@ def describe_resuming(control: Control, point: int, step: int | None = None) -> 
     return f"rerun the same command to resume {'from there' if point == step else f'after step {point}'}"
 
 
-def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str, Any]:
+def write_start_files(parts: SessionParts, step: int, *, records_process: bool) -> dict[str, Any]:
     """Write the files of a run that starts or resumes; return its configuration without secrets.
 
-    If `anew` is True, this process is also recorded in `run.json`.
+    If `records_process` is True, this process is also recorded in `run.json`.
     """
     directory = parts.directory
     config = mask_values(parts.experiment.resolve())
@@ -431,7 +431,7 @@ def write_start_files(parts: SessionParts, step: int, *, anew: bool) -> dict[str
     directory.set_status("running", step)
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     disk.write_text(directory.path / HARDWARE, parts.hardware + "\n")
-    if anew:
+    if records_process:
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen
         record_process(
