@@ -206,9 +206,9 @@ def decode_waits(folder: Path) -> None:
             for _ in range(4):
                 assert len(generator.step()) == 3
         assert sum(WAITS.values()) == 4 * most[name], (name, +WAITS)
-    assert engine._kept.num_bytes > 0
+    assert engine._reusable_caches.num_bytes > 0
     engine.offload("weights")
-    assert engine._kept.num_bytes == 0, "what generators keep goes with the weights"
+    assert engine._reusable_caches.num_bytes == 0, "what generators keep goes with the weights"
 
 
 def marked(folder: Path) -> None:

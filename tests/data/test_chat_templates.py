@@ -171,7 +171,7 @@ def test_the_error_names_the_option_as_it_is_typed(data_dir: Path) -> None:
         (
             {"add_tokens": ["template"]},
             "rew.tokenizer",
-            "rew.tokenizer.add_tokens: 'template' stands for",
+            "rew.tokenizer.add_tokens: 'template' means the tokens",
         ),
     ],
 )
