@@ -386,6 +386,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     files = weight_files.WeightFiles(folder, single=WEIGHTS)
     family: Family = families.get(network.config.family)
     keymap = family.keymap(network.config, network.kind)
+    # Read A and B of every module that has them; a fused module of the file fits several layers.
     parts_by_layer: dict[str, dict[str, tuple[Tensor, Tensor, float]]] = {}
     used = set()
     for hf, keys in keymap.group_by_hf_name().items():
@@ -404,6 +405,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
         for key in keys:
             layer = key.name.removesuffix(".weight")
             parts_by_layer.setdefault(layer, {})[hf] = (*_unfuse(key, a, b), scale)
+    # Refuse tensors that no layer would read, before the network is changed.
     saved = find_replaced_parameters(folder, network)
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
@@ -413,6 +415,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
         )
     files.check_floats(files.names)
     _check_tied(folder / WEIGHTS, files, network)
+    # Attach adapters of the file's ranks, then fill them.
     attach_ranks(
         network,
         {n: _find_rank(n, parts) for n, parts in parts_by_layer.items()},
@@ -438,6 +441,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             ):
                 adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
                 adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
+        # Load parameters that the adapter replaces as a whole.
         own = find_canonical_parameters(network)
         for hf in sorted(saved):
             found_values = files.read(hf)

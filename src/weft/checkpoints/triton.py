@@ -57,6 +57,7 @@ def write(
     if scores != (mode == "rm"):
         what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
         raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")
+    # TorchScript modules see all tokens, so windows would be ignored silently.
     windows = []
     for window in hf_io.read_config(source)[1].windows:
         if window is not None:
@@ -67,6 +68,7 @@ def write(
             f"module would not heed; use "
             "weft serve"
         )
+    # Trace the model.
     with hide_library_output():
         network = _load(source, mode)
         if mode == "rm":
@@ -77,6 +79,7 @@ def write(
             module = TracedLogProbs(network)
         module.eval()
         traced = _trace(module, int(raw["vocab_size"]), model)
+    # Write the store: the module, and a configuration that names its outputs.
     name = name or build_served_name(str(source))
     folder = output / name
     (folder / "1").mkdir(parents=True)

@@ -233,6 +233,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
     check_file(file, str(file), CheckpointError)
+    # Read the header, whose length is checked first: a damaged file could ask for gigabytes.
     size = file.stat().st_size
     with explain_read_errors(str(file), CheckpointError), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
@@ -252,6 +253,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{file}: __metadata__ is not a mapping of texts; the header is damaged"
         )
+    # Check that the file has as many bytes as its header promises.
     ends = [end for entry in header.values() if (end := _end(entry)) is not None]
     if ends and 8 + length + max(ends) > size:
         raise CheckpointError(
@@ -259,6 +261,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             f"has {size}; copy it again"
         )
     tensors = {name: _parse_entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    # Check that every byte after the header belongs to exactly one tensor.
     by_place = sorted(
         (stored.start, stored.end, name)
         for name, stored in tensors.items()

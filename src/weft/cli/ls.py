@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     if given.sort not in SORT_KEYS:
         raise build_unknown_name_error("--sort", given.sort, SORT_KEYS)
+    # Choose the runs and their order.
     root = Path(given.root).expanduser()
     filtered = bool(given.status or given.algorithm)
     runs = select_runs(root, _split_words(given.status), _split_words(given.algorithm))
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     runs.sort(key=SORT_KEYS[given.sort])
     if given.reverse:
         runs.reverse()
+    # Print them as JSON, or as a table with a line for each run that a check flags.
     if given.json:
         print(json.dumps([asdict(run) | {"path": str(run.path)} for run in runs], indent=1))
     elif runs:

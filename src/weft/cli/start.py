@@ -71,6 +71,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         action="store_true",
         help="with --mode slurm: print the job's script and stop",
     )
+    # Import the user's code, which registers experiments.
     given = parser.parse_args(argv)
     registry.import_user_folder()
     registry.import_user_code(given.imports)
@@ -85,6 +86,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     from weft.launch.supervisor import Supervisor, needs_ray
     from weft.observe.progress import DisplayOptions, find_terminal_width
 
+    # Build the experiment, and check what concerns the mode.
     experiment = _apply_arguments(
         build_registered(
             given.experiment,
@@ -114,6 +116,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
             "\n".join(dry_run(experiment, mode=given.mode, data=reads, width=find_terminal_width()))
         )
         return 0
+    # Run it, in a child process if Ray may kill its process.
     several = needs_ray(experiment, given.mode)
     print_start(experiment, several=several)
     if supervise and several:
