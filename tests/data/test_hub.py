@@ -22,6 +22,8 @@ from huggingface_hub.errors import (
 
 from weft.data import hub
 from weft.errors import CheckpointError, DataError
+from weft.experiments import SFTConfig
+from weft.launch.hub import fetch_configs
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +170,25 @@ def test_a_process_without_a_hub_asks_it_once(words: str, option: str, tmp_path:
     )
     assert done.stderr.count("error: ") == 1 and "Retrying" not in done.stderr
     assert len(calls) <= 2, "one question, for which its library may open two connections"
+
+
+def test_a_model_that_the_hub_cannot_confirm_can_still_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: Api(OfflineModeIsEnabled("offline")))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    for name, ends in (
+        (
+            "Qwen/Qwen3-0.6B",
+            "; --dry-run=config plans the run from the config.json that weft ships",
+        ),
+        ("Qwen/Qwen3-0.7B", "; check the spelling"),
+    ):
+        config = SFTConfig(experiment_name="e", trial_name="t")
+        config.model.path = name
+        config.dataset.train_path = str(rows)
+        with pytest.raises(CheckpointError) as caught:
+            fetch_configs(config.build())
+        assert str(caught.value).endswith(ends)

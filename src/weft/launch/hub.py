@@ -34,7 +34,10 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
             if not data and kind == "path" and kind_of_model.find_shipped_config(path) is not None:
                 continue  # a plan uses the config.json that is shipped with weft
             option = f"{find_option_role(experiment.config, role, path) if kind == 'path' else role}.{kind}"
-            hub.check_model(option, path, names.suggest_path(path, fileroot))
+            hint = names.suggest_path(path, fileroot)
+            if kind == "path" and kind_of_model.find_shipped_config(path) is not None:
+                hint = "--dry-run=config plans the run from the config.json that weft ships"
+            hub.check_model(option, path, hint)
             if kind == "path" and not hub.is_cached(path, ["config.json"]):
                 huggingface_hub.hf_hub_download(path, "config.json")
                 fetched = True
