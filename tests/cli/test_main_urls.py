@@ -68,6 +68,7 @@ def test_options_of_a_file_and_of_a_mixture(
     refused([*SFT, "--config", "c.yaml"], "s3://bucket/runs", capsys, folder)
     words = [word for word in SFT if not word.startswith("dataset.train_path")]
     refused([*words, "dataset.sources=[{path: s3://b/a.jsonl}]"], "s3://b/a.jsonl", capsys, folder)
+    refused([*SFT, "eval_prompts=s3://b/p.txt"], "s3://b/p.txt", capsys, folder)
     refused([*words, "--config", "http://host/c.yaml"], "http://host/c.yaml", capsys, folder)
 
 

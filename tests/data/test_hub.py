@@ -176,7 +176,6 @@ def test_a_model_that_the_hub_cannot_confirm_can_still_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: Api(OfflineModeIsEnabled("offline")))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n')
     for name, ends in (

@@ -170,18 +170,11 @@ def load_data(
     loader = _build_loader(spec, built, seed)
     for table in tables:
         table.start(_count_processes(spec.num_workers, len(tables)))
-    pending_notes = [
+    pending = [
         (count, reader.describe_limits(count)) for count in counts if count.ahead is not None
     ]
     return LoadedData(
-        loader,
-        valid,
-        tuple(counts),
-        tuple(notes),
-        max(longest, default=0),
-        parts,
-        tables,
-        pending_notes,
+        loader, valid, tuple(counts), tuple(notes), max(longest, default=0), parts, tables, pending
     )
 
 

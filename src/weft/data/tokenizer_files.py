@@ -377,7 +377,7 @@ def encode_text(
 
 
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """Return an upper bound on the number of tokens per byte of text, or None if there is none.
+    """Return an upper bound on the number of tokens per byte of text, or None if unknown.
 
     The result is (bound for ASCII texts, bound for other texts). A bound exists for BPE tokenizers
     that merge bytes, or characters with byte fallback. Each token represents at least one byte of

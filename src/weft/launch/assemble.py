@@ -107,9 +107,9 @@ def build_parts(
     """Build all components of a session.
 
     With `mode` "local" and one device, the run uses this process. Otherwise each device gets its
-    own process, which starts while the data are read. `is_restart` replaces lost devices. `quiet`
-    hides the progress of reading the data. `announce` is called with the plan and a line on the
-    start of the device processes, if any. `cluster` is a running Ray cluster for the processes,
+    own process, which starts while the data are read. With `is_restart`, lost devices are replaced.
+    `quiet` hides the progress of reading the data. `announce` is called with the plan and a line on
+    the start of the device processes, if any. `cluster` is a running Ray cluster for the processes,
     closed on errors. Raises `UserError` for every problem that can be detected before the first
     step. Writes nothing.
     """

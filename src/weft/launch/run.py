@@ -252,13 +252,13 @@ def _run(
     from weft.launch.assemble import assemble
     from weft.launch.damaged import find_damaged_weights
 
-    driven = RestartingRun(
+    restarting_run = RestartingRun(
         assemble(experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster),
         lambda: assemble(experiment, directory, mode, is_restart=True, show=show),
         restarts_automatically=experiment.control.recover_mode == "auto",
         damaged=lambda: find_damaged_weights(experiment),
     )
-    return RunResult(driven.run(resumes=resumes), directory.path)
+    return RunResult(restarting_run.run(resumes=resumes), directory.path)
 
 
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:

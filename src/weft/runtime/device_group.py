@@ -103,19 +103,14 @@ class DeviceGroup:
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        if self._logs is not None:  # the run has started, so it may write into its directory
-            command = commands.RedirectOutput(self._logs)
-            self._logs = None
-            self._ask("opening its log", self._ranks, lambda rank: command)
+        self._open_logs()
         # Bring the weights of the call's mesh up to date first.
         node = self._calls[mfc]
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
-        if node.interruptible:
-            get = self._parameters.update_running_copy
-        else:
-            get = self._parameters.update_copy
-        weights = get((node.role, mesh), self._make_failure_callback(task), version)
+        parameters = self._parameters
+        update = parameters.update_running_copy if node.interruptible else parameters.update_copy
+        weights = update((node.role, mesh), self._make_failure_callback(task), version)
         if keeps:
             self._parameters.save_weights(node.role, step, self._make_failure_callback(task))
         # Find the part of each rank; the first rank of each part reports outputs.
@@ -131,9 +126,8 @@ class DeviceGroup:
 
         def make_command(rank: int) -> tuple[DeviceCommand, CommandTensors]:
             described = commands.describe_samples(of_rank[rank], own[rank], OWNER)
-            command = RunCall(
-                mfc, step, of_rank[rank], described, mfc in self._announcing_calls, weights
-            )
+            announces = mfc in self._announcing_calls
+            command = RunCall(mfc, step, of_rank[rank], described, announces, weights)
             wanted[rank] = self._request_missing(
                 rank, own[rank], (*node.inputs, *node.optional_inputs)
             )
@@ -146,9 +140,8 @@ class DeviceGroup:
                 self._record_transfers(rank, wanted[rank])
                 if result.outputs is not None:
                     self._record_outputs(rank, result.outputs, again=rank not in first)
-            whole = merge_results(
-                [results[rank] for rank in first], [len(own[rank]) for rank in first], ids
-            )
+            sizes = [len(own[rank]) for rank in first]
+            whole = merge_results([results[rank] for rank in first], sizes, ids)
             moved = float(sum(report.num_bytes_received for report in ends.values()))
             metrics = {**whole.metrics, BYTES_MOVED: moved}
             seen = merge_seen(results.values())
@@ -180,6 +173,13 @@ class DeviceGroup:
             for place in set(self._interruptible_calls.values()):
                 if place[0] == node.role:
                     self._parameters.update_running_copy(place, self._make_failure_callback(task))
+
+    def _open_logs(self) -> None:
+        """Let the devices write their log files, before the first call: the run has started then."""
+        if self._logs is not None:
+            command = commands.RedirectOutput(self._logs)
+            self._logs = None
+            self._ask("opening its log", self._ranks, lambda rank: command)
 
     def _request_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]

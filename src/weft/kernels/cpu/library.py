@@ -260,7 +260,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether the path belongs to this user and nobody else can write to it."""
+    """Return whether the path belongs to this user, and no other user can write to it."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

@@ -76,7 +76,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class Dense:
-    """Whole sequences, with causal attention within each sequence.
+    """Attention context of complete sequences, with causal attention within each sequence.
 
     Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded).
     """
