@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class StateBlock(Generic[T]):
-    """Block of ids that share one `state`."""
+    """Ids of samples that are in the same state, such as having the same keys.
+
+    The state is stored once in `state` and is the state of every id of the block.
+    """
 
     ids: dict[str, None]
     state: T

@@ -134,13 +134,13 @@ class HostFunction(EdgeKeyNames):
     """Node that runs a CPU function on a whole batch, without a role.
 
     `function` is a registered name (see `docs/host-functions.md`). A function that returns fewer
-    ids than it received is a filter; the loader then provides more rows.
+    ids than it received is a filter; the loader then provides more rows. `tokenizer_role` names the
+    role whose tokenizer is `context.tokenizer`, for functions that read text.
 
-    `refill_rounds` controls how ids that a filter removed are replaced, if the calls before the
-    filter wait for new weights. If `refill_rounds` is above 0, these calls process whole batches
-    until the training node has a full batch, in at most `refill_rounds` rounds per step. If it is
-    0, each round processes only as many ids as are still missing. `tokenizer_role` names the role
-    whose tokenizer is `context.tokenizer`, for functions that read text.
+    `refill_rounds` concerns filters whose preceding calls must sample with the weights of the
+    current step. Such a step runs in rounds until the training node has a full batch. If
+    `refill_rounds` is 0, each round processes only as many ids as are still missing. If it is above
+    0, each round processes a whole batch, and a step has at most `refill_rounds` rounds.
     """
 
     name: str

@@ -110,9 +110,10 @@ def launch_devices(
 
 
 def can_start_early(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run has several devices, all of which are CPUs of this machine.
+    """Return whether the run's Ray cluster can be started while torch is still loading.
 
-    GPUs are detected by their device files, without importing torch.
+    It can if the run is local and its several devices are all CPUs: then torch is not needed to
+    find GPUs. GPUs are detected by their device files.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:

@@ -64,11 +64,12 @@ def attend_to(
     causal: bool,
     window: int | None = None,
 ) -> AttentionState:
-    """Return the attention of rows over the keys of their segments, without a gradient.
+    """Return the attention of each row of `q` over the keys of its segment, without a gradient.
 
-    Attention is causal in all segments if `causal`, otherwise in none. The kernel uses the strides
-    of k and v, but not their number of rows, so k and v can be views of a cache [..., kv_heads,
-    keys, dim]. A key index then counts rows of `dim` floats from the start of the cache.
+    `segments` assigns ranges of queries to ranges of keys. Attention is causal in all segments if
+    `causal`, otherwise in none. The kernel uses the strides of k and v, but not their number of
+    rows, so k and v can be views of a cache [..., kv_heads, keys, dim]; the key ranges in
+    `segments` are then in units of `dim` floats from the start of the cache.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])

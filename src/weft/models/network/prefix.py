@@ -104,7 +104,11 @@ class OverwrittenPrefix:
         return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return the attention outputs unchanged, because the placeholders are tokens of the pack."""
+        """Return the attention outputs unchanged.
+
+        The prefix takes the place of placeholder tokens that are in the pack already, so it has
+        added no rows that would have to be removed.
+        """
         return mixed
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
