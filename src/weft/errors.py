@@ -47,7 +47,10 @@ class WeftError(Exception):
 
 
 class UserError(WeftError, ValueError):
-    """Raised for unusable input; the message names the field, its value, the rule and the fix."""
+    """Raised for invalid user input.
+
+    The message names the option or field, its value, the rule that it breaks and a way to fix it.
+    """
 
     exit_code = 2
 
@@ -61,7 +64,7 @@ class UnknownName(ConfigError):
 
 
 class NoTemplate(UserError):
-    """Raised if messages are given to a tokenizer that has no chat template."""
+    """Raised if chat messages are passed to a tokenizer that has no chat template."""
 
 
 class DataError(UserError):
@@ -85,7 +88,10 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """Raised if a model directory lacks a file, is truncated, or does not fit the requested use."""
+    """Raised for an unusable model directory.
+
+    For example, a file is missing or truncated, or the model does not fit the requested use.
+    """
 
 
 class GraphError(UserError):
@@ -118,9 +124,10 @@ class DevicesLost(RunError):
 
 
 class Interrupted(RunError):
-    """Raised if a run was stopped between two steps on request; the message tells how to resume it.
+    """Raised if a run was stopped on request, which happens between two training steps.
 
-    The exit code is 130 after Ctrl-C and 143 after SIGTERM.
+    The message explains how to resume the run. The exit code is 130 after Ctrl-C and 143 after
+    SIGTERM.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -129,9 +136,9 @@ class Interrupted(RunError):
 
 
 def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the known names that are most similar to `name`, best first.
+    """Return up to `count` of the `known` names that are similar to `name`, most similar first.
 
-    `name` itself is excluded. Used to suggest names in errors about unknown names.
+    `name` itself is excluded. Used for suggestions in error messages about unknown names.
     """
     short = name[:LONGEST_NAME].lower()
     matcher = difflib.SequenceMatcher(b=short)
@@ -159,9 +166,10 @@ def find_nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def qualify_error(name: str, error: ConfigError) -> ConfigError:
-    """Return `error` with the option in its message prefixed by `name`, a role or call.
+    """Return a copy of `error` whose message is prefixed with `name`, the name of a role or call.
 
-    For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`.
+    For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`. A message that does not begin with
+    an option becomes `ROLE: ...`.
     """
     begins = re.match(r"[a-z_]+=", str(error))
     return ConfigError(f"{name}{'.' if begins else ': '}{error}")
@@ -170,7 +178,8 @@ def qualify_error(name: str, error: ConfigError) -> ConfigError:
 def build_unknown_name_error(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a name that is not registered.
 
-    The message suggests similar names or, if there are none, lists all `known` names.
+    `kind` describes the registered objects, such as "model family". The message suggests similar
+    names or, if there are none, lists the `known` names.
     """
     names = sorted(known)
     close = find_nearest(name, names)

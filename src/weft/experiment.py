@@ -23,11 +23,14 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Small graph that runs over the validation set (`valid_path`) at the `eval_freq_*` intervals.
+    """Dataflow graph that evaluates the models during a run, on the validation set (`valid_path`).
 
-    Its nodes either call `evaluate`, or generate or infer and pass the outputs to a host function.
-    Metrics are means over ids. They are logged as `eval/{source}/{metric}` for each validation
-    source, and as `eval/{metric}` over all sources.
+    It runs at the intervals set by the `eval_freq_*` options. Its nodes call `evaluate`, or they
+    call `generate` or `inference` and a host function computes metrics from the outputs. Metrics
+    are means over ids. They are logged as `eval/{source}/{metric}` for each validation source, and
+    as `eval/{metric}` over all sources. `batch_size` is the number of ids per batch.
+
+    The graph that answers the prompts of the option `eval_prompts` also has this type.
     """
 
     graph: DataflowGraph
@@ -36,7 +39,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Control:
-    """Run options: names, devices, duration, and the frequencies of saving, evaluation and logging."""
+    """Options of a run that do not depend on the algorithm.
+
+    Examples are the run's name, its devices, its duration, and the intervals of saving, evaluation
+    and logging.
+    """
 
     experiment_name: str
     trial_name: str
@@ -79,9 +86,9 @@ STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def parse_step_range(text: str) -> range:
-    """Return the steps that a string such as `5:8` (inclusive) or `5` denotes, counted from 1.
+    """Return the steps in a string such as `5:8` (5 to 8, both included) or `5`.
 
-    Raises `ConfigError` for a string of any other form.
+    Steps are counted from 1. Raises `ConfigError` for any other string.
     """
     match = STEPS.fullmatch(text.strip())
     if match is None:
@@ -97,10 +104,10 @@ def parse_step_range(text: str) -> range:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Complete description of a run.
+    """Complete description of a run: its roles, dataflow graph, devices, datasets and options.
 
-    `steps_follow` names the node whose firings are counted as the steps of the run, each with one
-    line in metrics.jsonl.
+    `steps_follow` names the graph node that defines a training step, for example the node that
+    trains the policy: each execution of this node counts as one step.
     """
 
     control: Control
@@ -134,11 +141,11 @@ class Experiment:
         raise build_unknown_name_error("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """Return a copy in which fields of the node `name` are changed.
+        """Return a copy of the experiment in which fields of the graph node `name` are changed.
 
         Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. An evaluation node with this
-        name is changed as well. If the interface or host function is changed, its arguments are
-        reset.
+        name gets the same changes, except those of `method` and `batch_size`. If the interface or
+        host function changes, the node's `args` are cleared unless they are given, too.
         """
         changed = _change_node(self.graph, name, changes)
         evaluation = self.evaluation
@@ -154,7 +161,10 @@ class Experiment:
 
     @property
     def most_epochs(self) -> float:
-        """Maximum number of epochs, infinite for a training run with `max_steps`."""
+        """Maximum number of epochs.
+
+        Infinite if the run trains a model and `max_steps` is set; otherwise `total_train_epochs`.
+        """
         lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
@@ -166,9 +176,10 @@ class Experiment:
         return trained_nodes
 
     def resolve(self) -> dict[str, Any]:
-        """Return the contents of config.yaml, which a restart compares to recognize the run.
+        """Return the contents of the run's config.yaml.
 
-        These are the options of the run or, if the experiment has none, a description of it.
+        These are the options of the run or, if the experiment has none, a description of its parts.
+        When a run is restarted, they are compared with the stored file to detect changed options.
         """
         return dict(self.config) or _describe_experiment(self)
 
@@ -185,7 +196,8 @@ class Experiment:
     def list_calls(self) -> list[MFCDef]:
         """Return all model function calls of the run.
 
-        The calls of the evaluation and of the fixed prompts come last, in this order.
+        The calls of the main graph are followed by those of the evaluation and of the fixed
+        prompts.
         """
         beside = []
         for each in (self.evaluation, self.fixed_prompts):
@@ -194,11 +206,12 @@ class Experiment:
         return [*self.graph.list_model_calls(), *(call for calls in beside for call in calls)]
 
     def build_meshes(self) -> dict[str, Mesh]:
-        """Return the mesh of each role's primary weights.
+        """Return the device mesh of each role's primary weights, by role name.
 
-        The weights of a trained role are on the mesh of the call that trains the role. The weights
-        of other roles are on the mesh of the first call if all calls specify a mesh, and otherwise
-        on the mesh that the role specifies. Raises `ConfigError` for a mesh that does not fit.
+        A trained role has its primary weights on the mesh of the call that trains it. For any other
+        role, this is the mesh of its first call if each of its calls specifies a mesh, and
+        otherwise the mesh that the role specifies. Raises `ConfigError` if a mesh does not fit, or
+        if two calls train the same role on different meshes.
         """
         meshes = {}
         for role, spec in self.roles.items():
@@ -226,27 +239,32 @@ class Experiment:
         return meshes
 
     def get_mesh(self, call: MFCDef) -> Mesh:
-        """Return the mesh of a call.
+        """Return the device mesh on which a call runs.
 
-        This is the mesh that the call specifies or, if it specifies none, the mesh of its role.
-        Raises `ConfigError` for a mesh that does not fit.
+        This is the mesh that the call specifies or, if it specifies none, the mesh of its role's
+        primary weights. Raises `ConfigError` for a mesh that does not fit.
         """
         primary = self.build_meshes()[call.role]
         return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
     def list_copies(self) -> list[tuple[str, Mesh]]:
-        """Return (role, mesh) of each secondary copy of a role's weights, in call order."""
+        """Return (role, mesh) for every additional copy of a role's weights, in call order.
+
+        A role needs such a copy on each mesh on which one of its calls runs and its primary weights
+        are not.
+        """
         own = self.build_meshes()
         used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """Return the mesh that a call asks for; None if `layout` and `device_mesh` are not set.
+        """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
 
-        If only `device_mesh` is not set, the call uses the first devices of the first mesh in
-        `role` that has enough of them. If no mesh has enough, the call uses the first devices of
-        the run, which raises `ConfigError` unless `role[0]` consists of the first devices, too.
-        Also raises `ConfigError` for a mesh that does not fit.
+        `role` lists meshes of the call's role, in order of preference. If the call sets only
+        `layout`, it uses the first devices of the first of these meshes that has enough devices. If
+        none has enough, it uses the first devices of the run; this requires that the devices of
+        `role[0]` are the first ones, too. Raises `ConfigError` otherwise, and for a mesh that does
+        not fit.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -397,7 +415,7 @@ def _has_offload_hook(node: MFCDef) -> bool:
 
 
 def _describe_experiment(experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment as plain values, with dataclasses converted to mappings."""
+    """Return the main parts of the experiment as nested dictionaries of plain values."""
     return {
         **_to_plain(asdict(experiment.control)),
         "roles": {name: _to_plain(asdict(spec)) for name, spec in experiment.roles.items()},
@@ -423,7 +441,7 @@ def _to_plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Workers:
-    """Group of identical processes, one per device."""
+    """Group of identical processes, one per device, with the resources of each process."""
 
     count: int = 1
     gpus: int = 1  # per process; 0: CPU only
@@ -445,10 +463,11 @@ class Workers:
 class Scheduling:
     """Machine resources that a registered experiment requests, as returned by `scheduling_setup()`.
 
-    `workers` maps each group to its resources, for example {"actor": Workers(count=8, cpus=8),
-    "reward": Workers(count=2, gpus=0)}. `memory_gb` is per machine. With `mode=slurm`, all
-    resources are requested as one job, and no role is bound to the machines of a group. Other modes
-    use only the counts, GPUs and `env`.
+    `workers` maps the name of each process group to its resources, for example {"actor":
+    Workers(count=8, cpus=8), "reward": Workers(count=2, gpus=0)}. `memory_gb` is per machine.
+
+    With `mode=slurm`, the resources of all groups are requested as one job, and a role can run on
+    the machines of any group. In other modes, only the counts, GPUs and `env` have an effect.
     """
 
     n_nodes: int = 1
@@ -470,7 +489,7 @@ class Scheduling:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """Number of CPUs per machine, or None if no group sets `cpus`."""
+        """Number of CPUs requested per machine, rounded up, or None if no group sets `cpus`."""
         requested_cpus = sum(group.count * (group.cpus or 0) for group in self.workers.values())
         return -(-requested_cpus // self.n_nodes) or None
 
@@ -483,7 +502,7 @@ class Scheduling:
         return max(self.memory_gb or 0.0, requested_gb) or None
 
     def get_common_value(self, name: str) -> Any:
-        """Return the common value of the field `name` in all groups that set it.
+        """Return the value of the field `name`, which must be equal in all groups that set it.
 
         Returns None if no group sets the field. Raises `ConfigError` if the values differ, since
         all groups share one job.

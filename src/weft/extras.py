@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlparse
 
 
 def install(extra: str) -> str:
-    """Return the command that installs the optional dependencies `extra`.
+    """Return the shell command that installs the optional dependencies of the extra `extra`.
 
     Example: `python -m pip install '/home/me/weft[wandb]'`.
     """
@@ -23,10 +23,10 @@ def install(extra: str) -> str:
 
 
 def find_sources() -> Path | None:
-    """Return the folder of weft's sources, or None if the folder no longer exists.
+    """Return the folder with weft's sources and pyproject.toml, or None if it is not found.
 
-    This is the folder that weft runs in or, if weft was installed, the folder from which it was
-    installed.
+    This is the source folder that weft is imported from or, if a copy of weft is installed, the
+    folder from which it was installed.
     """
     here = Path(__file__).resolve().parents[2]
     candidates = [here, *_read_source_folder()]
@@ -34,7 +34,10 @@ def find_sources() -> Path | None:
 
 
 def _read_source_folder() -> list[Path]:
-    """Return a list with the source folder that pip recorded in direct_url.json, or [] if unknown."""
+    """Return a list with the source folder that pip recorded in direct_url.json.
+
+    The list is empty if pip recorded no local folder.
+    """
     try:
         written = distribution("weft").read_text("direct_url.json")
         url = urlparse(json.loads(written or "{}").get("url", ""))

@@ -38,9 +38,9 @@ def option(
 ) -> Any:
     """Return a dataclass field with a help text and a rule that `validate` enforces.
 
-    `check` returns a description of what is wrong with a value, or None. `hidden` marks fields that
-    weft sets itself and that `--help` does not list. A mutable default (list, dict, dataclass) is
-    copied for every instance.
+    `check` is a function that returns a description of what is wrong with a value, or None.
+    `hidden` marks a field that weft sets itself and that `--help` does not list. A mutable default
+    (list, dict, dataclass) is copied for every instance.
     """
     metadata = {
         "help": help,
@@ -63,9 +63,10 @@ def option(
 
 @dataclass(frozen=True)
 class OptionDescription:
-    """Description of one option.
+    """Description of one option for `--help`.
 
-    `name` is its dotted name, `type` its type as users write it, and `help` its help text.
+    `name` is the dotted name, such as `actor.optimizer.lr`, and `type` is the type as users write
+    it.
     """
 
     name: str
@@ -127,10 +128,10 @@ def describe_type(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class CommandLineValue:
-    """Command-line value, together with the text that the user typed.
+    """Parsed command-line value, together with the text that the user typed.
 
-    The text is used for options of type string: `trial_name=1.10` is read as "1.10" and not as the
-    number 1.1.
+    Options of type string use the text: `trial_name=1.10` is read as "1.10" and not as the number
+    1.1. `unparsed` is set if the text is not in the command line's syntax for values.
     """
 
     value: Any
@@ -140,10 +141,11 @@ class CommandLineValue:
 
 @dataclass(frozen=True)
 class UnparsedValue:
-    """Command-line value that the value grammar cannot parse, or parses as a sweep.
+    """Command-line value that cannot be parsed as a value, or that would be parsed as a sweep.
 
-    `text` is the unparsed text, and `items` are the elements if it is a list. An option that
-    accepts neither the text nor the list raises `error`.
+    Such a value can still be used literally: `text` for an option of type string, or `items` (if
+    the text is a bracketed list) for a list of strings. For any other option, `error` is raised.
+    `sweep` is True if the text would start one run per value.
     """
 
     text: str | None
@@ -168,10 +170,11 @@ class UnparsedValue:
 def read(
     base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
 ) -> Config:
-    """Return a copy of `base` with the nested `values`, each converted to its field's type.
+    """Return a copy of `base` in which `values` are set, each converted to its field's type.
 
-    Raises `ConfigError` for an unknown name and for a value of a wrong type. The message suggests
-    similar names, or contains the option, the value and the rule.
+    `values` can be nested. `prefix` is the dotted prefix of the option names, for a nested group.
+    `known` lists the options to suggest (default: those of `base`). Raises `ConfigError` for an
+    unknown name and for a value of the wrong type.
     """
     names = known or [leaf.name for leaf in iterate_options(base)]
     hints = _get_hints(type(base))
@@ -193,7 +196,7 @@ def read(
 
 
 def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a nested group, with `prefix` added to the option's name in the message.
+    """Return `error` with `prefix` added to the option's name at the start of its message.
 
     The error is returned unchanged if its message does not begin with one of the option names
     `names`.
@@ -205,9 +208,9 @@ def _qualify_option(error: ConfigError, prefix: str, names: Iterable[str]) -> Co
 
 
 def _qualify_name(name: str, value: Any) -> str:
-    """Return the dotted name of an option as the user wrote it.
+    """Return the dotted name of an option as the user wrote it, for a message.
 
-    As long as `value` is a mapping with a single key, the key is appended to the name.
+    For example, the name `a` with the value `{"b": {"c": 1}}` becomes `a.b.c`.
     """
     while isinstance(value, Mapping) and len(value) == 1:
         key, value = next(iter(value.items()))
@@ -218,8 +221,8 @@ def _qualify_name(name: str, value: Any) -> str:
 def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
     """Return the error for an unknown option.
 
-    The message suggests options whose dotted name has the same last part, then options with a
-    similar name.
+    The message suggests known options whose dotted name has the same last component, then options
+    with a similar name.
     """
     root = name.split(".")[0]
     last = name.rsplit(".", 1)[-1]
@@ -235,10 +238,10 @@ def build_unknown_option_error(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
-    """Return `value` converted to the type `hint`; raise `ConfigError` if it cannot be converted.
+    """Return `value` converted to the type `hint`. Raises `ConfigError` if it cannot be converted.
 
     A string such as "1e-5" is accepted for a number, but 1.5 is not accepted for an int. `name` is
-    the option's name for messages.
+    the option's name for error messages.
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -279,7 +282,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Return nested values in which each `CommandLineValue` is replaced by the value it contains."""
+    """Return nested values with each `CommandLineValue` replaced by its parsed value."""
     if isinstance(value, CommandLineValue):
         return value.value
     if isinstance(value, Mapping):
@@ -290,7 +293,10 @@ def to_plain(value: Any) -> Any:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """Return the options as nested plain values, for YAML, for comparing runs and for `read`."""
+    """Return the visible options as nested plain values.
+
+    The result can be written to YAML, compared with another run, or passed to `read`.
+    """
     mapping = {}
     for spec in list_visible_fields(config):
         value = getattr(config, spec.name)
@@ -304,7 +310,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 def find_problem(spec: Field[Any], value: Any) -> str | None:
     """Return a description of the rule of field `spec` that `value` breaks, or None if it is valid.
 
-    The description can end with a fix, as `rule; fix`.
+    The description can include a fix after a semicolon.
     """
     rules = spec.metadata
     if value is None or not rules:
@@ -335,9 +341,9 @@ def find_problem(spec: Field[Any], value: Any) -> str | None:
 def validate(config: Any, path: str = "") -> None:
     """Check the type and the rule of every field of a dataclass, including nested ones.
 
-    Raises `ConfigError`, which names the dotted option, its value and the rule. Types are not
-    converted: `read` has already converted command-line texts, so code that passes "3" for a number
-    gets an error.
+    Raises `ConfigError`, which names the dotted option, its value and the rule. Values are not
+    converted: `read` does this for command-line texts, and code that sets a number to "3" gets an
+    error.
     """
     hints = _get_hints(type(config))
     try:

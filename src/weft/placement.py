@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of pipeline stages to pipeline ranks: rank r has the stages r, r + `ranks`, ...
+    """Assignment of pipeline stages to pipeline ranks.
 
-    `stages_a_rank` is the number of stages per rank. With `turns`, the stages of every second round
-    are assigned from the last rank back to the first. With two rounds, this is the V-shaped
-    assignment of the schedule ZBV.
+    By default, rank r has the stages r, r + `ranks`, r + 2 * `ranks`, and so on.
+
+    Attributes:
+        ranks: Number of pipeline ranks.
+        stages_a_rank: Number of stages per rank.
+        turns: If True, every second group of `ranks` stages is assigned in reverse, from the last
+            rank to the first. With two stages per rank, this is the V-shaped assignment of the
+            schedule ZBV.
     """
 
     ranks: int
@@ -31,5 +36,5 @@ class Placement:
 
     @property
     def last_rank(self) -> int:
-        """Pipeline rank of the last stage."""
+        """Pipeline rank that has the last stage."""
         return self.get_rank(self.num_stages - 1)

@@ -25,11 +25,12 @@ PARITY = 0x1BD11BDA  # Skein's key-schedule constant, as in Random123
 
 
 def derive_key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
-    """Return the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8) as two words.
+    """Return a random key of two uint32 words that depends only on the arguments.
 
-    The words are little-endian uint32. `purpose` names the use of the numbers ("sample",
-    "shuffle/NAME", ...), and `k` is the index of the completion within its id. Raises `ConfigError`
-    if `purpose` contains "|", since two purposes could then share a key.
+    The words are the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8), in
+    little-endian order. `purpose` names the use of the numbers ("sample", "shuffle/NAME", ...), and
+    `k` is the index of the completion among those of the same `id`. Raises `ConfigError` if
+    `purpose` contains "|", since two purposes could then share a key.
     """
     if "|" in purpose:
         raise ConfigError(
@@ -65,9 +66,10 @@ def compute_threefry(keys: Words, counters: Words) -> Words:
 
 
 def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return random numbers in [0, 1) that are multiples of 2^-24, float64 [n].
+    """Return random numbers in [0, 1), float64 [n], each a multiple of 2^-24.
 
-    `keys` is uint32 [n, 2], or one key [2] for all numbers; `positions` is uint32 [n].
+    `keys` (see `derive_key`) is uint32 [n, 2], or one key [2] for all numbers. `positions` is
+    uint32 [n].
     """
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
@@ -76,7 +78,7 @@ def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
 
 
 def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
-    """Return the random number in [0, 1) that belongs to these arguments.
+    """Return a random number in [0, 1) that depends only on the arguments.
 
     The module's docstring describes how the number is computed.
     """
@@ -86,7 +88,7 @@ def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: 
 def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
     """Return a random permutation of 0 to n - 1, int64 [n].
 
-    The indices are sorted by their two threefry output words.
+    Each index gets two random words from threefry, and the indices are sorted by them.
     """
     places = np.arange(n, dtype=np.uint32)
     words = compute_threefry(
@@ -100,7 +102,7 @@ def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDAr
 def make_generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
     """Return a numpy generator seeded with the key of `derive_key`.
 
-    Used for draws other than uniform numbers.
+    Used for random values that are not uniform numbers.
     """
     low, high = derive_key(seed, purpose, step)
     return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

@@ -1,12 +1,12 @@
-"""Read files that a user names, and turn errors of libraries into one-line messages.
+"""Read files named by the user, and turn library errors into one-line messages.
 
     with explain_read_errors(f"{path}: no tokenizer can be read", ConfigError, "name another"):
         ...  # call a library
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
-`what` is the start of the message, which names the option or the file. `kind` is the subclass of
-`UserError` to raise. Only code that reads user input belongs in the context of
-`explain_read_errors`: weft's own bugs must not be reported as user errors.
+In all functions, `what` is the start of the error message, which names the option or the file, and
+`kind` is the subclass of `UserError` to raise. Only code that reads user input belongs in the
+context of `explain_read_errors`: weft's own bugs must not be reported as user errors.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ PLACES = (
 
 
 def find_url_problem(path: str | Path) -> str | None:
-    """Return a message with the problem and a fix if `path` is a URL, else None.
+    """Return a message with the problem and a fix if `path` is a URL, or None otherwise.
 
-    Paths and names of models on the hub are valid.
+    Paths and names of models on the Hugging Face hub are accepted.
     """
     match = URL.match(str(path))  # `Path` collapses // to /
     if match is None:
@@ -70,7 +70,7 @@ def find_url_problem(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raise `kind` if `path` is a URL, which would otherwise be used as the path of a folder."""
+    """Raise `kind` if `path` is a URL, which would otherwise be treated as a local folder."""
     problem = find_url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
@@ -80,9 +80,9 @@ def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -
 def explain_read_errors(
     what: str, kind: type[UserError] = UserError, fix: str = ""
 ) -> Iterator[None]:
-    """Convert any library error in the context to `kind`, with its cause and `fix` in the message.
+    """Turn library errors raised in the context into `kind`, with a one-line message.
 
-    Errors of weft are not changed. The message starts with `what`.
+    The message consists of `what`, the cause and `fix`. weft's own errors are not changed.
     """
     tail = f"; {fix}" if fix else ""
     try:
@@ -99,7 +99,7 @@ def explain_read_errors(
 
 
 def describe_cause(error: BaseException) -> str:
-    """Return the cause of a read error as one line."""
+    """Return a one-line description of an error that occurred while reading a file."""
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text ({error.reason} at byte {error.start})"
     if isinstance(error, json.JSONDecodeError):
@@ -126,7 +126,7 @@ def shorten(text: str, most: int = 120) -> str:
 
 
 def find_path_problem(error: Exception) -> str | None:
-    """Return a message if a system error is due to a path that the user specified, else None.
+    """Return a message if an error is caused by a path that the user specified, or None otherwise.
 
     Examples are a path that is too long, is not a folder, cannot be opened, or starts with `~` and
     an unknown user.
@@ -153,7 +153,8 @@ def check_file(
 ) -> None:
     """Raise `kind` unless `path` is a regular file of at most `most` bytes.
 
-    Pipes and devices are refused because reading them might never end.
+    If `most` is None, the size is not limited. Pipes and devices are refused because reading them
+    might never end.
     """
     try:
         status = os.stat(path)
@@ -183,8 +184,8 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
 def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
     """Iterate over all files below a folder, without following links to folders.
 
-    Raises `kind` for the root folder, or if there are more than `MOST_ENTRIES` files and folders,
-    as the path is then probably a mistake.
+    Raises `kind` if the folder is the root of the file system or contains more than `MOST_ENTRIES`
+    files and folders, as the path is then probably a mistake.
     """
     if is_root(folder):
         raise kind(f"{what}: {ROOT}")
@@ -205,7 +206,7 @@ def is_root(folder: Path) -> bool:
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Create a folder that a user specified, and its parents, unless they exist.
+    """Create a folder that a user specified, and its parents, if they do not exist.
 
     Raises `kind` if the folder cannot be created.
     """
@@ -244,7 +245,8 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
     """Return the value in a YAML file, or None if the file is empty.
 
-    Raises `kind` if the file cannot be read or is not YAML; the message then has the line number.
+    Raises `kind` if the file cannot be read or is not YAML. For invalid YAML, the message has the
+    line number.
     """
     values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
     return values
@@ -255,8 +257,8 @@ def parse_yaml(
 ) -> tuple[Any, yaml.Node | None]:
     """Return (value, root node) of a YAML text.
 
-    Raises `kind` if the text is not YAML, contains itself through an alias, or expands to too many
-    values.
+    Raises `kind` if the text is not YAML, if an alias in it refers to an enclosing value, or if it
+    expands to too many values.
     """
     import yaml
 
@@ -285,9 +287,10 @@ def _build_yaml_error(
 
 
 def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:
-    """Return a clear message if a colon is missing, as in `- webgpt` above an indented `fraction:`.
+    """Return an explanation if a YAML error is caused by a missing colon, or None otherwise.
 
-    YAML's own message for this mistake is misleading. Returns None if the error has another cause.
+    An example is `- webgpt` above an indented `fraction:`. YAML's own message for this mistake is
+    misleading.
     """
     rows = text.splitlines()
     at = error.problem_mark.line if error.problem_mark else 0
@@ -305,8 +308,8 @@ def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None
 def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
     """Raise `kind` if a YAML document has too many values or too many levels.
 
-    Values are counted with aliases expanded: a few lines of aliases can expand to millions of
-    values, and a value can contain itself.
+    Each use of an alias counts: a few lines of aliases can expand to millions of values, and a
+    value that contains itself has infinitely many.
     """
     import yaml
 
@@ -338,7 +341,7 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
 def _build_loader() -> Any:
     """Return a subclass of PyYAML's safe loader with two changes.
 
-    1e-5 without a dot is a number, and a repeated key is an error.
+    A number such as 1e-5, without a dot, is read as a float, and a repeated key is an error.
     """
     import yaml
 

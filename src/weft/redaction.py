@@ -47,7 +47,7 @@ PLAIN = ("none", "null", "true", "false", "value", "")  # not secrets; `key=valu
 
 
 def is_secret(name: str) -> bool:
-    """Return whether values with this name are secret.
+    """Return whether the value of an option or variable with this name is secret.
 
     For example, HF_TOKEN, apiKey and my.secret are secret; eos_token and answer_key are not.
     """
@@ -96,9 +96,10 @@ def _redact_entry(match: re.Match[str]) -> str:
 
 
 def redact(text: str) -> str:
-    """Return a message in which secrets are masked, both in URLs and after secret names.
+    """Return `text` with secrets masked.
 
-    Examples of text with secret names are `api_key=...` and `{'token': ...}`.
+    These are passwords and parameters in URLs, values that follow the name of a secret, such as
+    `api_key=...` and `{'token': ...}`, and authorization headers.
     """
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
@@ -120,10 +121,10 @@ def _hide_value(name: str, value: str) -> str:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with secret values masked.
+    """Return the words of a command line with the values of secrets masked.
 
-    Recognizes `name=value`, `--name value` and mappings. A value `${oc.env:NAME}` reveals nothing
-    and is kept.
+    Recognizes `name=value`, `--name value` and mappings. A reference to an environment variable,
+    `${oc.env:NAME}`, reveals nothing and is kept.
     """
     masked_words: list[str] = []
     hide = False
@@ -176,10 +177,10 @@ def mask_values(value: Any, name: str = "") -> Any:
 
 
 def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
-    """Iterate over the dotted names of options whose values were masked when they were stored.
+    """Iterate over the dotted names of options whose values are masks instead of the secrets.
 
-    `value` is a stored configuration, or the part of it that is called `name`. `telling` is True if
-    the name of this part, or of one that contains it, is secret.
+    `value` is a stored configuration, or the part of it with the dotted name `name`. `telling` is
+    True if the name of this part or of an enclosing part is secret.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():

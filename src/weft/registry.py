@@ -1,9 +1,9 @@
 """Registries that map names in configurations to Python objects.
 
-Built-in objects are found by file name: `data/datasets/prompt.py` registers the dataset
-`prompt`. The names are therefore known without importing anything (`--help` does not import torch),
-and a new file is enough to add a name. User code registers objects by the `register_*` functions,
-as decorators or plain calls. A name can also be an import location: `module:thing` or
+The name of a built-in object is the name of its file: `data/datasets/prompt.py` registers the
+dataset `prompt`. All names are therefore known without importing anything (`--help` does not import
+torch), and adding a file is enough to add a name. User code registers objects with the `register_*`
+functions, as decorators or plain calls. A name can also be an import location: `module:thing` or
 `FILE.py:thing`.
 """
 
@@ -35,8 +35,8 @@ SHARED_MODULES = {
 class FunctionConversion:
     """Conversion of a registered plain function to the object that the registry returns.
 
-    `maker` is the location `module:function` of a function that is imported when the name is first
-    looked up, and called as `maker(function, name, **options)`.
+    `maker` is the location `module:function` of the function that converts. It is imported when the
+    registered name is first looked up, and called as `maker(function, name, **options)`.
     """
 
     maker: str
@@ -48,9 +48,9 @@ class FunctionConversion:
 
 
 class Registry:
-    """Registry of objects of one kind.
+    """Registry of objects of one kind, such as dataset types or losses, by name.
 
-    `package` is the package in `weft` whose modules register the built-in objects when they are
+    `package` is the subpackage of `weft` whose modules register the built-in objects when they are
     imported.
     """
 
@@ -67,8 +67,8 @@ class Registry:
         """Register `thing` as `name`, and return it.
 
         Write `@register("x")` above a definition, or call `register("x", thing)`. With a `form`,
-        `thing` is a function that `get` converts; the function itself can still be called as
-        written. Raises `ConfigError` if the name is taken.
+        `thing` is a plain function, and `get` returns the converted object; the function itself is
+        not changed. Raises `ConfigError` if the name is taken.
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)
@@ -89,7 +89,7 @@ class Registry:
         return thing
 
     def list_shipped(self) -> list[str]:
-        """Return the names of the package's modules without importing them.
+        """Return the names of the built-in modules, without importing them.
 
         Modules with shared code, and those whose name begins with an underscore, are left out.
         """
@@ -102,14 +102,17 @@ class Registry:
         )
 
     def list_names(self) -> list[str]:
-        """Return a sorted list of all names that `get` can find by importing at most one module."""
+        """Return the sorted names of all built-in modules and registered objects.
+
+        Nothing is imported, so further names that a built-in module registers may be missing.
+        """
         return sorted({*self.list_shipped(), *self._objects})
 
     def get(self, name: str) -> Any:
         """Return the object registered as `name`, importing its module if needed.
 
-        A function registered with a `FunctionConversion` is converted. Raises `ConfigError` for an
-        unknown name; the message suggests similar names.
+        A function that was registered with a `FunctionConversion` is converted. Raises
+        `ConfigError` for an unknown name; the message suggests similar names.
         """
         if name not in self._objects and name in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{name}")
@@ -129,7 +132,10 @@ class Registry:
         return self._converted[name]
 
     def _load_from_path(self, place: str) -> Any:
-        """Return the object at `module:thing` or `FILE.py:thing`, registering it if necessary."""
+        """Return the object at the location `module:thing` or `FILE.py:thing`.
+
+        The object is registered under its location unless it already has a name.
+        """
         home, _, attribute = place.rpartition(":")
         import_user_code([home])
         module = sys.modules[Path(home).stem if home.endswith(".py") else home]
@@ -162,7 +168,7 @@ class Registry:
 
 
 def _have_same_definition(one: Any, other: Any) -> bool:
-    """Return whether two objects come from the same definition.
+    """Return whether two objects come from the same definition in the source code.
 
     A module that is imported both as a file and by name defines its objects twice.
     """
@@ -201,8 +207,9 @@ register_reader: Register = readers.register
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
     """Register a dataset class or, if `rows` is given, a function that converts each row.
 
-    Such a function is called as `thing(row, option=...)`, and returns the row in the form that the
-    built-in dataset `rows` reads. See `weft.data.datasets._row_function`.
+    Such a function is called as `thing(row, option=...)`. It returns the row in the form that a
+    built-in dataset reads; `rows` is the name of this dataset. See
+    `weft.data.datasets._row_function`.
     """
     if rows is None:
         form = None
@@ -214,10 +221,10 @@ def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -
 
 
 def register_named_dataset(name: str, **entry: Any) -> Any:
-    """Register a named dataset.
+    """Register the description of a public dataset under a short name.
 
     Example: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`.
-    The keys are those of an entry in a `dataset.named_file` (docs/named-datasets.md).
+    The keywords are the keys of an entry in a `dataset.named_file` (docs/named-datasets.md).
     """
     return named_datasets.register(name, entry)
 
@@ -225,11 +232,11 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
 def register_loss(
     name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False
 ) -> Any:
-    """Register a loss class (or factory function) or, if `per` is given, a loss function.
+    """Register a loss class (or factory function) or, if `per` is given, a plain loss function.
 
-    A class or factory builds the loss from its options. With `per` "token" or "completion", `thing`
-    is a function that is called as `thing(logprobs, ..., option=...)`, and returns the loss of each
-    token or completion. See `weft.algorithms._function`.
+    A class or factory builds the loss from its options. With `per` set to "token" or "completion",
+    `thing` is a function that is called as `thing(logprobs, ..., option=...)`, and returns the loss
+    of each token or completion. See `weft.algorithms._function`.
     """
     if per is None:
         form = None
@@ -254,7 +261,7 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
 
 
 def register_filter(name: str, function: Any = None) -> Any:
-    """Register a host function that filters prompts.
+    """Register a host function that decides which prompts to keep.
 
     `function(rewards, ..., option=...)` is called with the values of one prompt, and returns
     whether to keep the prompt. See `weft.host._functions`.
@@ -265,7 +272,7 @@ def register_filter(name: str, function: Any = None) -> Any:
 
 
 def register_hf_family(family: Any) -> Any:
-    """Register a model family (`weft.models.families.base.Family`) under its own `name`."""
+    """Register a model family (`weft.models.families.base.Family`) under its attribute `name`."""
     return families.register(family.name, family)
 
 
@@ -308,9 +315,10 @@ def import_user_folder() -> None:
 
 
 def _import_file(file: Path) -> None:
-    """Import a file as a module with the file's name, unless the file has already been imported.
+    """Import a Python file as a top-level module, unless it has already been imported.
 
-    Raises `ConfigError` if the file is missing or another module has the same name.
+    The module has the file's name without the suffix. Raises `ConfigError` if the file is missing
+    or another module has the same name.
     """
     if not file.is_file():
         raise ConfigError(f"import of {str(file)!r}: there is no such file")

@@ -2,9 +2,10 @@
 
 This is the only module that maps (parameter, layout, rank) to a `Slice`.
 
-With tensor parallelism over t ranks, each rank has a narrower network: some of the heads, and a
-part of the MLP width and of the vocabulary. Layers that read hidden states are split by rows, and
-layers that produce them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
+With tensor parallelism over t ranks, each rank has some of the attention heads, and a part of the
+MLP width and of the vocabulary. The weights of layers that read hidden states are split by rows
+(output features), and the weights of layers that write hidden states by columns (input features);
+see Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 class Layout:
     """Degrees of parallelism of one role, with a text form such as `d2f2t2p1c1e1`.
 
-    The letters are the initials of the first six fields. `fsdp` is the number of ranks that share
-    one sharded copy of the parameters, and `expert` the number of ranks that share the experts;
-    both divide `data`. The layout uses data x tensor x pipeline x context devices. `stages_a_rank`
-    and `turns` have no letter, as the pipeline schedule sets them.
+    The layout uses data x tensor x pipeline x context devices. Each letter of the text form is the
+    initial of a degree. The last two fields have no letter, as the pipeline schedule sets them.
+
+    Attributes:
+        data: Number of data-parallel ranks.
+        fsdp: Number of data-parallel ranks that share one sharded copy of the parameters.
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline-parallel ranks.
+        context: Number of ranks that share each sequence.
+        expert: Number of data-parallel ranks over which the experts are distributed.
+        stages_a_rank: Number of pipeline stages per pipeline rank.
+        turns: Whether every second group of stages is assigned in reverse order of ranks (V shape).
     """
 
     data: int = 1
@@ -64,8 +73,8 @@ class Layout:
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
         """Return the layout that a string such as `d2t2p1` describes.
 
-        An omitted letter defaults to 1, except for `f`, which defaults to `d` for trained roles
-        without `e`. Raises `ConfigError` for an invalid string.
+        A missing letter means 1, except for `f`, which defaults to `d` if `trained` is True and `e`
+        is 1. Raises `ConfigError` for an invalid string.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -109,10 +118,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class MeshCoordinates:
-    """Coordinates of a rank in its layout.
+    """Coordinates of a rank along the parallel dimensions of its layout.
 
-    `data % fsdp` is the index of the rank's shard, `data % expert` the index of its group of
-    experts, and `data % fsdp // expert` the index of its shard of these experts.
+    The data coordinate also determines the shards of a layout with the degrees `fsdp` and `expert`.
+    The index of the rank's parameter shard is `data % fsdp`, the index of its group of experts is
+    `data % expert`, and the index of its shard of these experts is (`data % fsdp`) / `expert`,
+    rounded down.
     """
 
     data: int = 0
@@ -125,9 +136,9 @@ class MeshCoordinates:
 class Mesh:
     """Device mesh: a parallel layout and the devices on which it is placed.
 
-    `ranks` are the ranks of the run's processes, one per device. Tensor ranks are adjacent,
-    followed by context ranks and data ranks. Pipeline stages communicate least and are therefore
-    farthest apart.
+    `ranks` are the global ranks of the processes, one per device. Along `ranks`, the tensor
+    coordinate varies fastest, followed by context, data and pipeline: pipeline stages communicate
+    least and can be farthest apart.
     """
 
     layout: Layout
@@ -140,7 +151,7 @@ class Mesh:
     def check_size(layout: Layout, ranks: Sequence[int], text: str) -> None:
         """Raise `ConfigError` if the number of devices does not fit the layout.
 
-        `text` is the list of devices as the user wrote it.
+        `text` is the list of devices as the user wrote it, for the message.
         """
         needed = layout.num_devices
         given = len(set(ranks))
@@ -160,9 +171,9 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def has_same_parts(self, other: Mesh) -> bool:
-        """Return whether every rank has the same part of the batch and the network in both meshes.
+        """Return whether every rank has the same part of the batch and network in both meshes.
 
-        The sharding by `fsdp` is ignored.
+        Differences in `fsdp` are ignored.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1
@@ -182,13 +193,14 @@ class Mesh:
         return self.ranks[rows * layout.tensor + at.tensor]
 
     def list_ranks(self, data: int) -> tuple[int, ...]:
-        """Return all ranks that work on the part of a batch with data-parallel index `data`."""
+        """Return the ranks that process the part of a batch with the data-parallel index `data`."""
         return tuple(rank for rank in self.ranks if self.get_coordinates(rank).data == data)
 
     def list_ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks whose coordinates equal those of `rank`, except on the given axes.
+        """Return the ranks whose coordinates equal those of `rank`, except along the given axes.
 
-        The result includes `rank`, and is in the order of the mesh.
+        `axes` are field names of `MeshCoordinates`. The result includes `rank`, and has the order
+        of the mesh.
         """
         own = self.get_coordinates(rank)
         fixed_axes = []
@@ -203,7 +215,7 @@ class Mesh:
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Return the mesh of `layout` on devices such as `4-7` or `0,2`.
+    """Return the mesh of `layout` on the devices in `text`, such as `4-7` or `0,2`.
 
     If `text` is None, the first devices are used. Raises `ConfigError` if the text is invalid or
     the devices do not fit the layout.
@@ -234,9 +246,10 @@ def build_whole_slice(shape: tuple[int, ...]) -> Slice:
 
 
 def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
-    """Return the slice of part `index` when dimension `dim` is split into `parts` equal parts.
+    """Return the slice of part `index` if dimension `dim` of a tensor is split into equal parts.
 
-    Raises `ConfigError` if the size is not divisible by `parts`.
+    The other dimensions are not split. Raises `ConfigError` if the size is not divisible by
+    `parts`.
     """
     if shape[dim] % parts:
         raise ConfigError(
@@ -249,7 +262,10 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
 
 
 class NetworkSizes(Protocol):
-    """Sizes of a network that determine its tensor slices, implemented by `TransformerConfig`."""
+    """Sizes of a network that determine how tensor parallelism slices its parameters.
+
+    Implemented by `TransformerConfig`.
+    """
 
     @property
     def num_heads(self) -> int: ...
@@ -281,12 +297,12 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 def compute_tensor_slice(
     name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int
 ) -> Slice:
-    """Return the slice of a parameter that tensor rank `rank` of `t` stores.
+    """Return the slice of a parameter that tensor rank `rank` of `t` ranks stores.
 
-    `name` is the parameter's canonical name, and `shape` is the shape of the whole parameter. If
-    there are fewer key-value heads than ranks, several ranks store the same head, which is read by
-    the queries of these ranks. Parts of the vocabulary can differ in size. Raises `ConfigError` if
-    the heads or the MLP width do not split evenly.
+    `name` is the parameter's canonical name, such as `blocks.3.attention.q.weight`, and `shape` is
+    the shape of the whole parameter. If there are fewer key-value heads than ranks, several ranks
+    store the same key-value head. The parts of the vocabulary can differ in size. Raises
+    `ConfigError` if the heads or the MLP width do not split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     split = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
@@ -307,7 +323,7 @@ def compute_tensor_slice(
 
 
 def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the range of query heads that a tensor rank has.
+    """Return the range of query heads that tensor rank `rank` of `t` ranks stores.
 
     Raises `ConfigError` if the heads do not split evenly.
     """
@@ -320,7 +336,7 @@ def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the range of key-value heads that the queries of a tensor rank read.
+    """Return the range of key-value heads that the query heads of a tensor rank use.
 
     Raises `ConfigError` if the heads do not split evenly.
     """
@@ -335,12 +351,12 @@ def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_vocabulary(size: int, t: int, rank: int) -> slice:
-    """Return the range of token ids whose embedding and output rows belong to a tensor rank."""
+    """Return the range of token ids whose embedding and output rows a tensor rank stores."""
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
 def is_expert_weight(name: str) -> bool:
-    """Return whether a canonical name belongs to stacked expert weights or their adapters."""
+    """Return whether a canonical name is that of a stacked expert weight or of its adapter."""
     return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
 
 
@@ -359,10 +375,10 @@ def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
 
 
 def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
-    """Return the range of consecutive layers in a pipeline stage.
+    """Return the range of consecutive layers in pipeline stage `stage`.
 
-    Stages are balanced as evenly as possible; on the last stage, the output matrix counts as `head`
-    layers. Raises `ConfigError` if there are more stages than layers.
+    The stages are balanced as evenly as possible. The last stage also has the output matrix, whose
+    cost equals that of `head` layers. Raises `ConfigError` if there are more stages than layers.
     """
     if stages > num_layers:
         rule = "every stage needs at least one"
@@ -383,13 +399,13 @@ def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -
 
 
 class StagedSizes(NetworkSizes, Protocol):
-    """Sizes of a network that also determine the pipeline stage of each parameter."""
+    """Sizes of a network that also determine in which pipeline stage each parameter is."""
 
     @property
     def num_layers(self) -> int: ...
     @property
     def head_layers(self) -> float:
-        """Cost of the output matrix, as a number of layers."""
+        """Cost of the output matrix, as a number of transformer layers."""
         ...
 
 
@@ -401,8 +417,8 @@ FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 def find_stages(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
     """Return the pipeline stages that store a parameter.
 
-    A tied embedding is stored by the first and the last stage, and any other parameter by one
-    stage.
+    A parameter is stored by one stage, except for a tied embedding, which the first and the last
+    stage store.
     """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
@@ -432,9 +448,9 @@ def compute_holdings(
     parameters, `at` are the coordinates of the rank, and `tied` means that the embedding is also
     the output matrix.
 
-    With an `fsdp` degree above 1, the rows of each stored parameter are split into chunks of equal
-    size except the last (as by `torch.chunk`), after the tensor and expert splits. Expert weights
-    are split in this way among the ranks that have the same experts.
+    If `fsdp` is above 1, parameters are first split by tensor and expert parallelism. Then the rows
+    of each part are split into chunks of equal size except the last, as by `torch.chunk`. Expert
+    weights are split in this way among the ranks that have the same experts.
     """
     # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.list_stages(at.pipeline))
@@ -473,10 +489,10 @@ def compute_holdings(
 
 
 def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield groups of names, each with the parameters that are stored in one fused parameter.
+    """Yield groups of the names of parameters that are stored together in one fused parameter.
 
-    The names of a group are in the order of their rows in the fused parameter. A parameter that is
-    not fused is a group of its own.
+    The names in a group are in the order of their rows in the fused parameter. A parameter that is
+    not fused is a group by itself.
     """
     left = dict.fromkeys(names)
     while left:
@@ -499,9 +515,10 @@ def _count_elements(part: slice) -> int:
 
 
 def _is_head_norm(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
-    """Return whether a parameter is a per-head norm, which every tensor rank stores in full.
+    """Return whether a parameter is a norm over the dimensions of a head.
 
-    `own` is the parameter's name without the block prefix.
+    Every tensor rank stores such a norm in full. `own` is the parameter's name without the block
+    prefix.
     """
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 

@@ -1,7 +1,7 @@
-"""Write files.
+"""Write files safely.
 
-Links are followed. Pipes, devices and folders are refused, so that they are never replaced by a
-file.
+Symbolic links are followed. Pipes, devices and folders are refused, so that they are never replaced
+by a file.
 
     write(path, "text")                       # atomic: temporary file, flush, rename
     with replace_file(path) as partial: ...   # likewise, for a library that writes to `partial`
@@ -25,7 +25,7 @@ TEMPORARY = ".tmp"
 
 
 def resolve_destination(path: Path) -> Path:
-    """Return the path of the file to write: `path`, or its target if it is a link.
+    """Return the path of the file to write: `path`, or its target if it is a symbolic link.
 
     Raises `UserError` for a URL or an existing path that is not a regular file, and `OSError` for a
     link to itself.
@@ -84,9 +84,9 @@ def write(path: Path, content: str | bytes, *, errors: str = "strict") -> Path:
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file in order to append to it or to change a part of it.
+    """Open a file to append to it or to change a part of it in place.
 
-    `mode` and `options` are passed to `open`.
+    The path is resolved by `resolve_destination`; `mode` and `options` are passed to `open`.
     """
     return resolve_destination(path).open(mode, **options)
 

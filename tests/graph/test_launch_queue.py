@@ -24,11 +24,13 @@ def decided(graph, num_ids: int, lanes=None) -> tuple[LaunchQueue, list[Firing],
     while firings := find_ready_firings(graph, buffer, buffer.num_finished, []):
         firings = choose_first(graph, firings) if lanes else firings
         for firing in firings:
-            buffer.start(firing)
+            buffer.record_start(firing)
             agenda.add(firing, buffer)
             log.append(firing)
         for firing in firings:
-            buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, len(graph.nodes))
+            buffer.record_finish(
+                firing, firing.ids, graph.get_node(firing.node).outputs, len(graph.nodes)
+            )
     return agenda, log, over
 
 

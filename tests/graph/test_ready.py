@@ -100,13 +100,13 @@ class Simulation:
         return self
 
     def fire(self, firing: Firing) -> None:
-        self.buffer.start(firing)
+        self.buffer.record_start(firing)
         self.log.append(firing)
         for id in firing.ids:
             self.used[firing.node, id] = dict(self.versions)
         node = self.graph.get_node(firing.node)
         kept = [i for i in firing.ids if not (firing.node == "filter" and self.drop(i))]
-        self.buffer.finish(firing, kept, node.outputs, len(self.graph.nodes))
+        self.buffer.record_finish(firing, kept, node.outputs, len(self.graph.nodes))
         self.versions[firing.node] = self.versions.get(firing.node, 0) + 1
         left_over = find_surplus(self.graph, self.buffer, firing.node)
         self.surplus += left_over
@@ -226,9 +226,9 @@ def test_rounds_that_leave_nothing_are_seen():
         buffer.add([f"{first}a", f"{first}b"], ["prompt"])
         for name in ("gen", "ref_inf", "reward", "filter"):
             firing = next(f for f in find_ready_firings(graph, buffer, {}, []) if f.node == name)
-            buffer.start(firing)
+            buffer.record_start(firing)
             kept = () if name == "filter" else firing.ids
-            buffer.finish(firing, kept, graph.get_node(name).outputs, 8)
+            buffer.record_finish(firing, kept, graph.get_node(name).outputs, 8)
         assert (find_exhausted_filter(graph, buffer) is not None) == (first == 1)
 
 
@@ -266,9 +266,9 @@ def test_generation_waits_for_the_weights_of_the_step_before():
     buffer.add(["a", "b", "c", "d"], ["prompt"])
     first = find_ready_firings(graph, buffer, {}, [])
     assert first == [Firing("gen", ("a", "b"), 0)]
-    buffer.start(first[0])
+    buffer.record_start(first[0])
     assert find_ready_firings(graph, buffer, {}, first) == []
-    buffer.finish(first[0], first[0].ids, ["completion"], 8)
+    buffer.record_finish(first[0], first[0].ids, ["completion"], 8)
     assert [f.node for f in find_ready_firings(graph, buffer, {}, [])] == ["ref_inf", "reward"], (
         "both at the same time"
     )
@@ -293,9 +293,9 @@ def test_training_under_way_holds_generation_back_until_its_weights_are_in_place
     for name in ("gen", "train"):
         (firing,) = find_ready_firings(graph, buffer, {}, [])
         assert firing.node == name
-        buffer.start(firing)
+        buffer.record_start(firing)
         if name == "gen":
-            buffer.finish(firing, firing.ids, ["completion"], 2)
+            buffer.record_finish(firing, firing.ids, ["completion"], 2)
     assert find_ready_firings(graph, buffer, {"train": 0}, [firing]) == []
     assert find_ready_firings(graph, buffer, {"train": 1}, [])[0] == Firing("gen", ("b",), 1)
 
@@ -310,8 +310,8 @@ def test_batch_size_0_takes_the_batches_of_the_loader(sizes, staleness):
         buffer.closed = i == len(sizes) - 1
         while firings := find_ready_firings(graph, buffer, versions, []):
             firing = firings[0]
-            buffer.start(firing)
-            buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
+            buffer.record_start(firing)
+            buffer.record_finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
             versions[firing.node] = versions.get(firing.node, 0) + 1
             seen.append(firing)
     assert not buffer.entries
@@ -324,8 +324,8 @@ def test_ready_changes_nothing_and_the_buffer_survives_a_restart():
     buffer.add([str(i) for i in range(10)], ["prompt"])
     for _ in range(4):
         firing = find_ready_firings(graph, buffer, {}, [])[0]
-        buffer.start(firing)
-        buffer.finish(firing, firing.ids[1:], graph.get_node(firing.node).outputs, 8)
+        buffer.record_start(firing)
+        buffer.record_finish(firing, firing.ids[1:], graph.get_node(firing.node).outputs, 8)
     before = json.dumps(buffer.state_dict())
     expected = find_ready_firings(graph, buffer, {}, [])
     assert json.dumps(buffer.state_dict()) == before
@@ -343,8 +343,8 @@ def pass_through(num_ids: int) -> None:
     buffer.closed = True
     while firings := find_ready_firings(graph, buffer, versions, []):
         firing = firings[0]
-        buffer.start(firing)
-        buffer.finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
+        buffer.record_start(firing)
+        buffer.record_finish(firing, firing.ids, graph.get_node(firing.node).outputs, 8)
         versions[firing.node] = 1
     assert not buffer.entries
 
@@ -358,15 +358,15 @@ def test_blocks_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_or
     buffer.add(["a", "b", "c", "d"], ["prompt"])
     for _ in range(2):
         firing = find_ready_firings(graph, buffer, {}, [])[0]
-        buffer.start(firing)
-        buffer.finish(firing, firing.ids, ["completion"], 8)
+        buffer.record_start(firing)
+        buffer.record_finish(firing, firing.ids, ["completion"], 8)
     assert sorted("".join(block.ids) for block in buffer.entries.blocks) == ["ab", "cd"]
     firing = next(
         each for each in find_ready_firings(graph, buffer, {}, []) if each.node == "reward"
     )
     assert firing.ids == ("a", "b", "c", "d")
-    buffer.start(firing)
-    assert buffer.finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(
+    buffer.record_start(firing)
+    assert buffer.record_finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(
         buffer.entries
     ) == ["a", "d"]
 

@@ -33,8 +33,8 @@ def sampled(staleness: int, batches: int, size: int = 2) -> IdBuffer:
             for f in find_ready_firings(ppo(size, staleness), buffer, buffer.num_finished, [])
             if f.node == "gen"
         ]
-        buffer.start(firing)
-        buffer.finish(firing, firing.ids, ["completion"], 9)
+        buffer.record_start(firing)
+        buffer.record_finish(firing, firing.ids, ["completion"], 9)
     return buffer
 
 

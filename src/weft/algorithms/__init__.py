@@ -1,1 +1,1 @@
-"""Losses and advantage estimators, as array code that does not depend on a framework."""
+"""Losses and advantage estimators, independent of any deep-learning framework."""

@@ -32,14 +32,15 @@ def make_loss_constructor(
 ) -> Callable[..., FunctionLoss]:
     """Return a constructor that takes the options of `function` and returns a `FunctionLoss`.
 
-    Each parameter of the function without a default is an output of the network (`logprobs` [N],
-    `entropy` [N], `values` [N], `scores` [S], ...), `batch` (the `RowBatch`), or a key of the batch
-    (`advantages` [N], ...). Each parameter with a default is an option.
+    Parameters of the function without a default are its inputs. An input is named after an output
+    of the network (`logprobs` [N], `entropy` [N], `values` [N], `scores` [S], ...) or a key of the
+    batch (`advantages` [N], ...), for N tokens in S completions. An input called `batch` is the
+    `RowBatch` itself. Parameters with a default are options of the loss.
 
     The function returns the loss of each token [N] or, with `per="completion"`, of each completion
     [S]. It can also return `(losses, statistics)`, where `statistics` maps names to arrays of the
     same shape. The loss of a minibatch is the mean over its trained tokens or completions;
-    statistics are averaged in the same way. `by_row` has the meaning of `Loss.by_row`.
+    statistics are averaged in the same way. See `Loss.by_row` for `by_row`.
 
     Raises `ConfigError` if the function reads no output of the network, or has `*`, `**` or
     positional-only parameters.
@@ -74,7 +75,7 @@ def make_loss_constructor(
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """Loss that is the mean of a function's values over all trained tokens or all completions."""
+    """Loss defined by a function, averaged over all trained tokens or all completions."""
 
     function: Callable[..., Any]
     name: str
@@ -87,9 +88,10 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `tokens`, the number of trained tokens, or `completions`, depending on `per`.
+        """Return the number of averaged values, under the name `tokens` or `completions`.
 
-        Completions without trained tokens are counted only if the loss reads `scores`.
+        With `per="token"`, this is the number of trained tokens. With `per="completion"`,
+        completions without trained tokens are counted only if the loss reads `scores`.
         """
         rows = count_trained_rows(minibatch)
         if self.per == "token":

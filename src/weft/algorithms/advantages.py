@@ -33,10 +33,10 @@ def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> 
 def compute_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
-    """Return y_t = x_t + factor * y_{t+1} within each completion, [T]; y = 0 after the last row.
+    """Return y_t = x_t + factor * y_{t+1} within each completion, [T].
 
-    Each time step is one vector operation over the completions that are long enough. Completions
-    are sorted by decreasing length, so that these are the first ones.
+    x is `rows`, and y is 0 after the last row of a completion. The loop is over time steps; each
+    iteration handles all completions that are long enough in one vector operation.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -116,7 +116,10 @@ def compute_group_means(
 def compute_weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
-    """Return the weighted mean over each completion's group, [S]; 0 where the weights sum to 0."""
+    """Return the weighted mean of the values in each completion's group, [S].
+
+    The mean is 0 for a group whose weights sum to 0.
+    """
     sums = np.bincount(group, weights=values * weights)
     total = np.bincount(group, weights=weights)
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
@@ -217,7 +220,7 @@ def scale_advantages(
 def find_zero_variance(
     rewards: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> npt.NDArray[np.bool_]:
-    """Return the mask of groups whose rewards are all equal, bool [G].
+    """Return a mask of the groups whose rewards are all equal, bool [G] for G groups.
 
     The advantages in such a group are 0 if the baseline is computed from the group.
     """
@@ -286,7 +289,10 @@ def compute_pass_at_k_advantages(
 
 
 def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
-    """Return C(part, k) / C(whole, k), computed as a product of k factors; 0 where `part` < k."""
+    """Return the ratio of binomial coefficients C(part, k) / C(whole, k), elementwise.
+
+    It is computed as a product of k factors, and is 0 where `part` < k.
+    """
     ratio = np.ones_like(part)
     for taken in range(k):
         ratio = ratio * np.maximum(part - taken, 0.0) / np.maximum(whole - taken, 1.0)
@@ -338,12 +344,13 @@ def compute_step_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "T"]:
-    """Return the advantage of each token, computed from one reward per step, [T].
+    """Return the advantage of each token, computed from one reward per reasoning step, [T].
 
-    This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` is NaN except at the
-    last token of each step. The mean over the group is subtracted from the rewards, which are then
-    divided by the standard deviation that `scale` selects (`group`, `batch` or `none`). The
-    advantage of a token is the sum over the steps that end at this token or later.
+    This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` has the reward of a
+    step at the step's last token, and NaN at all other tokens. The mean reward of all steps in the
+    group is subtracted from each reward, and the result is divided by the standard deviation that
+    `scale` selects (`group`, `batch` or `none`). The advantage of a token is the sum over the steps
+    that end at this token or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

@@ -1,10 +1,11 @@
 """Interface of losses: their inputs, outputs and statistics.
 
-Losses are array code: the same function runs on numpy, torch and, later, jax arrays.
+Losses are written against the array API standard, so the same function runs on arrays of several
+frameworks, such as numpy and torch.
 
 A loss reads one micro-batch, laid out in rows. Each of the [N] rows is one trained position. Rows
-belong to sequences ([S], one completion each), and sequences to groups ([G], one id each). A loss
-returns a sum over samples divided by `total`, the denominators of the whole minibatch over all
+belong to sequences ([S], one completion each), and sequences to groups ([G], one sample id each). A
+loss returns a sum over samples divided by `total`, the denominators of the whole minibatch over all
 ranks, so that gradients do not depend on how the minibatch was split into micro-batches.
 """
 
@@ -35,7 +36,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Sum:
-    """Statistic that is a weighted mean: the sum of `value` divided by the sum of `weight`.
+    """Statistic reported as a weighted mean: the sum of `value` divided by the sum of `weight`.
 
     Both sums are over the micro-batches of all ranks. The statistic is omitted if the total weight
     is 0.
@@ -47,14 +48,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """Statistic that is the maximum over all micro-batches and ranks."""
+    """Statistic reported as the maximum over all micro-batches and ranks."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Min:
-    """Statistic that is the minimum over all micro-batches and ranks."""
+    """Statistic reported as the minimum over all micro-batches and ranks."""
 
     value: Any
 
@@ -64,7 +65,7 @@ Stat = Sum | Max | Min
 
 @runtime_checkable
 class RowBatch(Protocol):
-    """One micro-batch as a loss sees it.
+    """Micro-batch in the row layout that losses read.
 
     `batch[key]` is [N] for a key with one value per completion token (`loss_mask`, `advantages`,
     `logprobs`, ...), [N, K] for a key with K values per token, and [S] for a key with one value per
@@ -91,11 +92,14 @@ class RowBatch(Protocol):
         ...
 
     def spread(self, sequences: Array) -> Array:
-        """Repeat one value per sequence, [S], for all rows of the sequence; returns [N]."""
+        """Return each sequence's value repeated for all rows of the sequence, [N].
+
+        `sequences` has one value per sequence, [S].
+        """
         ...
 
     def pairs(self) -> tuple[Array, Array]:
-        """Return the indices of the better and the worse sequence of each pair, [P] each.
+        """Return the indices of the better and the worse sequence of each of P pairs, [P] each.
 
         Both sequences of a pair belong to the same group and the same `comparison`; the better
         sequence has the smaller `rank`.
@@ -105,9 +109,9 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """Subset of the interface of `SequenceSample` that `Loss.denominators` uses.
+    """Part of the interface of `SequenceSample` that `Loss.denominators` uses.
 
-    The class `SequenceSample` is defined in a higher layer, which this module cannot import.
+    `SequenceSample` itself is defined in a higher layer, which this module cannot import.
     """
 
     @property
@@ -120,10 +124,10 @@ class Sample(Protocol):
 
 
 class Loss(Protocol):
-    """Training objective.
+    """Interface of a training objective.
 
-    The built-in losses are frozen dataclasses whose fields are their options. They inherit `veto`
-    and `summary`.
+    The built-in losses are frozen dataclasses whose fields are their options. They inherit the
+    default implementations of `veto` and `summary`.
     """
 
     outputs: frozenset[Output]
@@ -140,9 +144,10 @@ class Loss(Protocol):
         return False
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the totals by which `__call__` divides the loss, by name.
+        """Return the totals by which `__call__` divides the loss, as a mapping from name to total.
 
-        The totals depend only on the data of the minibatch, and each is a sum over the ids.
+        An example is `tokens`, the number of trained tokens. The totals depend only on the data of
+        the minibatch, and each is a sum over its sample ids.
         """
         ...
 
@@ -157,7 +162,7 @@ class Loss(Protocol):
         ...
 
     def veto(self, stats: Mapping[str, float]) -> str | None:
-        """Return a reason to skip the optimizer step of this minibatch, or None to take it.
+        """Return a reason to skip the optimizer step of this minibatch, or None to take the step.
 
         `stats` are the reduced statistics of the minibatch.
         """
@@ -242,7 +247,7 @@ def masked_mean(values: Array, mask: Array) -> Sum:
 
 
 def to_host_array(array: Array) -> npt.NDArray[Any]:
-    """Return a copy of an array in host memory, as a numpy array without a gradient."""
+    """Return `array` as a numpy array in host memory, without a gradient."""
     return np.asarray(array_api_compat.to_device(fixed(array), "cpu"))
 
 

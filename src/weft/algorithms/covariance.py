@@ -23,7 +23,11 @@ METHODS = ("none", "clip", "kl")
 def compute_covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
-    """Return (log pi - mean) * (advantage - mean) for tokens with mask 1, else -inf, [T]."""
+    """Return each token's contribution to the covariance of log-prob and advantage, [T].
+
+    The contribution is (log pi - mean) * (advantage - mean), where the means are over tokens with
+    mask 1. It is -inf for tokens with mask 0.
+    """
     count = max(float(mask.sum()), 1.0)
     means = [(values * mask).sum() / count for values in (logprobs, advantages)]
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
@@ -34,9 +38,10 @@ def select_clip_cov_rows(
 ) -> Bool[Flags, "T"]:
     """Return the mask of the tokens that Clip-Cov removes from the loss, bool [T].
 
-    A fraction `share` of all trained tokens, at least one, is selected from the candidates, which
-    have a covariance in [low, high]. `order` has one random number per token; the candidates with
-    the smallest numbers are selected.
+    Candidates are the tokens with a covariance in [`low`, `high`]. The number of tokens to remove
+    is a fraction `share` of all trained tokens, but at least one. If there are more candidates than
+    that, those with the smallest values of `order`, which has one random number per token, are
+    removed.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     able = np.flatnonzero((covariance >= low) & (covariance <= high))

@@ -69,9 +69,10 @@ def compute_generalised_jsd(
 @register_loss("gkd")
 @dataclass(frozen=True)
 class GKDLoss(Loss):
-    """Mean over trained tokens of a generalised JSD + `sft_coef` * -log p(token) of data tokens.
+    """Generalised JSD between teacher and student, averaged over trained tokens.
 
-    The divergence is computed by `compute_generalised_jsd`.
+    The divergence is computed by `compute_generalised_jsd`. If `sft_coef` is not 0, the loss of
+    each token that comes from the data also includes `sft_coef` * -log p(token).
 
     The loss reads these keys: `given_ids` [N, K] are the teacher's most likely ids, most likely
     first; `teacher_logprobs` [N, K + 1] are their log-probs and the log-prob of any other id;

@@ -1,7 +1,7 @@
 """Preference losses without a reward model: DPO variants on pairs, KTO and BCO.
 
-`preferences.py` and `labelled.py` contain the formulas, from which this module builds the losses of
-a minibatch. KTO and BCO train on single labelled completions.
+The formulas are in `preferences.py` and `labelled.py`; this module applies them to minibatches. KTO
+and BCO train on single labelled completions instead of pairs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 @dataclass(frozen=True)
 class PairwiseLoss(Loss):
-    """Mean over pairs of a loss in `KINDS` + `rpo_alpha` * cross-entropy.
+    """Preference loss on pairs of completions: DPO and its variants.
 
-    A pair is two completions of one comparison, the better first. The cross-entropy is that of the
-    better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning Preference
-    Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a micro-batch.
+    The value is the mean over pairs of the loss `loss_type` (a key of `preferences.KINDS`) +
+    `rpo_alpha` * cross-entropy. A pair is two completions of one comparison, the better first. The
+    cross-entropy is that of the better completion, averaged over its tokens (Pang et al. 2024,
+    "Iterative Reasoning Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages
+    over all tokens of a micro-batch.
 
     The loss reads the keys `rank`, `comparison` if present, and `ref_logprobs` unless the loss type
     needs no reference.
@@ -108,9 +110,9 @@ BETA = 0.1
 
 
 def find_default_beta(loss_type: str) -> float:
-    """Return the default beta of a loss type.
+    """Return the default beta of a loss type: 0.1, unless the loss type defines its own default.
 
-    For simpo, beta has a different scale than for the other losses.
+    Only `simpo` does, because its beta has a different scale.
     """
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)
@@ -133,8 +135,9 @@ def build_preference_loss(
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
 
-    `options` are any of the options in `DEFAULTS`. Raises `ConfigError` if an option that the loss
-    type does not read differs from its default, or if a value is out of range.
+    If `beta` is None, the default of the loss type is used. `options` can be any of the options in
+    `DEFAULTS`. Raises `ConfigError` if an option that the loss type does not read differs from its
+    default, or if a value is out of range.
     """
     if loss_type not in LOSS_TYPES:
         raise build_unknown_name_error("dpo.loss_type", loss_type, LOSS_TYPES)

@@ -1,6 +1,7 @@
-"""GRPO and related losses: the clipped policy loss with other averages, ratios and KL terms.
+"""GRPO and its variants: the clipped policy loss with other averages, ratios and KL terms.
 
-Advantages compare the completions of one prompt (`advantages.py`), so no critic is trained.
+Advantages are computed by comparing the completions of one prompt (`advantages.py`), so no critic
+is trained.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ def compute_sapo_loss(
 
 
 def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
-    """Return the mean log-ratio over the trained tokens of each row's completion, [N].
+    """Return, for each row, the mean log-ratio over the trained tokens of its completion, [N].
 
-    This is the ratio of GSPO (Zheng et al. 2025, eq. 7).
+    Its exponential is the importance ratio of GSPO (Zheng et al. 2025, eq. 7).
     """
     xp = array_api_compat.array_namespace(log_ratio)
     masked_log_ratio = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
@@ -115,7 +116,7 @@ def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) ->
 @register_loss("grpo")
 @dataclass(frozen=True)
 class GRPOLoss(Loss):
-    """Average over tokens of a policy loss + kl_coef * KL - entropy_coef * entropy.
+    """Policy loss + kl_coef * KL - entropy_coef * entropy, averaged over tokens.
 
     `loss_type` selects the average (names as in TRL):
 
@@ -131,9 +132,9 @@ class GRPOLoss(Loss):
     completion, as in GSPO (which TRL and the paper combine with `grpo`). `surrogate` selects the
     policy loss: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
     suits one update per batch. `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
-    `kl_estimator` is k3 as in DeepSeekMath and TRL, k2, whose gradient is that of the true KL, or
-    k1, whose gradient vanishes in expectation (`estimate_kl`). By default, TRL multiplies the KL by
-    the ratio; weft does not, as in the paper.
+    `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is that of the true KL) or
+    k1 (its gradient vanishes in expectation); see `estimate_kl`. By default, TRL multiplies the KL
+    by the ratio; weft does not, as in the paper.
 
     The loss reads the keys `advantages` and `logprobs`, `ref_logprobs` if `kl_coef` is above 0,
     `old_logprobs` and `sampler_weights` if present, and `high_covariance` unless `covariance` is
@@ -178,7 +179,10 @@ class GRPOLoss(Loss):
 
     @property
     def clip(self) -> RatioClip:
-        """Range of the importance ratio, with defaults from `RANGES`."""
+        """Range to which importance ratios are clipped.
+
+        Bounds that the user has not set have default values from `RANGES`.
+        """
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides
             low = self.eps_clip

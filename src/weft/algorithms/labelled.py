@@ -64,10 +64,12 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 @dataclass(frozen=True)
 class LabelledLoss(Loss):
-    """Mean over completions of weight * `compute_kto_loss` or `compute_bco_loss`.
+    """Mean over completions of the KTO or BCO loss, multiplied by the weight of the label.
+
+    The weights are `desirable_weight` and `undesirable_weight`.
 
     The loss reads the keys `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline`
-    (KTO's z0) or `reward_shift` (BCO's delta), with one value per id or per completion.
+    (KTO's z0) or `reward_shift` (BCO's delta), with one value per sample id or per completion.
 
     In the names of metrics, "chosen" means desirable and "rejected" undesirable completions.
     `rewards/{chosen,rejected,margins}` are means of beta * score, and `logps/{chosen,rejected}` of

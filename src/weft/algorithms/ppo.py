@@ -85,12 +85,13 @@ def compute_clipped_surrogate(
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Return each token's loss, and 1 where a bound blocks its gradient (else 0), both [N].
 
-    With w = exp(log pi_new - log pi_old), the loss to minimise is
+    With w = exp(log pi_new - log pi_old) and the advantage A, the loss to minimise is
 
         -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
-        and, if A < 0, at most -c A                      dual clip
+        and, if A < 0, at most -dual * A                 dual clip
 
-    `log_ratio` is clipped before `exp` (`exp_ratio`).
+    where `low`, `high` and `dual` are fields of `clip`. `log_ratio` is clipped before `exp`
+    (`exp_ratio`).
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ratio = exp_ratio(log_ratio)
@@ -148,14 +149,14 @@ def weight_policy_loss(
 def compute_policy_stats(
     out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
 ) -> dict[str, Stat]:
-    """Return the metrics that every policy node logs.
+    """Return the statistics that all policy losses log.
 
     Unless stated otherwise, they are means over trained tokens. `entropy` is in nats. `clip_ratio`
     is the share of tokens whose gradient is blocked by a bound. `approx_kl` is k3 between the
     policy before the first update on the batch and the trained policy. `importance_ratio` is the
     ratio of these two policies, and `importance_ratio_max` its maximum. `sampler_logprob_diff` is
-    |log-prob while sampling - log-prob now|, and `sampler_logprob_diff_max` its maximum; before the
-    first update on a batch, this is the gap between sampler and trainer. `kl` is k3 to the
+    |log-prob while sampling - current log-prob|, and `sampler_logprob_diff_max` its maximum; before
+    the first update on a batch, this is the gap between sampler and trainer. `kl` is k3 to the
     reference, or `approx_kl` if the batch has no `ref_logprobs`.
     """
     now = fixed(out["logprobs"])

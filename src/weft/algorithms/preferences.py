@@ -31,8 +31,9 @@ def compute_divergence_score(
 ) -> Float[Array, "S"]:
     """Return f'(t) for t = pi / ref, where f is the function that defines an f-divergence, [S].
 
-    It is computed from `log_ratio` = log t, and is correct up to a constant, which cancels in a
-    difference of scores (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1):
+    The result is computed from `log_ratio` = log t, and is correct up to a constant, which cancels
+    in a difference of scores (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1).
+    With a = `alpha`:
 
         reverse_kl   log t                     DPO
         forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
@@ -104,9 +105,10 @@ def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]
 def compute_simpo_loss(
     delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0
 ) -> Float[Array, "P"]:
-    """Return -log sigmoid(beta delta - gamma) of mean log-probs (Meng et al. 2024, eq. 6).
+    """Return the SimPO loss -log sigmoid(beta delta - gamma) (Meng et al. 2024, eq. 6), [P].
 
-    Labels are smoothed as in `compute_sigmoid_loss`.
+    `delta` is the difference of the two completions' mean log-probs per token. Labels are smoothed
+    as in `compute_sigmoid_loss`.
     """
     return compute_sigmoid_loss(delta - gamma / beta, beta, smoothing)
 
@@ -127,11 +129,12 @@ def compute_log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
 def compute_orpo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """Return -better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs.
+    """Return -better - beta log sigmoid(log_odds(better) - log_odds(worse)) of each pair, [P].
 
-    The source is Hong et al. 2024, eq. 6 and 7; `beta` is the paper's lambda. The first term is the
-    cross-entropy of the better answer, averaged over its tokens as in the paper; TRL averages over
-    all tokens of a micro-batch, prompts included.
+    `better` and `worse` are mean log-probs per token. The source is Hong et al. 2024, eq. 6 and 7;
+    `beta` is the paper's lambda. The first term is the cross-entropy of the better answer, averaged
+    over its tokens as in the paper; TRL averages over all tokens of a micro-batch, prompts
+    included.
     """
     return -better - beta * log_sigmoid(compute_log_odds(better) - compute_log_odds(worse))
 
@@ -230,11 +233,14 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 
 @dataclass(frozen=True)
 class PreferenceLossKind:
-    """Loss of a pair as a function of (better, worse, options), with the properties of the loss.
+    """Preference loss of a pair, with the scores and options that it reads.
 
-    `score` is the kind of score that the loss compares (one of `SCORES`). `options` are the names
-    of the options that the loss reads, and `defaults` are default values that differ from those of
-    other losses. `divergences` is True if a divergence can be chosen.
+    Attributes:
+        loss: function of (better scores, worse scores, options) that returns each pair's loss
+        score: kind of score that the loss compares, one of `SCORES`
+        options: names of the options that the loss reads, besides beta
+        defaults: default values of options that differ from the general defaults
+        divergences: True if the user can choose an f-divergence
     """
 
     loss: Callable[[Array, Array, Any], Array]
@@ -249,7 +255,7 @@ def _build_delta_kind(
 ) -> PreferenceLossKind:
     """Return the `PreferenceLossKind` of a loss that depends only on `delta` = better - worse.
 
-    Such a loss supports all divergences.
+    Such a loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True

@@ -56,9 +56,10 @@ def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]
 
 
 def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
-    """Return the number of (better, worse) pairs of each id, int64 [num_ids].
+    """Return the number of (better, worse) pairs of each sample id, int64 [num_ids].
 
-    Counts the pairs that `RowBatch.pairs` would list, using only `rank` and `comparison`.
+    The counts equal the numbers of pairs that `RowBatch.pairs` lists, but are computed from the
+    data's `rank` and `comparison` alone.
     """
     rank = to_host_array(minibatch.data["rank"])
     if "comparison" in minibatch.data:
@@ -77,9 +78,9 @@ def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
 @register_loss("rw")
 @dataclass(frozen=True)
 class RewardLoss(Loss):
-    """Mean over groups of the mean loss of a group's pairs; a ranking of k has C(k, 2) pairs.
+    """Pairwise loss of a reward model, averaged over each group's pairs and then over groups.
 
-    The loss of a pair is
+    A group that ranks k completions has C(k, 2) pairs. The loss of a pair is
 
         -log sigmoid(s_better - s_worse - margin)
             + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
@@ -91,7 +92,7 @@ class RewardLoss(Loss):
     Metrics are means over pairs: `accuracy`, the share of pairs in the right order (a tie is
     wrong), and `margin`, the difference of the scores. `kendalltau` is (right - wrong) / pairs
     within a group, averaged over groups: Kendall's tau-a over the pairs that the ranking orders,
-    which equals tau-b if nothing is tied.
+    which equals tau-b if nothing is tied. `score` is the mean score of all completions.
 
     With `loss_type=classification`, the loss is the mean over all pairs of the minibatch, so that a
     ranking of k has the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of
@@ -114,7 +115,10 @@ class RewardLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `groups`, the number of ids that have a pair, and `pairs`, the number of pairs."""
+        """Return the totals `groups` and `pairs`.
+
+        They are the number of sample ids with at least one pair, and the number of all pairs.
+        """
         pairs = count_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 

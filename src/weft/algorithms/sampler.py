@@ -1,7 +1,8 @@
 """Importance weights that correct for differences between the sampler and the trained network.
 
-Another kernel, dtype or engine samples from a slightly different policy. With w = pi_trainer(token)
-/ pi_sampler(token), both with the same weights, the policy loss of a token is multiplied by
+A sampler with another kernel, dtype or engine than the trainer samples from a slightly different
+policy. To correct for this, the policy loss of each token is multiplied by a weight. With w =
+pi_trainer(token) / pi_sampler(token), computed from the same parameters, the weight is
 
     token_truncate      min(w, high)
                         TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
@@ -40,11 +41,12 @@ def compute_sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return (weight, unbounded ratio) of each token, computed from log-probs in nats, [T] each.
+    """Return (weight, unbounded ratio) of each token, [T] each.
 
-    Tokens with mask 0 are ignored and have weight 1. If `low` is None, there is no lower bound.
-    Truncation never has a lower bound, since small weights are correct. Log-ratios are clipped to
-    +-20 before `exp`. Raises `ConfigError` for an unknown correction.
+    `trainer` and `sampler` are the token log-probs of the two policies, in nats, and `correction`
+    is one of `CORRECTIONS`. Tokens with mask 0 are ignored and have weight 1. If `low` is None,
+    there is no lower bound. Truncation never has a lower bound, since small weights are correct.
+    Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError` for an unknown correction.
     """
     if correction not in CORRECTIONS:
         raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)

@@ -40,11 +40,12 @@ def find_sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """Mean over pairs of -log sigmoid(beta (a - b)), with a and b of the same rank.
+    """AOT loss: the mean over pairs of -log sigmoid(beta (a - b)), with a and b of the same rank.
 
-    For `aot`, a is log pi(better) - log pi(worse) of the policy, and b that of the reference. For
-    `aot_unpaired`, a is the log-ratio of a better completion to the reference, and b the log-ratio
-    of a worse one. `label_smoothing` has the same meaning as in cDPO.
+    For `aot`, a is log pi(better) - log pi(worse) under the policy, and b is the same difference
+    under the reference. For `aot_unpaired`, a is the log-ratio of a better completion to the
+    reference, and b the log-ratio of a worse one. `label_smoothing` has the same meaning as in
+    cDPO.
 
     The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`. For
     `aot`, `partner` is b, stored at the better completion of a pair. For `aot_unpaired`, `partner`
@@ -94,7 +95,7 @@ class TransportLoss(Loss):
     def _average_both_sides(
         self, one: Float[Array, "P"], other: Float[Array, "P"]
     ) -> Float[Array, "P"]:
-        """Return half the sum of two losses, but with the gradient of the full sum.
+        """Return the mean of two losses, but with the gradient of their sum.
 
         `one` and `other` are the losses of the better and of the worse completions. Both count
         every comparison, so their values are averaged. Their gradients are added, because each loss

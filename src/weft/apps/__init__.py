@@ -1,1 +1,1 @@
-"""Entry points with ReaL's module names: `python -m weft.apps.main` and `.quickstart`."""
+"""Entry points under the module names of ReaL, such as `python -m weft.apps.main`."""

@@ -1,4 +1,7 @@
-"""Entry point `python -m weft.apps.main COMMAND ...`, which runs `weft COMMAND` or `find_config`."""
+"""Entry point `python -m weft.apps.main COMMAND ...`, compatible with `realhf.apps.main`.
+
+`find_config` lists experiments as in ReaL; any other command runs as `weft COMMAND ...`.
+"""
 
 from __future__ import annotations
 

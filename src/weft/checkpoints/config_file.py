@@ -1,6 +1,6 @@
 """Read and check a model's config.json without torch.
 
-Refuses values that no network, tokenizer or library could use.
+Values that no network, tokenizer or library could use are refused.
 
     values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
     with prefix_errors("critic.path=DIR/config.json"): ...   # errors raised inside start with this
@@ -74,7 +74,7 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def set_by(option: str) -> Iterator[None]:
-    """Prefix every `CheckpointError` raised in the context with the option that names the file.
+    """Prefix every `CheckpointError` raised in the context with the option that set the path.
 
     With the option `critic.path`, the message becomes `critic.path=DIR/config.json: ...`.
     """
@@ -108,9 +108,9 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def find_problem(key: str, value: Any) -> str | None:
-    """Return a description of the rule that `value` violates, or None if it is valid.
+    """Return a phrase for what the value of `key` must be, or None if `value` is valid.
 
-    Only keys that are common to most models are checked.
+    An example is "a finite number". Only keys that are common to most models are checked.
     """
     if value is None:
         return None

@@ -157,7 +157,11 @@ def _format_config_path(path: str | Path) -> str:
 
 
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
-    """Return (family, configuration) of a model directory or hub name."""
+    """Return the model family and the configuration of a model directory or hub name.
+
+    `type` is the name of the family, if it differs from the `model_type` in config.json. Raises
+    `CheckpointError` if config.json is missing or invalid, or if there is no such family.
+    """
     raw = read_raw(path)
     prefix = read_prefix(path)
     with prefix_errors(_format_config_path(path)):
@@ -169,7 +173,10 @@ def read_config(path: str | Path, type: str | None = None) -> tuple[Family, Tran
 def check_vocabulary(
     config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str
 ) -> None:
-    """Raise `CheckpointError` if the model has no embedding for some of the tokenizer's ids."""
+    """Raise `CheckpointError` if the model has no embedding for some of the tokenizer's ids.
+
+    `model` and `tokenizer` are the paths or names to show in the message.
+    """
     if tokenizer_size > config.vocab_size:
         raise CheckpointError(
             f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of "
@@ -182,10 +189,12 @@ def check_vocabulary(
 
 
 class ParameterReader:
-    """Reader of a model directory's parameters, by canonical name.
+    """Reader of the parameters in a model directory, by canonical name.
 
-    All names and shapes are checked when the reader is created. Reading a slice of a parameter
-    reads only the bytes of that slice; `bytes_read` counts the bytes read so far.
+    A canonical name is weft's own name of a parameter, equal for all model families, such as
+    `blocks.3.attention.q.weight`. All names and shapes are checked when the reader is created.
+    Reading a slice of a parameter reads only the bytes of that slice; `bytes_read` counts the bytes
+    read so far.
     """
 
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
@@ -229,20 +238,22 @@ class ParameterReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that most elements of the weights have."""
+        """Most common dtype of the weights, by number of elements."""
         return self.files.dtype
 
     def to_stored_name(self, hf: str) -> str:
-        """Return the name under which the files store the Hugging Face parameter `hf`.
+        """Return the name of the Hugging Face parameter `hf` in the weight files.
 
-        Checkpoints of a model without a head omit the family's name prefix.
+        The names differ if the checkpoint was saved without a head, since its names then lack the
+        family's prefix.
         """
         return hf.removeprefix(self.family.prefix) if self._lacks_prefix else hf
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """Return the slice `where` of a parameter, in the dtype of the files.
 
-        Raises `CheckpointError` if the parameter is unknown or missing.
+        `where` has a `slice` for each dimension; None means the whole parameter. Raises
+        `CheckpointError` if the parameter is unknown or missing.
         """
         if self._prefix_reader and name in self._prefix_reader:
             return self._prefix_reader.read(name, where)
@@ -275,7 +286,7 @@ class ParameterReader:
 def _check_names(reader: ParameterReader) -> None:
     """Check that the files have exactly the model's tensors, with the expected shapes.
 
-    Heads are exempt: a missing score head will be initialized, and a head that is not needed is
+    Heads are exempt: a missing score head is initialized later, and a head that is not needed is
     ignored. Raises `CheckpointError` if the check fails.
     """
     family = reader.family
@@ -287,6 +298,7 @@ def _check_names(reader: ParameterReader) -> None:
         heads.update(family.keymap(config, head).group_by_hf_name())
     heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
     known = {reader.to_stored_name(name) for name in {*wanted, *heads}}
+    # Tensors of the files that the model does not have.
     unknown = []
     for n in reader.files.names:
         if n not in known and not n.endswith(family.buffers):
@@ -297,6 +309,7 @@ def _check_names(reader: ParameterReader) -> None:
             f"does not have; "
             "is config.json the one that belongs to the weights?"
         )
+    # Tensors of the model that the files do not have.
     missing = []
     for name in wanted:
         if name not in reader and name != family.score:
@@ -306,6 +319,7 @@ def _check_names(reader: ParameterReader) -> None:
             f"{where} lacks {_format_names(missing)}, which a {family.name} model with this config.json "
             f"has"
         )
+    # Dtypes and shapes of those in both.
     reader.files.check_floats(reader.to_stored_name(name) for name in wanted if name in reader)
     for name, keys in wanted.items():
         expected = keys[0].compute_hf_shape(reader.shapes[keys[0].name])
@@ -363,7 +377,7 @@ def init_random(
     """Return a network with random weights.
 
     The values of a parameter depend only on `seed` and the parameter's name, so an actor and its
-    reference start with equal weights.
+    reference start with the same weights.
     """
     network = Transformer.build_empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():
@@ -374,7 +388,9 @@ def init_random(
 def initialize_parameter(
     name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int
 ) -> None:
-    """Initialize a parameter; random values are drawn in float32 on the CPU for any device.
+    """Initialize a parameter in place.
+
+    Random values are drawn in float32 on the CPU, so that they are the same on every device.
 
     Matrices and embeddings are normal with standard deviation `initializer_range`. For matrices
     that write into the residual stream (o, down), it is divided by sqrt(2 layers) (Radford et al.
@@ -412,7 +428,7 @@ def _compute_initial_std(name: str, shape: tuple[int, ...], config: TransformerC
 def compute_parameter_shapes(
     config: TransformerConfig, head: Head = "lm"
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by canonical name, without allocating them."""
+    """Return the shape of every parameter, by canonical name, without allocating the parameters."""
     with torch.device("meta"):
         parameter_shapes: dict[str, tuple[int, ...]] = {}
         for name, p in canonical_values(Transformer(config, head)).items():
@@ -499,10 +515,9 @@ def _write_config(
 
 
 def write_mean_pooled_architecture(directory: Path) -> None:
-    """Set the architecture in a saved model's config.json to that of mean-pooled reward models.
+    """Set `architectures` in a saved config.json to weft's class of mean-pooled reward models.
 
-    The saved file names a `transformers` class that reads the score at the last token; this name is
-    replaced.
+    This replaces a class of `transformers` that would read the score at the last token.
     """
     values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
     weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -520,7 +535,7 @@ def assemble(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each checkpoint name in `wanted`.
 
-    `wanted` maps a checkpoint name to the keys of the parameters from which the tensor is
+    `wanted` maps a checkpoint name to the keys that describe from which `parameters` its tensor is
     assembled.
     """
     held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
@@ -546,9 +561,9 @@ def assemble(
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """Return the configuration with changed special tokens. An id of None removes the token.
+    """Return a copy of the configuration with changed special token ids.
 
-    `ids` can be `bos_token_id`, `eos_token_id` and `pad_token_id`.
+    `ids` can be `bos_token_id`, `eos_token_id` and `pad_token_id`. An id of None removes the token.
     """
     unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"

@@ -68,7 +68,7 @@ NON_DECODER_TYPES = frozenset(
 
 @cache
 def read_shipped_configs() -> dict[str, dict[str, Any]]:
-    """Return the built-in config.json values for the models of weft's recipes, by hub name."""
+    """Return the built-in config.json values of the models in weft's recipes, by hub name."""
     models: dict[str, dict[str, Any]] = json.loads(
         (Path(weft.__file__).parent / "recipes" / "models.json").read_text()
     )
@@ -76,10 +76,10 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 
 
 def find_shipped_config(path: str) -> dict[str, Any] | None:
-    """Return the built-in config.json values for a recipe's model, or None for other models.
+    """Return the built-in config.json values of a recipe's model, or None for other models.
 
     The values are used to plan a run before the model is downloaded. The result is also None if the
-    model's own config.json is on this machine, as it is during a run.
+    model's own config.json is on this machine.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None
@@ -91,11 +91,12 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 
 
 def read_config_values(path: str) -> Mapping[str, Any]:
-    """Return the values of a model's config.json without downloading it, or an empty mapping.
+    """Return the values of a model's config.json without downloading it.
 
     The file is looked up in the directory, in the hub's cache and among the built-in
-    configurations; for a trained prefix, the base model's file is used. Raises `CheckpointError` if
-    the file is invalid; the message starts with its path.
+    configurations; for a trained prefix, the base model's file is used. If there is no such file,
+    the result is an empty mapping. Raises `CheckpointError` if the file is invalid; the message
+    starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -124,7 +125,10 @@ def choose_backend(values: Mapping[str, Any]) -> str:
 
 
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
-    """Return one line on the disadvantages of running a model type for which weft has no family."""
+    """Return a one-line warning for a model type that weft has no family for.
+
+    It describes the disadvantages of the backend that runs such a model.
+    """
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "
         f"it: slower, and on several "

@@ -50,10 +50,10 @@ CheckpointSteps = Mapping[int, Path]
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """Model that a name refers to.
+    """Result of looking up a model by name.
 
     `path` is a directory or a hub name. `note` is a message that tells the user which model was
-    chosen.
+    chosen, or empty.
     """
 
     path: str
@@ -62,14 +62,15 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class ModelQuery:
-    """Kind of model to look for.
+    """Requirements on the model that a name refers to, and where to look for it.
 
-    `roles` are the acceptable roles, best first. `option` is the command-line option that the name
-    was given for. `fileroot` is the folder of all runs.
-
-    The other fields are set if an unfinished run is resumed: `initial_checkpoint` is the checkpoint
-    that the run began with, which a name without a step still refers to, and `own_run` is the
-    directory of the run.
+    Attributes:
+        option: Command-line option that the name was given for, for messages.
+        roles: Roles whose checkpoints are acceptable, best first.
+        fileroot: Folder of all runs.
+        initial_checkpoint: Checkpoint that a resumed run began with, or None for a new run. A name
+            without a step still refers to it.
+        own_run: Directory of the run that the model is for. Searches for a run skip it.
     """
 
     option: str = ""
@@ -85,8 +86,9 @@ class ModelQuery:
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that the name `given` refers to, without looking up hub names.
 
-    Raises `CheckpointError` if there is no such model. The message names the option, lists the
-    accepted names and suggests a similar one.
+    A name of the form of a hub name is returned unchanged if nothing on this machine matches it.
+    `wanted` defaults to a checkpoint of a policy. Raises `CheckpointError` if there is no such
+    model. The message names the option, lists the accepted names and suggests a similar one.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -136,7 +138,10 @@ def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
 
 
 def find_newest_run(path: str) -> str:
-    """Return the newest run if `path` is a folder of runs such as `saved_model`, else `path`."""
+    """Return the newest run in a folder of runs, such as `saved_model`.
+
+    If `path` is not a folder of runs, it is returned unchanged.
+    """
     folder = Path(path).expanduser()
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
         return path
@@ -189,8 +194,8 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return the newest checkpoint of a suitable role in the newest run that has one.
 
-    A run that is resumed uses the checkpoint that it began with. Raises `CheckpointError` if no run
-    has a suitable checkpoint.
+    If a run is being resumed, the checkpoint that it began with is returned. Raises
+    `CheckpointError` if no run has a suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -216,7 +221,9 @@ def _find_in_run(
 ) -> LocatedModel:
     """Return the requested checkpoint of a run.
 
-    `place` is the run, its folder of checkpoints, or the folder of one role.
+    `place` is the directory of the run, its folder of checkpoints, or the folder of one role.
+    `step` is a step such as "step40", or None or "latest" for the newest. Raises `CheckpointError`
+    if there is no such checkpoint.
     """
     inside = (place / CHECKPOINTS).is_dir() or (place / RUN_CONFIG).is_file()
     checkpoints = _find_checkpoints(place / CHECKPOINTS if inside else place)
@@ -239,7 +246,10 @@ def _find_in_run(
 def _choose_newest(
     given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint or, for a resumed run, the checkpoint that it began with."""
+    """Return the newest checkpoint of a role.
+
+    If a run is being resumed, the checkpoint of this role that it began with is returned.
+    """
     newest = steps[max(steps)]
     began = (
         None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
@@ -258,9 +268,10 @@ def _choose_newest(
 
 
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the checkpoint that a resumed run began with; `more` is appended to the note.
+    """Return the checkpoint `began`, with which the resumed run began.
 
-    Raises `CheckpointError` if the checkpoint no longer exists.
+    `more` is appended to the note for the user. Raises `CheckpointError` if the checkpoint has been
+    removed.
     """
     if not began.is_dir():
         raise CheckpointError(

@@ -1,10 +1,10 @@
 """Read and write adapters in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`.
 
-weft has one adapter, with the matrices A and B, per unfused layer. If the checkpoint fuses several
-layers (phi3's qkv, GPT-2's c_attn), their adapters are saved as one, whose rank is the sum of their
-ranks: A is stacked, B is block-diagonal, and `rank_pattern` and `alpha_pattern` preserve the scale.
-Reading and writing are exact. A stack of experts has one adapter per expert, under the checkpoint's
-names.
+In weft, each unfused layer has one adapter with the matrices A and B. If the checkpoint fuses
+several layers (phi3's qkv, GPT-2's c_attn), their adapters are saved as one, whose rank is the sum
+of their ranks: A is stacked, B is block-diagonal, and `rank_pattern` and `alpha_pattern` preserve
+the scale. Writing an adapter and reading it again is exact. A stack of experts has one adapter per
+expert, under the checkpoint's names.
 
 PEFT unties the modules in `modules_to_save`: an embedding that is also the output matrix is stored
 under both names.
@@ -58,10 +58,10 @@ def save_adapter(
 ) -> None:
     """Write the adapters among `parameters` in PEFT's format.
 
-    `parameters` have canonical names, including `lora_a` and `lora_b`. `scales` maps each adapted
-    layer to its scale, and `base` is the name of the base model. A value or score head is saved as
-    well, in PEFT's `modules_to_save`. With `whole`, the embedding and the output matrix are saved
-    there, too.
+    `parameters` have canonical names (weft's own), including `lora_a` and `lora_b`. `scales` maps
+    each adapted layer to its scale, and `base` is the name of the base model. A value or score head
+    is saved as well, in PEFT's `modules_to_save`. If `whole` is True, so are the embedding and the
+    output matrix.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def _export(
 def _find_modules_to_save(
     family: Family, config: TransformerConfig, head: Head, embeddings: bool
 ) -> dict[str, str]:
-    """Map names in the checkpoint to the parameters that are saved in full with the adapters.
+    """Return the parameters that are saved in full next to the adapters, by checkpoint name.
 
     An embedding that is also the output matrix is saved under both names. The output matrix is also
     saved as `lm_head`: PEFT uses module names, and in transformers 5 the output module of every
@@ -163,9 +163,9 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
     """Return the matrix B of a fused adapter, assembled from the B matrices of the single layers.
 
-    `parts` are the B matrices of the layers `keys`. Each is copied to the rows that its layer has
-    in the checkpoint's fused weight, and to columns that no other layer uses. All other elements
-    are 0.
+    `parts` are the B matrices of the layers that `keys` describe. Each is copied to the rows that
+    its layer has in the checkpoint's fused weight, and to columns that no other layer uses. All
+    other elements are 0.
     """
     first = keys[0].fused
     assert first is not None
@@ -182,7 +182,7 @@ def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
 
 
 def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Return the PEFT settings of adapters, given (rank, alpha) of each module.
+    """Return the PEFT settings for the (rank, alpha) of each module in `ranks`.
 
     `r` and `lora_alpha` are the most common values; `rank_pattern` and `alpha_pattern` list the
     modules with other values.
@@ -201,7 +201,10 @@ def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, An
 
 
 def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
-    """Return the shortest name suffixes that match `modules`, but no others in the checkpoint."""
+    """Return the shortest name suffixes that match all of `modules` and no other module.
+
+    The other modules are those of the checkpoint that have no adapter.
+    """
     others = {
         hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
     } - set(modules)
@@ -264,10 +267,7 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
-    """Check that numeric settings are valid numbers and that alpha patterns are valid patterns.
-
-    Raises `CheckpointError` otherwise.
-    """
+    """Raise `CheckpointError` if a numeric setting or an alpha pattern is invalid."""
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(
@@ -304,9 +304,9 @@ def load_adapted(
 ) -> Transformer:
     """Load `base` with the adapters in the directory `adapter`, as PEFT would.
 
-    The vocabulary is resized to that of the saved embedding. An embedding that the base model ties
-    to the output matrix is untied if the directory has only one of the two matrices, or if their
-    saved values differ. With `exact`, the adapters keep the dtype of their file.
+    The vocabulary is resized to that of the saved embedding. If the base model ties its embedding
+    to the output matrix, but the directory has only one of the two or different values for them,
+    the two are untied. With `exact`, the adapters keep the dtype of their file.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -322,8 +322,7 @@ def _adjust_config(
 ) -> TransformerConfig:
     """Return the base model's configuration, adjusted to the tensors in an adapter's files.
 
-    The files can have another vocabulary size, and an output matrix that is not tied to the
-    embedding.
+    The files can have another vocabulary size, or an output matrix that differs from the embedding.
     """
     family: Family = families.get(config.family)
     saved = _find_modules_to_save(family, replace(config, tied=False), head, True)
@@ -360,9 +359,10 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 
 
 def find_replaced_parameters(directory: str | Path, network: Transformer) -> dict[str, str]:
-    """Map the full tensors in an adapter directory to the parameters that they replace.
+    """Return a mapping from tensors in an adapter directory to the parameters that they replace.
 
-    A full tensor is one that is saved without an adapter, such as a score head or an embedding.
+    These tensors, for example a score head or an embedding, are saved in full instead of as
+    adapters.
     """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
@@ -508,8 +508,8 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrices (A, B) of one layer of a fused adapter.
 
-    Only the ranks that the layer uses are kept: those whose column of B is not 0 in all of the
-    layer's rows. If the layer uses no rank, all ranks are kept.
+    A rank component (a row of A and a column of B) is kept only if the layer uses it: its column of
+    B is not 0 in all of the layer's rows. If the layer uses none, all are kept.
     """
     if key.fused is None:
         return a, b

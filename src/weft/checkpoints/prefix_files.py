@@ -1,4 +1,4 @@
-"""Settings of a trained prefix in PEFT's format, without torch."""
+"""Read the settings of a trained prefix (prefix tuning) in PEFT's format, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """Settings of a trained prefix.
+    """Settings of a trained prefix: keys and values that are prepended to every sequence.
 
     `num_tokens` is the number of prefix tokens. `base` is the directory or hub name of the model
     that the prefix belongs to.

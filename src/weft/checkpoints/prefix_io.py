@@ -28,7 +28,10 @@ HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in t
 
 
 class PrefixReader:
-    """Reader of a trained prefix and of its score head, if any, by canonical name."""
+    """Reader of a trained prefix, and of the score head that is saved with it, if any.
+
+    Parameters have canonical names (weft's own).
+    """
 
     def __init__(
         self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str
@@ -51,13 +54,16 @@ class PrefixReader:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the parameter `name` is stored with the prefix."""
+        """Return whether the parameter with the canonical name `name` is stored with the prefix."""
         return isinstance(name, str) and (
             is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
         )
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Return the slice `where` of a parameter, in the dtype of the file."""
+        """Return the slice `where` of a parameter, in the dtype of the file.
+
+        `where` has a `slice` for each dimension; None means the whole parameter.
+        """
         if name == "score.weight":
             return self._files.read(self._score, where)
         layer = int(name.split(".")[1])
@@ -75,10 +81,10 @@ def save_prefix(
     base: str,
     score: str,
 ) -> None:
-    """Write the prefix among `parameters` (canonical names), and a value or score head if present.
+    """Write the prefix among `parameters`, and the value or score head if there is one.
 
-    `base` is the name of the base model, and `score` is the name of the head in the checkpoint.
-    Raises `RunError` if writing fails.
+    `parameters` have canonical names (weft's own). `base` is the name of the base model, and
+    `score` is the name of the head in the checkpoint. Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

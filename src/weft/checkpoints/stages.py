@@ -85,7 +85,10 @@ def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
 
 
 def _assign_names(reader: ParameterReader, num_stages: int) -> list[list[str]]:
-    """Return the names of each stage's tensors, in file order."""
+    """Return the names of the tensors of each pipeline stage, in file order.
+
+    Raises `CheckpointError` if a stage would have no tensor.
+    """
     config = reader.config
     family = reader.family
     known: dict[str, int] = {}
@@ -107,8 +110,8 @@ def _assign_names(reader: ParameterReader, num_stages: int) -> list[list[str]]:
 def _find_stage(name: str, known: dict[str, int]) -> int:
     """Return the stage of a tensor that is not a parameter, such as a buffer.
 
-    This is the stage of the parameter whose dotted name has the most leading parts in common with
-    `name`.
+    `known` maps parameters to stages. The result is the stage of the parameter whose dotted name
+    has the most leading components in common with `name`.
     """
 
     def count_common_parts(other: str) -> int:
@@ -119,5 +122,5 @@ def _find_stage(name: str, known: dict[str, int]) -> int:
 
 
 def describe(sizes: Sequence[int]) -> str:
-    """Return a message that lists the size of each stage."""
+    """Return a message that lists the size of each stage in MiB; `sizes` are in bytes."""
     return ", ".join(f"stage {stage} {size / 2**20:,.1f} MiB" for stage, size in enumerate(sizes))

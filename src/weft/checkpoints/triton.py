@@ -1,9 +1,9 @@
-"""Write a model store for NVIDIA Triton.
+"""Write a model repository for NVIDIA Triton.
 
 It consists of `NAME/1/model.pt`, a TorchScript module for any sequence length, and
-`NAME/config.pbtxt`. Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded at the end.
-A reward model returns `rewards` [B, 1]. A policy returns `logits` [B, T, V], and `logprobs` [B, T]
-of each token given the preceding ones (0 for the first token and for padding).
+`NAME/config.pbtxt`. The inputs are `input_ids` and `attention_mask`, int32 [B, T], with padding at
+the end. A reward model returns `rewards` [B, 1]. A policy returns `logits` [B, T, V], and
+`logprobs` [B, T] of each token given the preceding ones (0 for the first token and for padding).
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 def write(
     model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None
 ) -> Path:
-    """Write a Triton model store to `output`, and return the model's folder in it.
+    """Write a Triton model repository to `output`, and return the model's folder in it.
 
     If `padding` is given, a reward model reads the score at the last token whose id is not
-    `padding`. Raises `UserError` if the model is not of the kind `mode` ("rm" or "sft"), has layers
-    with windowed attention, or cannot be traced to TorchScript with equal outputs.
+    `padding`. Raises `UserError` if the model is not of the kind `mode` ("rm" for a reward model,
+    "sft" for a language model), has layers with windowed attention, or cannot be traced to
+    TorchScript with equal outputs.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -99,9 +100,10 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Module that returns the score of the last token before padding, or of the mean over tokens.
+    """Reward model with the inputs and outputs of a Triton model.
 
-    With `padding`, trailing tokens with this id are treated as padding, too.
+    The score is read at the last token before padding or, with `mean`, from the mean over tokens.
+    If `padding` is given, trailing tokens with this id are treated as padding, too.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
@@ -131,7 +133,10 @@ class TracedRewardModel(nn.Module):
 
 
 class TracedLogProbs(nn.Module):
-    """Module that returns each token's log-prob, and the logits."""
+    """Language model with the inputs and outputs of a Triton model.
+
+    Returns (log-probs [B, T] of the tokens, logits [B, T, V]).
+    """
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -199,7 +204,7 @@ def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _trace(module: nn.Module, vocab: int, model: str) -> Any:
-    """Return the module traced to TorchScript, after comparing the two for other input sizes.
+    """Return the module traced to TorchScript, after comparing both on inputs of other sizes.
 
     Raises `CheckpointError` if the module cannot be traced, or if the outputs differ.
     """

@@ -1,7 +1,8 @@
 """Read and write tensors in safetensors files, either a single file or shards with an index.
 
-Slices of tensors can be read on their own. No pickled code is executed: `.bin` checkpoints are read
-by `torch.load(weights_only=True)`, which refuses anything but tensors.
+A slice of a tensor can be read without reading the rest. Old `.bin` checkpoints can be read, too.
+They are loaded by `torch.load(weights_only=True)`, which executes no pickled code and refuses
+anything but tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location, dtype and shape of a tensor in a file."""
+    """Location, dtype and shape of a tensor in a file.
+
+    `start` is the offset of its first byte in the file.
+    """
 
     file: Path
     dtype: torch.dtype
@@ -60,7 +64,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte after the tensor."""
+        """Offset of the first byte after the tensor in the file."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -92,7 +96,7 @@ class WeightFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that most elements have."""
+        """Most common dtype of the tensors, by number of elements."""
         counts: Counter[torch.dtype] = Counter()
         for stored in self.tensors.values():
             counts[stored.dtype] += math.prod(stored.shape)
@@ -108,7 +112,7 @@ class WeightFiles:
     def check_floats(self, names: Iterable[str]) -> None:
         """Raise `CheckpointError` if one of the tensors `names` is not floating-point.
 
-        Packed (quantized) and damaged weights can have integers.
+        Quantized and damaged weights can contain integers.
         """
         for name in names:
             if name in self._pickle_tensors:
@@ -125,7 +129,7 @@ class WeightFiles:
     def find_not_finite(self) -> str | None:
         """Return a message about the first tensor with NaN or infinite values, or None.
 
-        Reads all tensors.
+        All tensors up to this one are read.
         """
         for name in self.names:
             values = self.read(name)
@@ -136,7 +140,11 @@ class WeightFiles:
         return None
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """Read the slice `where` of a tensor, in the stored dtype; other bytes are not read."""
+        """Return the slice `where` of a tensor, in the stored dtype.
+
+        `where` has a `slice` for each dimension; None means the whole tensor. Of a safetensors
+        file, only the bytes of the slice are read.
+        """
         if name in self._pickle_tensors:
             return (
                 self._pickle_tensors[name] if where is None else self._pickle_tensors[name][where]
@@ -167,7 +175,10 @@ class WeightFiles:
 
 
 def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, number of bytes) of each contiguous range of the slice `where`, in order."""
+    """Yield (first byte, number of bytes) of each contiguous part of a slice, in order.
+
+    `where` is the slice of the tensor `stored`; the bytes are counted from the start of the file.
+    """
     shape = stored.shape
     size = stored.dtype.itemsize
     whole_from = len(shape)  # dimensions from here on are read in full
@@ -189,7 +200,7 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
 
 
 def _read_index(index: Path) -> dict[str, list[str]]:
-    """Return the names of the tensors in each weight file, as listed in an index file.
+    """Return the names of the tensors in each weight file, by file name, from an index file.
 
     Raises `CheckpointError` if the index names files in another directory.
     """
@@ -209,7 +220,7 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 def _select_tensors(
     tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
-    """Return the tensors `names` of a file; further tensors of the file are ignored.
+    """Return only the tensors `names` of a file's tensors.
 
     `names` are the tensors that the index file `index` assigns to the file. Raises
     `CheckpointError` if the file lacks one of them.
@@ -224,11 +235,12 @@ def _select_tensors(
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors that the header of a safetensors file describes.
+    """Return the tensors listed in the header of a safetensors file, by name.
 
     The file consists of the header's length (8 bytes), the header in JSON, and the tensors. Raises
     `CheckpointError` if a tensor's size does not match its shape and dtype, if two tensors overlap,
-    or if some bytes belong to no tensor: then the file is damaged, or another file was appended.
+    or if some bytes belong to no tensor. In these cases, the file is damaged or has data appended
+    to it.
     """
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
@@ -290,7 +302,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of a JSON object. Raises `ValueError` if a key occurs twice."""
+    """Return a JSON object as a dictionary. Raises `ValueError` if a key occurs twice."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice = next(
@@ -389,7 +401,7 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file is a zip archive, which files of old torch versions are not."""
+    """Return whether a `.bin` file is a zip archive, the format of torch since version 1.6."""
     with file.open("rb") as handle:
         return handle.read(4) == b"PK\x03\x04"
 

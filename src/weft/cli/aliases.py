@@ -99,7 +99,10 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Overrides under weft's option names, with a note for each alternative spelling."""
+    """Result of translating a user's option names to weft's.
+
+    Has the translated overrides, and a note for the user on each alternative spelling.
+    """
 
     config: RunConfig
     known_options: frozenset[str]
@@ -114,7 +117,7 @@ class OverrideTranslation:
 
         If several spellings set the same option, the config section that comes last takes
         precedence, and the command line overrides all sections. Raises `ConfigError` if two
-        spellings are set in the same place.
+        spellings with equal precedence set the option.
         """
         before = self.user_spellings.setdefault(target, override.name)
         if before != override.name:
@@ -131,7 +134,7 @@ class OverrideTranslation:
         self.overrides.append(replace(override, name=target, value=value))
 
     def add_assignments(self, targets: Sequence[str], override: Override, value: Any) -> None:
-        """Assign `value` to each option in `targets`, and add a note that names these options."""
+        """Assign `value` to each option in `targets`, and add one note that lists these options."""
         for target in targets:
             self.add_assignment(target, override, value)
         assignments = [
@@ -183,15 +186,15 @@ def build_translation(
 
 
 def list_spellings(config: RunConfig) -> list[str]:
-    """Return all option names of other programs that are accepted for this configuration."""
+    """Return all option names from other programs that this configuration accepts."""
     return [*RENAMED, *VALUE_TRANSLATORS, *config.spellings]
 
 
 def map_spellings(config: RunConfig) -> dict[str, list[str]]:
     """Return, for each option, up to `MAX_SHOWN_SPELLINGS` names that other programs use for it.
 
-    Help pages show these names. A name that equals the last part of the option's own name is left
-    out.
+    Help pages show these names. Names that equal the last part of the option's own name are left
+    out, and so are options without other names.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     spellings_by_option: dict[str, list[str]] = {}
@@ -211,7 +214,10 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:
-    """Return whether weft accepts `name` as an option, an option group, or an alternative spelling."""
+    """Return whether a user can write `name` for an option or a group of options.
+
+    `name` can be weft's own name, an alternative spelling, or a key of an option that is a mapping.
+    """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     if name in VALUE_TRANSLATORS or any(
         known == name or known.startswith(f"{name}.") for known in done.known_options
@@ -222,7 +228,10 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if `name` is an option of model calls, but its node is a host function."""
+    """Raise `ConfigError` if `name` sets a model-call option on a node that is a host function.
+
+    Host functions are graph nodes that run plain Python code instead of calling a model.
+    """
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
@@ -272,9 +281,9 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
 
 
 def _map_to_trained_role(config: RunConfig, name: str) -> str:
-    """Return the full option name, such as `actor.optimizer.lr`, for a name without a role.
+    """Return the full option name, such as `actor.optimizer.lr`, for `optimizer.lr`.
 
-    The role in the result is the only trained role. Raises `ConfigError` if several roles, or none,
+    The name is prefixed with the only trained role. Raises `ConfigError` if several roles or none
     are trained.
     """
     if len(config.trained_roles) == 1:
@@ -289,10 +298,10 @@ def _map_to_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _translate_batch(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `dataset.train_bs_n_seqs` to the global batch size.
+    """Set `dataset.train_bs_n_seqs`, the global batch size, from the batch size per device.
 
-    This is the batch size per device times the accumulation steps times the number of data-parallel
-    ranks.
+    The global batch size is the batch size per device times the accumulation steps times the number
+    of data-parallel ranks. Raises `ConfigError` if the batch size per device is not set.
     """
     if BATCH_SPELLINGS[0] not in given:
         raise ConfigError(
@@ -414,9 +423,9 @@ def _translate_report_to(
 
 
 def _translate_resume(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `recover_mode=resume` if the value is true or latest, or `resume_from` if it is a path.
+    """Set `recover_mode=resume` if the value is true or "latest", or `resume_from` if it is a path.
 
-    The flag without a value means true.
+    A flag that is given without a value counts as true.
     """
     value = given[override.name]
     if value in (True, "latest", "true"):

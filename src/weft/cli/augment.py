@@ -172,9 +172,9 @@ def _parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def _find_paths(given: argparse.Namespace) -> list[str]:
-    """Return the paths of the files to read: the given files, and those of the named datasets.
+    """Return the paths of the files to augment: the given files, and those of the named datasets.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if no files or datasets are named, or if none of the datasets is available.
     """
     if not given.datasets:
         if not given.paths:
@@ -212,7 +212,10 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
 
 
 def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Return the settings that determine the written rows; `count` is the number of rows."""
+    """Return the command-line arguments that influence the output, keyed by name.
+
+    `count` is the number of input rows, and is added under the key `rows`.
+    """
     left_out = ("out", "yes", "device", "backend")
     plain = {}
     for name, value in vars(given).items():

@@ -1,6 +1,6 @@
-"""Candidate words for shell completion of a `weft` command line.
+"""Candidates for shell completion of a `weft` command line.
 
-No torch is loaded, so that completion takes only half a second.
+This module does not import torch, so that a completion takes only half a second.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ NUMBER_TYPES = ("int", "float")
 
 
 def find_candidates(words: Sequence[str], current: str) -> list[Word]:
-    """Return the possible completions of `current`, the word that follows `words`.
+    """Return the possible completions of `current`, the partial word after the complete `words`.
 
-    `words[0]` is the subcommand. The list is empty if nothing fits or if `words` are invalid.
+    `words[0]` is the subcommand. The list is empty if nothing matches, or if `words` are invalid.
     """
     try:
         result: list[Word] = []
@@ -167,7 +167,8 @@ def _build_config(name: str, words: Sequence[str]) -> Any:
 def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Iterate over completions of option names, one level at a time.
 
-    For example, `act` is completed to `actor.`, and `actor.` to the options of the actor.
+    For example, `act` is completed to `actor.`, and `actor.` to the names of all options and groups
+    of the actor. Options that are already set in `words` are left out.
     """
     given = {word.partition("=")[0] for word in words}
     open_ones = []
@@ -178,7 +179,7 @@ def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator
 
 
 def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
-    """Iterate over the names of `options` up to the next level after `current`.
+    """Iterate over the names of `options`, shortened to the level at which `current` ends.
 
     For example, `actor.optimizer.lr` is shortened to `actor.optimizer.` if `current` is "actor.".
     If all options are in the same group, the names within this group are returned instead.
@@ -199,7 +200,7 @@ def list_next_parts(options: Sequence[OptionDescription], current: str) -> Itera
 
 
 def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over completions of `OPTION=VALUE` with values that the option accepts."""
+    """Iterate over completions `OPTION=VALUE`, with values that the option accepts."""
     option, _, begun = current.partition("=")
     leaf = next(
         (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
@@ -293,7 +294,10 @@ def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
 
 
 def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
-    """Return the subcommands and the flags of a command, read from its help."""
+    """Return the subcommands and the flags of a command, as parsed from its `--help` output.
+
+    If `subcommand` is given, the flags are those of the subcommand, and the first list is empty.
+    """
     text = io.StringIO()
     with (
         contextlib.redirect_stdout(text),
@@ -324,7 +328,8 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
     """Iterate over paths that begin with `begun`: first the runs in ./runs, then files and folders.
 
-    Folders that contain one of these runs are left out.
+    The parent folders of these runs are left out of the second part, so that the runs themselves
+    are offered instead.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

@@ -179,7 +179,8 @@ def _open_conversation(
     """Load the model and its tokenizer, print a header, and return the conversation.
 
     With `plain`, the model continues each line as plain text, without a chat template. `label` is
-    the model's label if two models chat, else "". Raises `UserError` for a model that cannot chat.
+    "A" or "B" if the user chats with two models, and otherwise "". Raises `UserError` for a model
+    that cannot chat.
     """
     opened = open_policy(model)
     tokenizer = opened.tokenizer

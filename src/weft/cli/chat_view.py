@@ -21,7 +21,7 @@ MAX_TEXT_WIDTH = 100  # maximum columns of text; longer lines are hard to read
 def is_printable(character: str) -> bool:
     """Return whether a character is safe to print.
 
-    Control characters are not, because they could move the cursor.
+    Control characters are not safe, because they could move the cursor.
     """
     return ord(character) >= 160 or 32 <= ord(character) < 127
 
@@ -82,7 +82,8 @@ class StreamWrapper:
 class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
-    `label` is the name of the speaker. Without a label, only the answer is written to a pipe.
+    A terminal shows the answer after `label`, the name of the speaker, or after "model" if `label`
+    is empty. If the output is a pipe, the answer is prefixed only with a nonempty label.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
@@ -126,10 +127,10 @@ class StreamedAnswer:
 
 
 class ChatView:
-    """Reads the user's lines and shows answers.
+    """Terminal interface of a chat, which reads the user's lines and shows the answers.
 
-    Unless input and output are terminals, standard output gets only the answers, and notes go to
-    standard error.
+    Unless both input and output are terminals, standard output gets only the answers, and notes go
+    to standard error.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class ChatView:
         self._console.print(what)
 
     def open_live_display(self, what: RenderableType) -> Live:
-        """Return a live display of `what`, which is erased from the terminal when it is closed."""
+        """Return a live display of `what`, which disappears from the terminal when it is closed."""
         return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
     def show_title(self, text: str) -> None:
@@ -186,7 +187,10 @@ class ChatView:
         self._notes.print(text, style="red", markup=False, soft_wrap=True)
 
     def _format_prompt(self) -> str:
-        """Return the input prompt, with zero-width characters marked for readline."""
+        """Return the input prompt.
+
+        In a terminal with colours, escape sequences are marked as zero-width for readline.
+        """
         label = f"{'you':{LABEL_WIDTH}}"
         if self._console.color_system:
             return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02"

@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_candidates(words: list[str]) -> int:
     """Print the completions of the last word, one per line, and return the exit code 0.
 
-    A line has the candidate, a tab and a description. Without a description, it has only the
-    candidate.
+    Each line has a candidate, followed by a tab and a description if there is one.
     """
     from weft.cli.candidates import find_candidates
 

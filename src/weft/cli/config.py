@@ -129,7 +129,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def list_sections(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines that list the recipes with their purpose, the other sections, and unusable files."""
+    """Yield lines that list the recipes with their purpose, other sections, and unusable files."""
     broken: list[str] = []
     library = SectionLibrary.from_folders(given.folders, broken)
     sections = []
@@ -160,7 +160,7 @@ def list_sections(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _format_sections(sections: Sequence[ConfigSection]) -> Iterator[str]:
-    """Yield a line per section with its name, location and first keys."""
+    """Yield a line per section with its name, its location, and the first few keys that it sets."""
     width = max((len(section.name) for section in sections), default=0)
     place = max((len(section.find_location()) for section in sections), default=0)
     for section in sections:
@@ -246,19 +246,21 @@ def _read_section_text(section: ConfigSection) -> str:
 
 
 def _find_top_keys(rows: Sequence[str]) -> set[str]:
-    """Return the top-level keys in the lines of a YAML file."""
+    """Return the top-level keys of a YAML file, given its lines."""
     matches = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
     return {match[2].strip() for match in matches if match}
 
 
 def validate_words(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section in the given files, and check that the given sections can be combined.
+    """Check the given files and sections, for `weft config validate`.
 
-    Yields a line for each valid section and for a valid combination. Raises a `ConfigError` that
-    lists every problem.
+    Every section in the files is checked on its own. Sections given by name are merged, together
+    with the given assignments, and the result is checked. Yields a line for each valid section and
+    for a valid combination. Raises a `ConfigError` that lists every problem.
     """
     problems: list[str] = []
     names: list[str] = []
+    # Files and folders are checked one by one; names of sections are collected to be combined.
     for word in (word for word in given.words if "=" not in word):
         place = Path(word)
         if place.is_file() or place.is_dir():
@@ -274,6 +276,7 @@ def validate_words(given: argparse.Namespace) -> Iterator[str]:
             for name in word.split(","):
                 if name:
                     names.append(name)
+    # The combination of the named sections, with the overrides.
     assigned = [word for word in given.words if "=" in word]
     if assigned and not names:
         raise ConfigError(
@@ -321,10 +324,11 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Find a quickstart that accepts the sections `names`; return its name and an empty string.
+    """Check the merged sections `names`; return a quickstart name and an error message.
 
-    If no quickstart accepts the sections, the result is the most likely quickstart and an error
-    message. If `quickstart` is given, only that one is tried.
+    If a quickstart accepts the sections, its name and "" are returned. Otherwise, the name is that
+    of the quickstart for which the sections are most likely meant, and the message is its error. If
+    `quickstart` is given, only that one is tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
@@ -370,7 +374,7 @@ def _read_checked_stack(
 
 
 def _check_named_objects(config: RunConfig) -> None:
-    """Check that files, models, interfaces and functions named by the options exist.
+    """Check that the files, models, interfaces and functions that the options name exist.
 
     Raises `UserError` for the first one that is missing.
     """
@@ -427,7 +431,8 @@ def _check_call(name: str, call: MFCOptions) -> None:
 def _check_sources(config: RunConfig, stack: SectionStack) -> None:
     """Check the datasets in `dataset.sources`.
 
-    Raises a `ConfigError` whose message begins with the file and line of the list.
+    Raises `ConfigError` for an invalid dataset. Its message begins with the file and line where
+    `dataset.sources` is set.
     """
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None

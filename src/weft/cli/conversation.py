@@ -35,7 +35,7 @@ Ctrl-C           stop the answer"""
 
 
 class AnswerDisplay(Protocol):
-    """Protocol of the display of a streamed answer.
+    """Protocol for displays that show an answer while it is generated.
 
     `write` shows text in a style of the package `rich`, and returns the text.
     """
@@ -51,7 +51,7 @@ class AnswerDisplay(Protocol):
 
 
 class ConversationView(Protocol):
-    """Protocol of the view that reads the user's lines and shows a conversation."""
+    """Protocol for user interfaces that read the user's lines and show a conversation."""
 
     interactive: bool
 
@@ -68,8 +68,9 @@ class Conversation:
     `prompt_ids` and `answer_ids` are the token ids of the last prompt and of its answer.
     `is_answer_complete` is True if the model finished that answer.
 
-    `context` is the model's maximum number of tokens: in a longer conversation, the oldest messages
-    are left out. Without `history`, each message is answered independently.
+    `context` is the model's maximum number of tokens. If a conversation gets longer, its oldest
+    messages are left out of the prompt. If `history` is False, each message is answered without the
+    earlier ones.
     """
 
     engine: Engine
@@ -103,7 +104,11 @@ class Conversation:
                 self.view.show_error(str(error))
 
     def handle_line(self, line: str) -> bool:
-        """Handle one line of input, and return False if the user wants to leave."""
+        """Handle one line of input, and return False if the user wants to leave.
+
+        The line is a command or a message to the model. In a terminal, an empty line continues the
+        last answer.
+        """
         if not line.strip():
             if self.view.interactive:
                 self.continue_answer()
@@ -147,7 +152,7 @@ class Conversation:
         self._answer_last_message()
 
     def describe_settings(self) -> str:
-        """Return a line that describes the sampling settings."""
+        """Return a one-line description of the sampling settings."""
         spec = self.spec
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
@@ -322,10 +327,9 @@ class Conversation:
         self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
-        """Print the token count, the speed, and the reason why the answer is incomplete.
+        """Print the token count and the speed, and why the answer was cut if it is incomplete.
 
-        Nothing is printed unless the output is a terminal. The reason is left out if the answer is
-        complete.
+        Nothing is printed unless the output is a terminal.
         """
         if not self.view.interactive:
             return
@@ -339,7 +343,7 @@ class Conversation:
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return the sampling limits that have an effect, such as top_p, keyed by name."""
+    """Return those of top_p, top_k and min_p that restrict sampling, keyed by name."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
     for name, value in off.items():

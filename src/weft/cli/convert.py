@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    # One subcommand per conversion.
     llama = kinds.add_parser(
         "llama2c", help="convert a llama2.c checkpoint and its vocabulary to a Llama directory"
     )
@@ -112,6 +113,7 @@ def main(argv: Sequence[str]) -> int:
         "--name", help="the model's name in the store (default: the name of its directory)"
     )
     triton.set_defaults(run=_write_triton_store)
+    # Refuse a full output directory before any model is read.
     arguments = parser.parse_args(argv)
     if arguments.kind == "triton":
         _set_output(arguments)
@@ -271,7 +273,10 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _find_adapter(given: Path) -> Path:
-    """Return the adapter's directory: `given`, or the adapter in a run's newest checkpoint."""
+    """Return the adapter's directory.
+
+    This is `given` itself, or the adapter in the newest checkpoint if `given` is a run.
+    """
     place = Path(find_model(str(given), ModelQuery("--adapter")).path)
     if (place / "adapter" / ADAPTER).is_file():
         return place / "adapter"
@@ -281,9 +286,8 @@ def _find_adapter(given: Path) -> Path:
 def _set_output(arguments: argparse.Namespace) -> None:
     """Set the output directory of `weft convert triton`, if the command line does not set it.
 
-    With --configs, a single positional word is the output directory. Without an output directory,
-    the default of Open-Assistant's model store is used. Raises `ConfigError` unless either a model
-    or --configs is given.
+    With --configs, a single positional argument is the output directory. The default is the path of
+    Open-Assistant's model store. Raises `ConfigError` unless either a model or --configs is given.
     """
     if arguments.configs is not None and arguments.output is None and arguments.model is not None:
         arguments.model, arguments.output = None, Path(arguments.model)

@@ -154,9 +154,9 @@ def answer_request(
 ) -> DashboardAnswer:
     """Return the answer to a request for the URL path `target`.
 
-    `host` is the request's Host header, and `known` is the ETag of the client's copy of the page.
-    If the path lacks the token, or if the host is not this machine, the answer reveals nothing
-    about any run.
+    `host` is the request's Host header, and `known` is the ETag of the page that the client has
+    cached. If the path does not begin with the token, or if the host is not this machine, the
+    answer has status 403 and contains no information about runs.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
         return DashboardAnswer(403, "Only this machine can open this address.")

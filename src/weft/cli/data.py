@@ -185,8 +185,8 @@ def _parse_count(text: str) -> int:
 def _choose_type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     """Return the dataset type that the user set, or a guess from the first row if none is set.
 
-    For named datasets and message trees, `mode` determines the type. Raises `ConfigError` if no
-    type matches the first row.
+    For named datasets and message trees, the type depends on the training mode `mode` (sft, rm or
+    rl). Raises `ConfigError` if no type matches the first row.
     """
     from weft.data.rows import SINGLE_MESSAGE_HINT, guess_type, is_tree, is_tree_message
     from weft.data.sources import UnreadableRow, find_files, read_rows
@@ -233,10 +233,10 @@ def _load_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _locate_tokenizer(spec: TokenizerSpec) -> TokenizerSpec:
-    """Return the tokenizer's options with `path` resolved to a directory.
+    """Return the tokenizer's options with `path` resolved to existing files.
 
-    In `spec`, the path can also be the name of a run or of a model. Raises `CheckpointError` if no
-    tokenizer is found.
+    If `path` is the name of a run or of a model, it is replaced by the directory of its checkpoint.
+    Raises `CheckpointError` if no tokenizer is found.
     """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
@@ -269,7 +269,10 @@ def _build_spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 
 
 def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print rows in file order, reading only as many as needed."""
+    """Print the requested rows in file order, token by token.
+
+    Only as many rows as needed are read, unless options such as a validation split need all rows.
+    """
     from weft.cli.data_rows import format_row
     from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
@@ -277,6 +280,7 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
     spec = _build_spec(config, paths)
     notes = []
     kind = _choose_type(spec, paths, arguments.mode)
+    # Rows can be looked at before a tokenizer is chosen.
     if config.tokenizer.path is None:
         tokenizer = load_byte_tokenizer(config.tokenizer)
         form = config.tokenizer.chat_template or DEFAULT_TEMPLATE
@@ -287,6 +291,7 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
         )
     else:
         tokenizer = _load_tokenizer(config)
+    # Skipped rows are read too, so that a row has the same number in every call.
     wanted = arguments.skip + arguments.n
     data = load_data(
         spec,
@@ -308,7 +313,11 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
 
 def _needs_all_rows(spec: DatasetSpec) -> bool:
-    """Return whether all rows must be read to determine the training rows."""
+    """Return whether the first training rows can be determined only by reading all rows.
+
+    This is so if rows are held out for validation, sampled, mixed between sources, or sorted by
+    length.
+    """
     sources = list_source_specs(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
     return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
@@ -386,7 +395,8 @@ def _load_with_template(
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
     """Load the data, using a default chat format if the tokenizer has no chat template.
 
-    Returns the data, the tokenizer that was used, and notes on the default format.
+    `kind` is the dataset type. Returns the data, the tokenizer that was used, and notes on the
+    default format.
     """
     from weft.data.loader import load_data
 
@@ -409,7 +419,7 @@ def _load_with_template(
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
-    """Load the tokenizer after changing the given tokenizer options in `config`."""
+    """Change the given tokenizer options in `config`, and load the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _load_tokenizer(config)
 
@@ -420,8 +430,9 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print the number of rows in each file, and the suspicious rows.
 
-    A row is suspicious if it contains one of the phrases to look for, repeats another row, has an
-    empty answer, or cannot be read. With a tokenizer, invalid and overlong rows are also printed.
+    A row is suspicious if an answer has an unwanted phrase, such as "as an AI language model", if
+    it repeats another row, has an empty answer, or cannot be read. `--phrases` names a file of
+    other phrases. With a tokenizer, invalid and overlong rows are also counted.
     """
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look

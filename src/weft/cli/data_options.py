@@ -1,6 +1,6 @@
 """Options of `weft data`, which define the data of a run.
 
-They are set by config files, sections, names of datasets, and assignments on the command line.
+They come from config files, config sections, dataset names, and assignments on the command line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class DataConfig:
 
 
 def add_dataset_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
-    """Add the options of commands that read named datasets; `modes` adds the option `--mode`."""
+    """Add the options of commands that read named datasets.
+
+    The option `--mode` is added only if `modes` is True.
+    """
     command.add_argument(
         "--datasets",
         nargs="+",
@@ -70,9 +73,9 @@ def add_stack_options(command: argparse.ArgumentParser) -> None:
 
 
 def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """Return the data options and the paths on a command line.
+    """Return the data options and the data paths that a command line gives.
 
-    Raises `ConfigError` for unknown options or missing data.
+    Raises `ConfigError` for unknown options, or if no data are named.
     """
     words = [*arguments.words, *take_assignments(arguments, "datasets", "configs")]
     assigned = []
@@ -110,8 +113,8 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
 def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
     """Remove assignments such as `key=value` from the values of list options, and return them.
 
-    argparse adds the assignments that follow a list option, such as `--datasets`, to the option's
-    values.
+    `options` are the names of the list options in `arguments`. argparse takes the assignments that
+    follow a list option, such as `--datasets`, for values of the option.
     """
     words = list[str]()
     for name in options:
@@ -160,10 +163,10 @@ def _read_config(arguments: argparse.Namespace, assigned: list[str]) -> DataConf
 def _set_named_datasets(
     config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
 ) -> None:
-    """Set the data sources to the datasets named on the command line.
+    """Set the data sources in `config` to the datasets named on the command line.
 
-    A dataset is left out if it is not on this machine and the user does not allow its download.
-    Raises `ConfigError` if no dataset remains. `copy` is the path of a local copy.
+    `copy` is the path of a local copy of the datasets. Datasets that are not on this machine are
+    left out, unless the user allows their download. Raises `ConfigError` if no dataset remains.
     """
     if not (arguments.datasets or arguments.configs or copy):
         return

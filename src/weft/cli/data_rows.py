@@ -11,7 +11,7 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def format_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """Format the prompt and completions of `sample`, which has only one id, for the terminal.
+    """Format the prompt and completions of a one-row batch for the terminal.
 
     Tokens are separated by |. With `lines`, each token is on its own line.
     """
@@ -55,9 +55,11 @@ def _format_tokens(
     mask: Sequence[bool],
     lines: bool,
 ) -> Text:
-    """Return tokens separated by |, with trained tokens between ⟦ and ⟧, or one token per line.
+    """Return the text of `ids`, token by token, with the trained tokens highlighted.
 
-    `before` are the tokens that precede `ids`, and `mask` marks the trained tokens.
+    Tokens are separated by |, and trained tokens are enclosed in ⟦ and ⟧. With `lines`, each token
+    is on its own line. `before` are the tokens that precede `ids`, and `mask` marks the trained
+    tokens.
     """
     text = Text()
     previous = False
@@ -84,7 +86,7 @@ def _format_tokens(
 def _decode_tokens(
     tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
 ) -> Iterator[str]:
-    """Iterate over the text that each token adds to the tokens before it.
+    """Iterate over the text that each token of `ids` adds to the text before it.
 
     A token that ends in the middle of a character is shown as its id.
     """

@@ -50,7 +50,7 @@ class Demo:
         return self.folder / "material"
 
     def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
-        """Return the options that all stages share, with the options in `others` added."""
+        """Return the options that all stages share, updated with `others`."""
         own = {
             "experiment_name": self.name,
             "trial_name": trial,
@@ -60,10 +60,10 @@ class Demo:
         return {**own, **others}
 
     def run_stage(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage, show its progress in one line, and store its duration in `seconds`.
+        """Run one stage, and return its result.
 
-        The duration is stored under the trial name. `doing` is the text that the progress line
-        shows first.
+        Progress is shown in one line, which begins with the text `doing` until the first step is
+        finished. The duration is stored in `seconds` under the trial name.
         """
         from weft.launch.run import run
 
@@ -73,7 +73,7 @@ class Demo:
         return result
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
-        """Sample a completion of each row's prompt, and return the path of generations.jsonl."""
+        """Sample a completion of each prompt in `rows`; return the path of generations.jsonl."""
         config = GenConfig(**self.build_options(trial, progress=False))
         config.model.path, config.model.init_from_scratch = (
             str(model),
@@ -229,7 +229,10 @@ def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
-    """Measure the accuracy of `model`, trained in `stage`, and format the change since `before`."""
+    """Measure the accuracy of `model`, which `stage` trained, and format the improvement.
+
+    The text compares it with the accuracy after the earlier stage `before`.
+    """
     rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"
 

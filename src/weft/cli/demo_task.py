@@ -1,4 +1,4 @@
-"""Data of the demo: small sums, an unreliable teacher, a character tokenizer, a small model."""
+"""Data of the demo: small sums, answers of an unreliable teacher, a tokenizer, a small model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class AdditionProblem:
-    """The problem of adding a two-digit number, `left`, and a one-digit number, `right`."""
+    """Problem of adding a two-digit number, `left`, and a one-digit number, `right`."""
 
     left: int
     right: int
@@ -133,7 +133,7 @@ def compute_accuracy(generations: Path) -> float:
 
 
 def is_correct(prompt: str, completion: str) -> bool:
-    """Return whether `completion` is the sum that `prompt` asks for; end tokens are ignored."""
+    """Return whether `completion` is the correct answer to `prompt`, ignoring end tokens."""
     return completion.replace("</s>", "").strip() == compute_sum(prompt)
 
 

@@ -52,13 +52,13 @@ class StageView:
         return [self._pace.format_line()] if is_shown else []
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Do nothing: the report shows sampled completions."""
+        """Do nothing, because sampled completions are shown in the run's report."""
 
     def show_activity(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def print_note(self, line: str) -> None:
-        """Do nothing: notes are in the run's log."""
+        """Do nothing, because notes are written to the run's log."""
 
     def show_stop_request(self, line: str) -> None:
         self._doing = line

@@ -105,7 +105,7 @@ class _EvaluationData:
 def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
     """Return the given files, and the named datasets that are local or may be downloaded.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if no data are named.
     """
     words = [*given.data, *take_assignments(given, "datasets")]
     of_names = []
@@ -184,7 +184,7 @@ def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 def _guess_form(path: str, split: str | None) -> str:
     """Return the format of the rows in `path`, guessed from the first row.
 
-    Raises `ConfigError` if the first row has none of the formats.
+    Raises `ConfigError` if the format of the first row is unknown.
     """
     from weft.data.rows import guess_type, is_tree
     from weft.data.sources import UnreadableRow, find_files, read_rows

@@ -105,7 +105,7 @@ def _format_answer(each: tuple[int, int]) -> str:
 
 
 def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
-    """Return a random wrong answer to the sum of the two numbers in `each`.
+    """Return a random wrong answer to the sum of the two digits in `each`.
 
     The answer differs from the sum by at most 3.
     """
@@ -177,10 +177,10 @@ def _list_byte_characters() -> list[str]:
 def _build_model_files(
     shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
 ) -> dict[str, bytes]:
-    """Return the files of a Llama with random weights.
+    """Return the files of a Llama with random weights, keyed by file name.
 
-    `tokenizer` is the content of tokenizer.json. `named` maps keys of tokenizer_config.json to the
-    special tokens and the chat template.
+    `tokenizer` is the content of tokenizer.json. `named` has the special tokens and the chat
+    template, under their keys in tokenizer_config.json.
     """
     from safetensors.numpy import save
 
@@ -231,8 +231,8 @@ def _build_tokenizer(
 ) -> bytes:
     """Return the content of tokenizer.json.
 
-    `pieces` is the pre-tokenizer, which splits the text, and `core` the model, which maps the
-    pieces to ids.
+    `pieces`, `decoder` and `core` are the sections `pre_tokenizer`, `decoder` and `model` of the
+    file. `special` are the special tokens in `vocabulary`.
     """
     flags = {
         "single_word": False,

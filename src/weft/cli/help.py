@@ -55,16 +55,19 @@ MAX_SUGGESTIONS = 8
 
 @dataclass(frozen=True)
 class OptionSheet:
-    """Formatter for the options of a configuration, on a help page that is `width` columns wide."""
+    """Formatter for the options of a configuration on a help page.
+
+    `width` is the number of columns of the page.
+    """
 
     name: str
     config: Any
     width: int
 
     def list_options(self) -> list[OptionDescription]:
-        """Return the options that can have an effect.
+        """Return the options of the configuration, without those that would have no effect.
 
-        The optimizer options of roles that are not trained are left out.
+        Options without effect are the optimizer options of roles that are not trained.
         """
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):
@@ -88,7 +91,7 @@ class OptionSheet:
     def format_section(
         self, title: str, options: Sequence[OptionDescription], *, brief: bool = False
     ) -> Iterator[str]:
-        """Yield the lines of a section: a heading, and an entry for each option.
+        """Yield the lines of a section of the page: its title, and an entry for each option.
 
         `brief` shortens the descriptions and leaves out the types.
         """
@@ -138,9 +141,9 @@ class OptionSheet:
 
 
 def describe_config(config: type) -> list[str]:
-    """Return the paragraphs of a configuration's docstring, each without line breaks.
+    """Return the paragraphs of a configuration class's docstring, each on one line.
 
-    The list is empty for the docstring that `dataclass` generates.
+    The list is empty if the class has only the docstring that `dataclass` generates.
     """
     text = inspect.cleandoc(config.__doc__ or "")
     if text.startswith(f"{config.__name__}("):
@@ -156,8 +159,9 @@ def get_terminal_width() -> int:
 def format_quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
     """Return the help page of a quickstart with its common options, all options, or one group.
 
-    `group` is "", "all" or the start of dotted option names. Raises `ConfigError` for an unknown
-    group; the message suggests similar options or groups.
+    `group` is "" for the common options, "all", or the prefix of a group of dotted names, such as
+    `actor.optimizer`. Raises `ConfigError` for an unknown group; the message suggests similar
+    options or groups.
     """
     sheet = OptionSheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := find_common_options(config)):
@@ -291,9 +295,9 @@ def _list_nested_groups(names: Iterable[str]) -> list[str]:
 def _describe_option(
     leaf: OptionDescription, spelled: Sequence[str], needed: Sequence[str], *, brief: bool
 ) -> str:
-    """Return an option's description, followed by type, default and other spellings in brackets.
+    """Return an option's description, with its type, default and other spellings in brackets.
 
-    `spelled` are the other spellings, and `needed` are the names of the required options. `brief`
+    `spelled` are the other spellings, and `needed` are the names of all required options. `brief`
     shortens the description and leaves out the type.
     """
     facts = [] if brief else [leaf.type]
@@ -310,8 +314,7 @@ def _describe_option(
 def shorten_to_clause(text: str) -> str:
     """Shorten a help text of more than `MAX_BRIEF_LENGTH` characters to its first clause.
 
-    If the clause is still too long, it is cut at the last comma within the limit. A clause without
-    such a comma is returned whole.
+    A clause that is still too long is cut at the last comma within the limit, if it has one.
     """
     if len(text) <= MAX_BRIEF_LENGTH:
         return text

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--lines {given.lines}: must be at least 0 (no lines)")
     run = find_given_run(given, "logs")
 
+    # Called again while following: processes of devices start their logs later.
     def list_files() -> list[LogFile]:
         result: list[LogFile] = []
         for file in find_log_files(run):
@@ -81,7 +82,7 @@ def _format_location(failure: LoggedFailure) -> str:
 def _print_new_lines(
     run: Path, follower: LogFollower, files: Callable[[], Sequence[LogFile]]
 ) -> None:
-    """Print new lines of the logs until no process is working on the run.
+    """Print new log lines as they are written, until no process is working on the run.
 
     `files` returns the current log files. It is called repeatedly, because new processes can create
     log files.

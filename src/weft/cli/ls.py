@@ -1,6 +1,6 @@
-"""List the runs in a folder: progress, validation metric, size, and values out of range.
+"""List the runs in a folder: progress, validation metric, size, and warnings about bad values.
 
-Without a validation metric, the last reward or loss is shown.
+The last reward or loss is shown for runs without a validation metric.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft ls` and return 0. Raises `ConfigError` for an unknown folder, sort key or status."""
+    """Run `weft ls` and return the exit code 0.
+
+    Raises `ConfigError` for an unknown folder, sort key or status.
+    """
     parser = CommandParser(prog="weft ls", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
@@ -149,9 +152,9 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
 
 
 def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
-    """Return the runs, with those of each `weft demo` replaced by a single entry without a trial.
+    """Return the runs, with the runs of each `weft demo` replaced by one summary.
 
-    The runs of a demo are kept if `root` is the demo's own folder.
+    The summary has an empty trial name. Runs are not replaced if `root` is the demo's own folder.
     """
     demo_runs: dict[Path, list[RunSummary]] = {}
     for run in runs:
@@ -172,7 +175,8 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    The summary has the status of the least finished run, the newest metric, and the total size.
+    The summary has the total size, the newest metric, and the status that most needs attention:
+    running before failed, unfinished, stopped and finished.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])
@@ -200,8 +204,8 @@ def _rank_status(status: str) -> int:
 def build_table(runs: Sequence[RunSummary], width: int) -> Table:
     """Return a table with one row per run that fits in `width` columns.
 
-    Wide tables also show the full metric name and the time of the last write. In narrow tables, the
-    less important columns are left out before run names are truncated.
+    Wide tables also show the full metric name and the time of the last write. Narrow tables leave
+    out less important columns, so that run names need not be shortened.
     """
     rows = [_format_cells(run) for run in runs]
     if rows:
@@ -237,7 +241,7 @@ def build_table(runs: Sequence[RunSummary], width: int) -> Table:
 
 
 def _format_cells(run: RunSummary) -> dict[str, str]:
-    """Return the text of each cell in a run's table row, keyed by column."""
+    """Return the cells of a run's table row, keyed by column name."""
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
@@ -254,7 +258,7 @@ def _format_cells(run: RunSummary) -> dict[str, str]:
 
 
 def format_steps(run: RunSummary) -> str:
-    """Format the number of finished steps out of the total, such as 40/100."""
+    """Format a run's progress as finished and total steps, such as 40/100."""
     if run.step is None:
         return UNKNOWN
     if run.total_steps is not None:

@@ -1,7 +1,7 @@
 """The `weft` command: runs a subcommand and turns errors into a message and an exit code.
 
-Exit codes: 0 success, 1 the run failed, 2 unusable input, 130 stopped by Ctrl-C, 141 the reader of
-the output is gone, 143 stopped by `weft stop`.
+Exit codes: 0 success, 1 the run failed, 2 unusable input, 130 stopped by Ctrl-C, 141 the process
+that reads the output has ended, 143 stopped by `weft stop`.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ WORKER_THREAD = "weft-worker"  # thread that executes a run's model function cal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    If `argv` is None, the arguments of the process are used, and the call can end the process
-    instead of returning.
+    If `argv` is None, the arguments of the process are used. In this case, the call can end the
+    process instead of returning.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
@@ -154,8 +154,8 @@ def format_usage() -> str:
 def run_guarded(command: Callable[[], int], words: Sequence[str]) -> int:
     """Run `command` and return its exit code, printing a message to standard error if it fails.
 
-    With `--debug`, the traceback is also printed. If the reader of the output is gone, as in `weft
-    ... | head`, nothing is printed.
+    If `words` contain `--debug`, the traceback is also printed. If the process that reads the
+    output has ended, as in `weft ... | head`, nothing is printed.
     """
     try:
         return _run_and_report(command, words)
@@ -214,7 +214,7 @@ def _run_and_report(command: Callable[[], int], words: Sequence[str]) -> int:
 
 
 def _wrap_text(text: str) -> str:
-    """Wrap text at the terminal's width, unless standard error is not a terminal."""
+    """Wrap text at the terminal's width, or return it unchanged if stderr is not a terminal."""
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -234,7 +234,8 @@ def _print_message(message: str, words: Sequence[str]) -> None:
 def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """Run the command named by the first of `words`, and return the exit code.
 
-    With `supervise`, a command that starts a run can run it in a child process and supervise it.
+    With `supervise`, a command that starts a run may run it in a child process, which it
+    supervises.
     """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]

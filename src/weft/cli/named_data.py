@@ -59,9 +59,9 @@ class DatasetCounts:
     unreadable: int = 0
 
     def to_table_cells(self, drawn: bool) -> list[int]:
-        """Return the dataset's numbers in the table: training rows, validation rows, and all rows.
+        """Return the numbers of training rows, validation rows, and all rows.
 
-        With `drawn`, the number of rows per epoch is added.
+        If `drawn` is True, the number of rows per epoch follows.
         """
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
@@ -70,10 +70,10 @@ class DatasetCounts:
 def resolve_sources(
     words: Sequence[str], mode: str, spec: DatasetSpec, settings: NamedDataSettings = NO_SETTINGS
 ) -> list[SourceSpec]:
-    """Return the data sources named on the command line and in the options.
+    """Return the data sources named on the command line and those in `spec`.
 
-    Each word in `words` is the name of a dataset, the name of a config section that lists datasets,
-    or several names separated by commas. The single word `all` means all datasets for `mode`.
+    Each of `words` is the name of a dataset, the name of a config section that lists datasets, or
+    several such names separated by commas. The single word `all` means all datasets for `mode`.
     """
     names = []
     for word in words:
@@ -98,7 +98,7 @@ def resolve_sources(
 def _resolve_word(
     word: str, mode: str, spec: DatasetSpec, settings: NamedDataSettings
 ) -> list[SourceSpec]:
-    """Return the source for a dataset name, or the sources that a config section lists.
+    """Return the source of the dataset `word`, or the sources in the config section `word`.
 
     Raises a `ConfigError` that suggests similar names if the name is unknown.
     """
@@ -116,9 +116,9 @@ def _resolve_word(
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
-    """Return the sources that are local or that the user allows weft to download.
+    """Return the sources that are available locally or that the user allows weft to download.
 
-    The user allows downloads by the flag `yes`, or by answering a prompt on a terminal.
+    Downloads are allowed if `yes` is True, or if the user agrees when asked on a terminal.
     """
     cache = find_cache_root(spec.cache_dir)
     missing = []
@@ -152,8 +152,8 @@ def count_source(
 ) -> DatasetCounts:
     """Count the rows of one source and the languages of their messages.
 
-    `detect` returns the language of a text. If it is None, the languages that the rows state are
-    counted. Raises `DataError` if the source cannot be read.
+    `name` is the dataset's name in the result. `detect` returns the language of a text; if it is
+    None, languages are read from the rows instead. Raises `DataError` if the source cannot be read.
     """
     spec = request.spec
     if source.valid_split is None:
@@ -184,7 +184,7 @@ def count_source(
 
 
 class _LanguageCounter:
-    """Counter of the languages and the unreadable rows in files."""
+    """Counter of languages and of unreadable rows, summed over all files that it has read."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect
@@ -232,9 +232,9 @@ def load_language_detector() -> Callable[[str], str]:
 
 
 def format_counts_table(counted: Sequence[DatasetCounts], drawn: bool = False) -> str:
-    """Return a plain-text table with one row per dataset and a row of totals.
+    """Return a plain-text table with one row per dataset, and a row of totals if there are several.
 
-    With `drawn`, the table has a column of rows per epoch. If languages are known, a table of
+    If `drawn` is True, the table has a column of rows per epoch. If languages are known, a table of
     messages by language follows.
     """
     sums = []
@@ -290,7 +290,7 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
-    """Write the table of counts as CSV, with a column per language."""
+    """Write the table of counts as CSV, with one column for each language."""
     languages = sorted({language for each in counted for language in each.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
@@ -428,7 +428,7 @@ def _get_messages(row: Row) -> list[Mapping[str, Any]]:
 
 
 def _iterate_stated_languages(row: Row) -> Iterator[str]:
-    """Iterate over the languages stated in a row's messages."""
+    """Iterate over the languages that a row states for its messages."""
     return (
         message["lang"] for message in _get_messages(row) if isinstance(message.get("lang"), str)
     )

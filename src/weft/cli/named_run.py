@@ -1,4 +1,4 @@
-"""Find the run that the user names, and generate names for runs without a name."""
+"""Find the run that a command line refers to, and generate names for runs without a name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIN_SIMILARITY = 0.6  # minimum similarity of each part of a name to suggest a r
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select a run: its name, as in `weft show`, or -e EXPERIMENT -f TRIAL."""
+    """Add the arguments that select a run: its name, or -e EXPERIMENT -f TRIAL."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -45,8 +45,8 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
     """Return the directory of the run that the command line selects.
 
     `given` has the arguments that `add_run` defines. `command` is the command's name, for error
-    messages. The run may not have finished a step yet. Raises `ConfigError` if the run does not
-    exist, or if the arguments do not select exactly one run.
+    messages. A run is also found if it has not finished a step yet. Raises `ConfigError` if the run
+    does not exist, or if the arguments do not select exactly one run.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -73,12 +73,13 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with the run's names set, and a note on a generated name.
+    """Return the configuration with experiment and trial names set, and a note on a generated name.
 
-    The note is None if the user named the trial. An experiment without a name is named `asked_for`,
-    after the recipe or algorithm. If the trial has no name, the newest unfinished trial that has
-    the same configuration and a number as its name is continued. If there is no such trial, or if
-    recovery is disabled or `resume_from` is set, a new trial gets the next number as its name.
+    If the experiment has no name, it is called `asked_for`, which is the name of a recipe or an
+    algorithm. If the trial has no name, the newest numbered trial is continued that has the same
+    configuration and is unfinished. If there is none, or if recovery is disabled or `resume_from`
+    is set, the trial gets the next free number as its name. The note is None if the user named the
+    trial.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -103,9 +104,9 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
 
 def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
-    """Return whether `directory` has an unfinished run of `experiment` that is not in use.
+    """Return whether `directory` has an unfinished run of `experiment` that can be resumed.
 
-    A run is in use while a process is working on it.
+    A run cannot be resumed while another process is working on it.
     """
     if (
         not directory.has_run()
@@ -122,10 +123,10 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of the started run that `word` names, or None if it does not exist.
+    """Return the directory of the started run at the path `word`, or None if there is none.
 
-    The run may not have metrics yet. `word` is a path, absolute or relative to the current folder
-    or to `root`.
+    The path is absolute, or relative to the current folder or to `root`. A run is also found if it
+    has not written metrics yet.
     """
     given = Path(word).expanduser()
     return next(
@@ -139,7 +140,7 @@ def _find_started_run(word: str, root: Path) -> Path | None:
 
 
 def find_run(word: str, root: Path) -> Path:
-    """Return the directory of the run that `word` names.
+    """Return the directory of the run with the name or path `word`.
 
     `word` is a path, `EXPERIMENT/TRIAL` in `root`, or `latest` for the newest run in `root`. Raises
     `ConfigError` if there is no such run.
@@ -176,10 +177,10 @@ def find_run(word: str, root: Path) -> Path:
 
 
 def _find_similar_runs(given: Path, root: Path) -> list[str]:
-    """Return the runs in `root` whose names are similar to `given`, most similar first.
+    """Return up to `MAX_SUGGESTIONS` runs with names similar to `given`, most similar first.
 
-    In EXPERIMENT/TRIAL, the two parts are compared separately. A single word is compared with the
-    names of trials.
+    If `given` is EXPERIMENT/TRIAL, the two parts are compared separately. A single word is compared
+    with the names of trials.
     """
     given_parts = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 

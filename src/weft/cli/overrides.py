@@ -24,8 +24,8 @@ NUMBER_LIST_OPTION = "device_mesh"  # number lists that a text option accepts as
 class Override:
     """Assignment of a value to an option.
 
-    `removed` marks an assignment `~key`, which restores the default. `typed` is the original
-    command-line word.
+    `removed` is True for an assignment of the form `~key`, which restores the default. `typed` is
+    the original command-line word, or None if the assignment comes from a file.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """Return the assignments in `words`, in order.
+    """Parse the command-line words into assignments, in order.
 
-    A word that Hydra's grammar does not allow, or that Hydra would read as a sweep, is read
-    literally: its value is a string or a list of strings, provided that the option accepts one.
-    Raises `ConfigError` for other invalid words.
+    If Hydra's grammar does not allow a word, or if Hydra would read it as a sweep, its value is
+    taken literally, as a string or as a list of strings. Reading such a value raises an error later
+    unless the option accepts it. Raises `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -98,10 +98,10 @@ def _build_sweep_error(word: str, name: str) -> ConfigError:
 
 
 def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """Return an assignment whose value is the literal text of a word.
+    """Return an assignment whose value is the literal text in `word`.
 
-    Raises `error` if the value is empty, has quotes or interpolations, begins with a bracket that
-    does not belong to a list or, with `sweep`, is a sweep function.
+    Raises `error` if the text is empty, contains quotes or interpolations, or begins with a bracket
+    but is not a list. With `sweep`, also raises it for a call of one of Hydra's sweep functions.
     """
     match = WORD.fullmatch(word)
     if match is None or any(sign in match["text"] for sign in ("'", '"', "${")):
@@ -153,7 +153,10 @@ def _build_syntax_error(word: str, error: Exception) -> ConfigError:
 
 
 def merge(values: dict[str, Any], override: Override) -> None:
-    """Apply one override to the nested `values`, creating missing groups of its dotted name."""
+    """Apply one override to the nested `values`.
+
+    The groups in the dotted name, such as `actor.optimizer`, are created if they are missing.
+    """
     *groups, last = override.name.split(".")
     inner = values
     if last == NUMBER_LIST_OPTION and isinstance(override.value, list | tuple):
@@ -204,7 +207,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
 def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with each `${other.option}` replaced by the value of that option.
 
-    `defaults` has the values of options that are not set. Raises `ConfigError` for unknown names.
+    `defaults` has the values of the options that are not set in `values`. Raises `ConfigError` for
+    unknown names.
     """
     if "${" not in repr(values):
         return values
@@ -235,8 +239,8 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 def _select_entries(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `resolved` whose keys are in `wanted`, including nested entries.
 
-    If the value in `wanted` is a `CommandLineValue`, it is kept, because it has the text that the
-    user typed.
+    A `CommandLineValue` in `wanted` is returned instead of the resolved value, because it also has
+    the text that the user typed.
     """
     selected: dict[str, Any] = {}
     for key, value in wanted.items():

@@ -1,4 +1,7 @@
-"""Argument parser of all commands: short error messages, wrapped help, `--a_b` for `--a-b`."""
+"""Argument parser of all commands.
+
+Error messages are short, `--a_b` is accepted for `--a-b`, and help texts keep their line breaks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises `ConfigError` and keeps the line breaks of examples."""
+    """Argument parser that raises `ConfigError` for invalid arguments.
+
+    The line breaks of its description and examples are kept in the help.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -36,7 +42,10 @@ class CommandParser(argparse.ArgumentParser):
         return values, rest
 
     def _normalize_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the words with each flag spelled as this parser defines it, with - or _."""
+        """Return the words with each flag in the spelling that this parser defines.
+
+        A flag can be typed with hyphens or underscores. Words after `--` are not changed.
+        """
         end = list(words).index("--") if "--" in words else len(words)
         return [*map(self._normalize_flag, words[:end]), *words[end:]]
 
@@ -67,9 +76,10 @@ def _parse_path(text: str) -> Path:
 
 
 def _check_paths(values: argparse.Namespace) -> None:
-    """Raise `ConfigError` if a URL is given for a string argument that must be a local path.
+    """Raise `ConfigError` if an argument that must be a local path is a URL.
 
-    Names of models and data are checked when they are read.
+    Only arguments with string values are checked. Names of models and data are checked when they
+    are read.
     """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:

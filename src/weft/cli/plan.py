@@ -72,7 +72,7 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft plan ...` and return the exit code.
 
-    Raises `UserError` for layouts that do not fit the model or the devices.
+    Raises `UserError` for unusable input, such as layouts that do not fit the model or the devices.
     """
     parser, realloc_parser = _build_parsers()
     arguments = parser.parse_args(list(argv))
@@ -158,9 +158,10 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
-    """Print the placement that the search finds for the experiment of `weft quickstart WORDS`.
+    """Print the devices that the search assigns to each model call of a quickstart run.
 
-    With `as_json`, the output is JSON. Raises `ConfigError` if there is nothing to search.
+    `words` are the arguments of `weft quickstart`. With `as_json`, the output is JSON. Raises
+    `ConfigError` if nothing is left to search, as with a single device.
     """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment
@@ -200,7 +201,7 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
 
 
 def print_reallocation(arguments: argparse.Namespace) -> None:
-    """Plan the transfers between two layouts and print their cost."""
+    """Plan the transfers of parameters between two layouts, and print the bytes that are sent."""
     from weft.checkpoints.hf_io import compute_parameter_shapes
     from weft.engine.spec import ModelSpec
     from weft.engine.torch.network_source import check_layout
@@ -266,7 +267,7 @@ def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
 @contextmanager
 def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
-    """Prefix errors raised in the context with the command-line argument that they are about.
+    """Prefix each `ConfigError` raised in the context with the argument that caused it.
 
     `side` is "source" or "target". Examples of prefixes are `FROM p4: ...` and `--source-mesh ...`.
     """

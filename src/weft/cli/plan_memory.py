@@ -23,7 +23,7 @@ EPILOG = """examples:
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand `memory` and its arguments."""
+    """Add the subcommand `memory` to the subparsers `commands` of `weft plan`."""
     parser = commands.add_parser(
         "memory",
         help=SUMMARY,
@@ -100,9 +100,10 @@ def build_training_case(
 ) -> tuple[MemoryCase, int, int, str]:
     """Describe training on one GPU, or on one rank of a layout, for the memory plan.
 
-    Returns the description, the number of all parameters, the number of trained parameters, and the
-    layout. Each micro-batch has `tokens` tokens, and each minibatch has several micro-batches.
-    Raises `ConfigError` for options that are invalid for a run.
+    `words` are assignments to the model's options. Each micro-batch has `tokens` tokens, and each
+    minibatch has several micro-batches. Returns the description, the number of all parameters, the
+    number of trained parameters, and the name of the layout. Raises `ConfigError` for invalid
+    options.
     """
     import torch
 

@@ -46,7 +46,10 @@ FLAGS = (
 
 @dataclass
 class QuickstartCommandLine:
-    """Parsed command line of `weft quickstart`: the flags, and the assignments to options."""
+    """Parsed command line of `weft quickstart`.
+
+    `assignments` are the words `key=value`; the other fields are the values of flags.
+    """
 
     name: str = ""
     assignments: list[str] = field(default_factory=list)
@@ -65,8 +68,8 @@ class QuickstartCommandLine:
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     """Run `weft quickstart ...` and return the exit code.
 
-    With `supervise`, a run that needs Ray is started in a child process, because Ray may kill the
-    process it runs in. Raises `UserError` for unusable input.
+    With `supervise`, a run that needs Ray is started in a child process, because Ray can kill the
+    process that uses it. Raises `UserError` for unusable input.
     """
     words = parse_command_line(argv)
     registry.import_user_folder()
@@ -103,10 +106,10 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
 ) -> tuple[SectionStack, DeepSpeedOverrides | None]:
-    """Return the merged options of the sections and the command line, and the DeepSpeed overrides.
+    """Merge the config sections, the command line and the DeepSpeed file.
 
-    The command line overrides the sections, and the sections override the DeepSpeed file. The
-    second result is None without a DeepSpeed file.
+    The command line overrides the sections, and the sections override the DeepSpeed file. Returns
+    the merged options, and the DeepSpeed overrides or None if `--deepspeed` is not given.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -136,10 +139,10 @@ def _run(
     *,
     supervise: bool,
 ) -> int:
-    """Build the configuration, do what the flags ask for, and return the exit code.
+    """Build the configuration, carry out the requested action, and return the exit code.
 
-    The flags can ask to print the configuration, to print the plan (a dry run), or to start a Slurm
-    job. Without such flags, the run is started.
+    Flags can request that the configuration or the plan (a dry run) is printed. Otherwise, the run
+    is started, or submitted as a Slurm job.
     """
     config, notes = apply_overrides(base, values, words.imports)
     print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
@@ -187,7 +190,7 @@ def _run(
 def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
     """Return the configuration with the names of the experiment and the trial set.
 
-    A process that was started by a supervisor uses the names that the supervisor chose.
+    A process that a supervisor has started uses the names that the supervisor has chosen.
     """
     from weft.cli.named_run import with_names
 
@@ -208,9 +211,10 @@ def is_reporting() -> bool:
 
 
 def print_start(experiment: Experiment, *, several: bool) -> None:
-    """Print that the run is starting, before torch is imported, which takes seconds.
+    """Print that the run is starting.
 
-    `several` is True for a run whose processes are started by Ray.
+    This comes before torch is imported, which takes seconds. `several` is True if Ray starts the
+    processes of the run.
     """
     from weft.observe.progress import make_view
 
@@ -229,7 +233,7 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def build_config(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration that `weft quickstart ARGV` runs, and notes for the user.
+    """Return the configuration that `weft quickstart` builds from `argv`, and notes for the user.
 
     Raises `UserError` for unusable input.
     """
@@ -272,8 +276,8 @@ def apply_overrides(
 ) -> tuple[Config, list[str]]:
     """Return `base` with the assignments applied, and notes for the user.
 
-    The notes say which options are set repeatedly and which names were translated. `imports` are
-    modules that are added to the option `imports`. Raises `ConfigError` for invalid assignments.
+    The notes name options that are set repeatedly, and names that were translated. `imports` are
+    modules to add to the option `imports`. Raises `ConfigError` for invalid assignments.
     """
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
@@ -298,8 +302,8 @@ def apply_overrides(
 def _check_group(base: Any, assignment: overrides.Override) -> None:
     """Raise `ConfigError` if a string, number or list is assigned to a group of options.
 
-    This is checked before the assignments are merged, because a later assignment to an option of
-    the group would hide the error.
+    This must be checked before the assignments are merged, because a later assignment to an option
+    of the group would hide the error.
     """
     if assignment.name.isidentifier():
         group = getattr(base, assignment.name, None)
@@ -428,7 +432,7 @@ def _take_section_names(attached: str, rest: list[str]) -> list[str]:
 
 
 def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
-    """Return the modules that the last assignment `imports=[...]` lists.
+    """Return the modules in the last assignment of the form `imports=[...]`.
 
     These modules are imported before other assignments are read, because they may register the
     quickstart.
@@ -442,7 +446,7 @@ def _list_imports(values: Sequence[overrides.Override]) -> list[str]:
 
 
 def format_overview() -> str:
-    """Return the list of quickstarts with the description of each."""
+    """Return a text that lists the quickstarts, each with its description."""
     lines = [
         "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
         "the options)",

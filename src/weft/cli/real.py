@@ -4,8 +4,8 @@ The translation covers `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`,
 by node name.
 
 `translate_real_options` runs before the spellings of other programs are translated
-(cli/aliases.py). It renames only options that the configuration does not have, and adds a note for
-each. A name that weft also has keeps weft's meaning.
+(cli/aliases.py). It renames only options that do not exist in weft, and adds a note for each. An
+option that exists in both programs keeps its meaning in weft.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _ReaLTranslation:
-    """State of the translation of one command line from ReaL's option names to weft's.
+    """State of translating one command line from ReaL's option names to weft's.
 
-    `layouts` collects the parallel degrees of each call.
+    `layouts` collects the parallel degrees that are set for each model call, from which the call's
+    layout is built.
     """
 
     config: RunConfig
@@ -73,7 +74,7 @@ class _ReaLTranslation:
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
 
     def add_renamed(self, override: Override, name: str, value: Any) -> None:
-        """Store an assignment of `value` to weft's option `name`, and add a note."""
+        """Store an assignment of `value` to weft's option `name`, and add a note for the user."""
         assignment = name if value is override.value else f"{name}={value}"
         self.notes.append(f"{override.name} is read as {assignment}")
         self.translated.append(replace(override, name=name, value=value))
@@ -83,7 +84,7 @@ class _ReaLTranslation:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes in `nodelist`, in order; empty if `nodelist` is not set."""
+        """Names of the nodes in `nodelist`, in order, or an empty list if `nodelist` is not set."""
         return _expand_node_names(str(self.given.get("nodelist") or ""))
 
 
@@ -92,8 +93,8 @@ def translate_real_options(
 ) -> tuple[list[Override], list[str]]:
     """Return the assignments with ReaL's names replaced, and a note for each replacement.
 
-    `known` has the options of the configuration. Raises `ConfigError` for values that cannot be
-    translated.
+    `known` has the names of weft's options for this configuration. Raises `ConfigError` for values
+    that cannot be translated.
     """
     overrides = list(overrides)
     done = _ReaLTranslation(config, known, {each.name: to_plain(each.value) for each in overrides})
@@ -144,7 +145,7 @@ def _translate_option(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _strip_group(done: _ReaLTranslation, name: str) -> str:
-    """Return an option's name without the prefix `exp_ctrl.`.
+    """Return an option's name without ReaL's prefix `exp_ctrl.`.
 
     The prefix `allocation.` is replaced by the name of the main role.
     """
@@ -156,9 +157,9 @@ def _strip_group(done: _ReaLTranslation, name: str) -> str:
 
 
 def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
-    """Translate the value of an option that has the same name in ReaL and in weft.
+    """Translate the value of an option whose name is the same in ReaL and in weft.
 
-    Values that weft also accepts are unchanged.
+    `last` is the last part of the name. Values that weft also accepts are not changed.
     """
     value = to_plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
@@ -174,8 +175,9 @@ def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None
 
 
 def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str) -> None:
-    """Translate `ROLE.type._class` to `ROLE.type`, and drop `size` and `is_critic` with a note.
+    """Translate an option `ROLE.type.*`; `what` is its last part.
 
+    `_class` becomes weft's option `ROLE.type`. `size` and `is_critic` are dropped with a note.
     Raises `ConfigError` if `is_critic` contradicts the role.
     """
     if what == "_class":
@@ -198,9 +200,9 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
 
 
 def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
-    """Store a parallel degree of `call`, such as `data_parallel_size`, for the call's layout.
+    """Store one of ReaL's parallel degrees, such as `data_parallel_size`, for the layout of `call`.
 
-    The assignment is left unchanged if `call` has no layout (for example in a model's own
+    The assignment is kept as it is if `call` has no layout (for example in a model's own
     `parallel.*`), or if the user also sets the layout. Raises `ConfigError` for an invalid size.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
@@ -213,7 +215,10 @@ def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degre
 
 
 def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
-    """Translate a call's `use_sequence_parallel` to the option `sequence_parallel` of its model."""
+    """Translate a call's `use_sequence_parallel` to the option `sequence_parallel` of its model.
+
+    The value true is dropped with a note, because it is weft's default.
+    """
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
     if to_plain(override.value) is True:

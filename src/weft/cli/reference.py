@@ -96,10 +96,10 @@ def _is_run(name: str) -> bool:
 
 
 def _is_own(name: str, config: RunConfig) -> bool:
-    """Return whether an option belongs only to the algorithm.
+    """Return whether an option is specific to its algorithm.
 
-    Other options are those of the run, roles, data, sampling and calls. The reference lists them in
-    tables that all algorithms share.
+    The options of runs, roles, data, sampling and calls are shared by all algorithms. The reference
+    lists them in separate tables.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
@@ -124,7 +124,10 @@ def _list_calls(config: Any) -> list[str]:
 
 
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
-    """Return a sentence about roles whose option defaults differ from those of `ModelSpec`."""
+    """Return a sentence on the roles whose default options differ from those of `ModelSpec`.
+
+    The sentence is empty if there are none.
+    """
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     names_by_default: dict[str, list[str]] = {}
     for name, config in configs.items():

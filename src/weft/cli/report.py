@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run `weft report`: write the page, print its path, and return the exit code.
 
-    Raises `UserError` for a folder without a run, and for a page that cannot be written.
+    Raises `UserError` if a folder is not a run, or if the page cannot be written.
     """
     parser = build_parser()
     if print_help_if_empty(parser, argv):
@@ -81,7 +81,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 def _find(word: str, root: Path) -> Path:
     """Return the folder of the run that `word` names.
 
-    The folder may lack some of the files of a run.
+    A folder that has only some of the files of a run is also accepted.
     """
     given = Path(word).expanduser()
     if any((given / name).is_file() for name in KNOWN):

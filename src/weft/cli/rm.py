@@ -31,9 +31,9 @@ EPILOG = """examples:
 
 @dataclass(frozen=True)
 class RunRemoval:
-    """Folders or links of one run that are to be removed.
+    """Planned removal of a run, or of parts of it.
 
-    `whole` is True if the run itself is removed, and not only parts of it.
+    `paths` are the folders or links to remove. `whole` is True if the run itself is removed.
     """
 
     run: Path
@@ -139,7 +139,7 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
-    """Return what to remove: the whole run or, if `parts` is not empty, those parts that exist."""
+    """Return the removal of the whole run or, if `parts` are given, of those that exist."""
     if not parts:
         return RunRemoval(run, (run,), whole=True)
     return RunRemoval(
@@ -148,7 +148,7 @@ def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
 
 
 def describe_removal(removal: RunRemoval) -> Iterator[str]:
-    """Yield lines that describe what will be removed, and which runs depend on it."""
+    """Yield lines that describe the data to remove, and the runs that depend on it."""
     status = read_json(removal.run / STATUS).get("status", "unfinished")
     if removal.whole:
         yield f"{removal.run} ({status}), {format_size(removal.num_bytes)}:"
@@ -178,7 +178,10 @@ def _count_bytes(path: Path) -> int:
 
 
 def _find_dependent_runs(removal: RunRemoval) -> Iterator[Path]:
-    """Iterate over runs in the same root folder whose configuration contains a path in this run."""
+    """Iterate over the runs whose configuration refers to a path in the run to be removed.
+
+    Only runs in the same root folder are searched.
+    """
     if not any(path.name != RECOVER for path in removal.paths):
         return
     run = removal.run.absolute()
@@ -205,9 +208,10 @@ def confirm_removal(num_bytes: int) -> bool:
 
 
 def remove(removal: RunRemoval) -> None:
-    """Remove the folders.
+    """Remove the folders and links in `removal`, and print a line.
 
-    The run's lock is held meanwhile, so that no process can start to work on the run.
+    The run is locked meanwhile, so that no process can start to work on it. Raises `ConfigError` if
+    a path cannot be removed.
     """
     from weft.runtime.directory import RunLock
 

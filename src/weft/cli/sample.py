@@ -227,9 +227,10 @@ def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """Return a path in `folder` for a model's report.
+    """Return a path in `folder` for the report of the model `name`.
 
-    `taken` has the paths of the other models' reports, which are not used again.
+    A number is added to the file name if the path is in `taken`, the paths of the other models'
+    reports.
     """
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
@@ -240,7 +241,10 @@ def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, An
 
 
 def score_reports(given: argparse.Namespace) -> None:
-    """Score every answer in the reports, write the scores into the reports, and print the means."""
+    """Score every answer in the reports with a reward model.
+
+    The scores are written into the reports, and the mean of each model and setting is printed.
+    """
     from weft.evaluation import rewards, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
@@ -289,7 +293,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_best_answers(given: argparse.Namespace) -> None:
-    """Sample several answers per prompt, score them, and write the best ones."""
+    """Sample several answers per prompt, score them by a reward model, and write the best."""
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import SampledAnswer, sample_answers
     from weft.evaluation.prompts import read_prompts

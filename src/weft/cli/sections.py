@@ -1,4 +1,4 @@
-"""Named sections of settings: their YAML files, and the file and line of each key."""
+"""Named config sections: groups of settings in YAML files, with the file and line of each key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Named settings in a YAML file.
+    """Named group of settings in a YAML file.
 
     `lines` maps the path of every key in the section to its line number.
     """
@@ -40,7 +40,7 @@ class ConfigSection:
     trlx: bool = False  # True for a trlX configuration
 
     def find_location(self, *path: str | int) -> str:
-        """Return `FILE:LINE` of the value at `path`, or of the nearest parent whose line is known."""
+        """Return `FILE:LINE` of the value at `path`, or of its nearest parent with a known line."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines[path] if path else self.line}"
@@ -48,7 +48,10 @@ class ConfigSection:
 
 @dataclass(frozen=True)
 class SectionFile:
-    """Contents of a YAML file: its sections, and the keys outside of any section (`strays`)."""
+    """Contents of a YAML file with config sections.
+
+    `strays` are keys outside of any section, each with its line number.
+    """
 
     sections: tuple[ConfigSection, ...]
     strays: tuple[tuple[str, int], ...] = ()
@@ -56,7 +59,7 @@ class SectionFile:
 
     @property
     def problems(self) -> list[str]:
-        """Messages about keys outside of any section."""
+        """Error messages, one for each key outside of any section."""
         result: list[str] = []
         for stray, line in self.strays:
             result.append(
@@ -67,7 +70,10 @@ class SectionFile:
 
 @dataclass(frozen=True)
 class SectionLibrary:
-    """All available sections: those in `./configs`, those in given folders, and the built-in ones."""
+    """All available config sections, in the order in which they are searched by name.
+
+    These are the sections in `./configs`, those in given folders, and the built-in ones.
+    """
 
     # (folder, contents of a file), in search order
     contents: tuple[tuple[str, SectionFile], ...]
@@ -92,7 +98,7 @@ class SectionLibrary:
         return cls((*entries, *((SHIPPED, contents) for contents in _read_shipped())))
 
     def iterate_sections(self) -> Iterator[ConfigSection]:
-        """Iterate over every section that a name can refer to, in search order."""
+        """Iterate over the sections in search order, with one section per name."""
         return (self.get(name) for name in self.list_names())
 
     def list_names(self) -> list[str]:
@@ -168,8 +174,9 @@ def _read_contents(path: Path, broken: list[str] | None) -> Iterator[SectionFile
 def read_file(path: Path, display_path: str = "") -> SectionFile:
     """Return the sections of a YAML file.
 
-    A file with options at its top level is one section, named after the file. `display_path` is the
-    path shown in messages. Raises a `ConfigError` with file and line if the YAML is invalid.
+    If options are at the top level of the file, the whole file is one section, which is named after
+    the file. `display_path` is the path shown in messages. Raises a `ConfigError` with file and
+    line if the YAML is invalid.
     """
     display_path = display_path or str(path)
     values, node = parse_yaml(

@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the models and serve them until Ctrl-C or SIGTERM.
+    """Load the models and serve them until Ctrl-C or SIGTERM, and return the exit code 0.
 
     Raises `UserError` (exit code 2) for models that cannot be served.
     """
@@ -234,11 +234,10 @@ def _check_arguments(given: argparse.Namespace) -> None:
 
 
 def _find_token(given: argparse.Namespace) -> tuple[str | None, str]:
-    """Return the token that clients must send, and a line that says where the token comes from.
+    """Return the token that clients must send, and a line that tells the user its source.
 
     The token is read from a file or an environment variable, or else generated. With `--no-token`,
-    the token is None. Raises `ConfigError` for an invalid token; the message does not contain the
-    token.
+    it is None. Raises `ConfigError` for an invalid token; the message does not contain the token.
     """
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
@@ -310,9 +309,10 @@ def _find_path(name: str, wanted: ModelQuery) -> str:
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
-    """Load the model at `path` with its tokenizer and a worker that is not yet started.
+    """Load the model at `path` with its tokenizer, and create a worker that is not started yet.
 
-    `name` is the model's name for clients.
+    `name` is the model's name in requests. `head` is "lm" for a policy; any other head is loaded as
+    a reward model.
     """
     from weft.serve.served_model import LOGPROBS, REWARDS, ServedModel
     from weft.serve.worker import ServingWorker

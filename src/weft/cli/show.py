@@ -1,4 +1,4 @@
-"""Show a run: status, values out of range, command, versions, options, checkpoints, metrics.
+"""Show a run: status, warnings, command, versions, options, checkpoints and metrics.
 
 Only options that differ from the defaults are shown.
 """
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 def format_page(
     run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the lines that describe a run."""
+    """Yield the lines that `weft show` prints about a run."""
     if summary.step is None:
         state = summary.status
     else:
@@ -160,10 +160,10 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
 def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """Return the options that differ from their defaults, and a heading for the list of options.
+    """Return the options that differ from their defaults, and a heading for their list.
 
-    Each option's name is mapped to its value and its default. If the defaults are unknown, all
-    options are returned.
+    The options are keyed by name, with a pair of value and default. If the defaults are unknown,
+    all options are returned, each with the default None.
     """
     values = dict(flatten_options(config))
     defaults = _read_defaults(config, algorithm)
@@ -179,9 +179,9 @@ def _find_changed_options(
 
 
 def _read_defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
-    """Return the default options of the quickstart for `algorithm`, or None if they are unknown.
+    """Return the default options of the quickstart `algorithm`, or None if they are unknown.
 
-    For a quickstart in user code, the modules that the run imported are imported.
+    If the quickstart is not built in, the user code that registers it is imported.
     """
     if algorithm is None:
         return None

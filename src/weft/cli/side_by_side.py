@@ -52,7 +52,7 @@ class AnswerColumn:
 
 
 class ColumnView:
-    """View of one of two conversations that are shown side by side.
+    """User interface of one of two conversations that are shown side by side.
 
     Notes to the user are held back until both models have answered the current line.
     """
@@ -86,13 +86,16 @@ class ColumnView:
         self.answered = False
 
     def format_cell(self) -> Text:
-        """Return the text of the conversation's table cell: the answer, followed by the notes."""
+        """Return the text of this conversation's table cell: the answer, followed by the notes."""
         lines = [Text(text.strip(), style=style) for text, style in self.notes]
         return Text("\n").join([*([self.answer_text] if self.answered else []), *lines])
 
 
 class SideBySide:
-    """Conversations of one user with two models, which answer the same lines."""
+    """Chat with two models at once, each in its own conversation.
+
+    Both models answer the lines that the user types.
+    """
 
     def __init__(self, chats: Sequence[Conversation], view: ChatView) -> None:
         self.view = view

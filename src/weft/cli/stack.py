@@ -42,10 +42,10 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class StackedValue:
-    """Value that a config section or the command line sets, with the place where it was set.
+    """Value that a config section or the command line sets, and the place where it is set.
 
-    `rank` is the position of the section, and is highest for the command line. If a key is set
-    twice, the value with the higher rank is used.
+    `place` is `FILE:LINE` or "command line". `rank` is the position of the section, and is highest
+    for the command line. If a key is set twice, the value with the higher rank is used.
     """
 
     value: Any
@@ -61,7 +61,11 @@ class StackedValue:
 
 @dataclass
 class SectionStack:
-    """Result of merging config sections: weft's options, their origins, and notes for the user."""
+    """Result of merging config sections and the command line.
+
+    `overrides` are the assignments to weft's options. `origins` maps each option to the key that
+    sets it and its place. `notes` are for the user.
+    """
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
@@ -71,7 +75,10 @@ class SectionStack:
     deepspeed: str | None = None  # default file of --deepspeed
 
     def format_lines(self) -> list[str]:
-        """Return lines that list the options, each with its origin as a comment."""
+        """Return a line for each option, with the place where it is set as a comment.
+
+        The first line lists the names of the sections.
+        """
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
@@ -92,9 +99,9 @@ class SectionStack:
         ]
 
     def add_origin(self, error: ConfigError) -> ConfigError:
-        """Add the place where an invalid option was set to the message of `error`.
+        """Return an error with the place where the invalid option was set added to the message.
 
-        This is possible only if the message begins with the name of an option that is set in this
+        The place is known only if the message of `error` begins with the name of an option in this
         stack. Otherwise, `error` is returned unchanged.
         """
         text = str(error)
@@ -119,9 +126,9 @@ def read_stack(
 ) -> SectionStack:
     """Merge the sections `names` in order, then the assignments `given` on the command line.
 
-    The assignments `below`, from a DeepSpeed file, have the lowest priority. Raises `ConfigError`
-    for settings that weft does not support and for unknown sections and keys. The message states
-    the file and line, and suggests the most similar name.
+    The assignments `below`, which come from a DeepSpeed file, have the lowest priority. Raises
+    `ConfigError` for unknown sections and keys, and for settings that weft does not support. The
+    message gives the file and line of an invalid key, and suggests similar names.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -147,7 +154,7 @@ def _is_rl(section: ConfigSection) -> bool:
 
 
 class _StackReader:
-    """Collector of the keys in a sequence of config sections.
+    """Collector of the keys that are set by a sequence of config sections and the command line.
 
     The values of Open-Assistant's keys stay nested. weft's own keys are flattened to dotted names.
     """
@@ -194,9 +201,10 @@ class _StackReader:
                         )
 
     def read_override(self, override: Override, rank: int) -> None:
-        """Add an assignment of the command line; `rank` is its priority among the sections.
+        """Add an assignment from the command line.
 
-        Raises `ConfigError` for an unknown key.
+        `rank` is its priority, which is above that of all sections. Raises `ConfigError` for an
+        unknown key.
         """
         if isinstance(override.value, Mapping) and any(
             key.startswith(f"{TRLX_PREFIX}{override.name}.") for key in TRLX
@@ -247,10 +255,11 @@ class _StackReader:
             self.weft_values[name] = where
 
     def _set_entry_parameter(self, key: str, inner: str, override: Override) -> None:
-        """Set a parameter of a listed dataset, as in `datasets.NAME.PARAMETER=value`.
+        """Set a parameter of a dataset in a list, for `datasets.NAME.PARAMETER=value`.
 
-        `key` is the list, datasets or datasets_extra, and `inner` is `NAME.PARAMETER`. The
-        parameter is set in all entries named NAME. Raises `ConfigError` if there is no such entry.
+        `key` is the key of the list, "datasets" or "datasets_extra", and `inner` is
+        `NAME.PARAMETER`. The parameter is set in all entries named NAME. Raises `ConfigError` if
+        there is no such entry.
         """
         name, _, parameter = inner.partition(".")
         before = self.open_assistant_values.get(key)
@@ -281,10 +290,10 @@ class _StackReader:
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:
-        """Return a `StackedValue` whose `place` says where one of Open-Assistant's keys was set.
+        """Return a `StackedValue` whose `place` is where an Open-Assistant key is set.
 
-        For a key in a group, `place` is the key's line in the section that sets the group, unless
-        the command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
+        For a key in a group, this is the key's line in the section that sets the group, unless the
+        command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -390,9 +399,9 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
 def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
     """Fill `stack` with the options, origins and notes that result from the keys in `reader`.
 
-    This maps Open-Assistant's keys to options and translates alternative spellings. A key with a
-    higher rank overrides others. Raises `ConfigError` if two keys of equal rank set the same
-    option.
+    This maps Open-Assistant's keys to options and translates alternative spellings. If several keys
+    set an option, the key with the highest rank is used. Raises `ConfigError` if two keys of equal
+    rank set the same option.
     """
     sets = dict(reader.weft_values)
     keys = {name: name for name in sets}
@@ -408,19 +417,20 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
                 f"{older.place}: {name} and {option.key} ({candidate.place}) are the same option; set "
                 f"one of them"
             )
+    # Spellings of the batch size are read together, so all take the highest rank among them.
     batch = max((sets[name].rank for name in BATCH_SPELLINGS if name in sets), default=0)
     ranks = {name: batch if name in BATCH_SPELLINGS else each.rank for name, each in sets.items()}
     assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
     done = build_translation(assigned, reader.base, ranks)
+    # Remember where each option came from, for messages and the saved configuration.
     for target, spelling in done.user_spellings.items():
-        if spelling in sets:
-            spelling = spelling
-        else:
+        if spelling not in sets:  # a key below one that was set
             spelling = next(name for name in sets if spelling.startswith(f"{name}."))
         stack.origins[target] = (keys[spelling], sets[spelling])
     excluded = _find_excluded_options(stack)
     stack.overrides = [each for each in done.overrides if each.name not in excluded]
     stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
+    # Say what a spelling became only for words of the command line.
     words = set()
     for name, each in sets.items():
         if each.place == COMMAND_LINE and name in reader.weft_values:
@@ -434,9 +444,9 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
 
 
 def _map_open_assistant_keys(reader: _StackReader) -> KeyMapping:
-    """Map Open-Assistant's keys to options.
+    """Map Open-Assistant's keys in `reader` to weft's options.
 
-    Raises a `ConfigError` that lists every invalid value with the place where it was set.
+    Raises a `ConfigError` that lists every invalid value with the place where it is set.
     """
     set_ = {}
     for name, each in reader.open_assistant_values.items():
@@ -478,7 +488,10 @@ def _strip_trlx_prefixes(notes: Mapping[str, list[str]]) -> dict[str, list[str]]
 
 
 def _find_excluded_options(stack: SectionStack) -> set[str]:
-    """Return the options that are overridden by an incompatible option from a later section."""
+    """Return the options to drop because a later section sets a mutually exclusive option.
+
+    For example, `optimizer.end_lr` excludes `optimizer.min_lr_ratio`.
+    """
     excluded_options: set[str] = set()
     for ends in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
@@ -495,9 +508,9 @@ def _find_excluded_options(stack: SectionStack) -> set[str]:
 
 
 def _name_run(stack: SectionStack, base: RunConfig) -> None:
-    """Set the names of the experiment and the trial, unless the user set them.
+    """Name the experiment after the algorithm, and the trial after the sections.
 
-    The experiment is named after the quickstart, and the trial after the sections.
+    Names that the user has set are kept.
     """
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
     for name, value in (
@@ -510,10 +523,11 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 
 
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
-    """Return the name of the quickstart that the sections are most likely meant for.
+    """Return the name of the quickstart for which the sections are most likely meant.
 
-    The guess is based on the name of a recipe, else on an option group named after PPO, GRPO or
-    DPO, else on keys that only one of Open-Assistant's trainers reads. The default is "sft".
+    The guess is based on the name of a built-in recipe, else on an option group named after PPO,
+    GRPO or DPO, else on keys that only one of Open-Assistant's trainers reads. The default is
+    "sft".
     """
     recipes = []
     for section in sections:

@@ -1,4 +1,4 @@
-"""Data sources that config sections define, with the changes made on the command line."""
+"""Data sources that config sections define, changed by the command line's settings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_trai
 class NamedDataSettings:
     """Command-line settings for named datasets.
 
-    `folders` are further folders of files with config sections. `data_path` is the path of a local
-    copy of the datasets. `parameters` maps a dataset's name to the values of
-    `datasets.NAME.PARAMETER=value`. `options` are the assignments to `dataset.*`.
+    Attributes:
+        folders: Additional folders of YAML files with config sections.
+        data_path: Path of a local copy of the datasets, or None.
+        parameters: Values set by `datasets.NAME.PARAMETER=value`, keyed by dataset and parameter.
+        options: Assignments to `dataset.*`.
     """
 
     folders: Sequence[str] = ()
@@ -51,8 +53,8 @@ class NamedDataSettings:
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
         """Return the data sources that a config section lists.
 
-        A source that sets no validation data gets the validation share that a run would use. Raises
-        `ConfigError` if the section lists no datasets.
+        If a source does not define its validation data, its validation share is the one that a run
+        of the section would use. Raises `ConfigError` if the section lists no datasets.
         """
         data_values = {}
         for key, value in section.values.items():
@@ -83,9 +85,9 @@ class NamedDataSettings:
     def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
         """Return the sources with the command line's settings applied.
 
-        Parameters are changed, and paths are replaced by copies in `data_path`. `files` are the
-        user's dataset catalogues, in which aliases are also looked up. Raises `ConfigError` if a
-        parameter is set for a dataset that is not in `sources`.
+        Parameters are changed, and paths are replaced by those of the copies in `data_path`.
+        `files` are the user's dataset catalogues, in which aliases are also looked up. Raises
+        `ConfigError` if a parameter is set for a dataset that is not in `sources`.
         """
         names = [source.named for source in sources if source.named]
         parameters_by_name = {
@@ -124,9 +126,11 @@ def build_stacked_options(
     mode: str | None,
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
-    """Return the options and the mode of the run that `--configs NAMES` describes.
+    """Return the options and the training mode of the run that the sections `names` describe.
 
-    The mode is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections' keys.
+    `given` are assignments that override the sections, and `folders` are additional folders of
+    sections. The mode is "sft", "rm" or "rl". If `mode` is None, it is guessed from the sections'
+    keys.
     """
     library = SectionLibrary.from_folders(folders)
     if mode:
@@ -180,8 +184,8 @@ def _resolve_alias(name: str, files: Sequence[str]) -> str:
 def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
     """Return the source with the given parameters replaced.
 
-    The names in `parameters` can be Open-Assistant's or weft's. Raises `ConfigError` for parameters
-    that the source does not accept.
+    `parameters` can be named as in Open-Assistant or as in weft. Raises `ConfigError` for
+    parameters that the source does not accept.
     """
     where = f"datasets.{source.named}"
     try:
@@ -212,8 +216,8 @@ def _with_copies(
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
     If there is only one named source, `data_path` can be the copy itself. Otherwise, `data_path` is
-    a folder with one copy per dataset, and the datasets named in `placed` are unchanged. Raises
-    `ConfigError` if the folder has no copies.
+    a folder with one copy per dataset. Datasets in `placed` keep their paths, because the user has
+    set these individually. Raises `ConfigError` if the folder has no copies.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
@@ -247,9 +251,10 @@ def _is_elsewhere(source: SourceSpec) -> bool:
 
 
 def _find_file(folder: Path, source: SourceSpec) -> str | None:
-    """Return the path of the source's file in the dataset's subfolder of `folder`, or in `folder`.
+    """Return the path of the source's file in `folder`, or None if it is not there.
 
-    Returns None if the file is in neither.
+    The file is first searched in the subfolder that is named after the dataset, then in `folder`
+    itself.
     """
     if not source.path or _is_elsewhere(source):
         return None

@@ -24,8 +24,8 @@ from weft.experiments import _checks as checks
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     """Run `weft start ...` and return the exit code.
 
-    With `supervise`, a run that needs Ray is started in a child process, because Ray may kill the
-    process it runs in. Raises `UserError` for unusable input.
+    With `supervise`, a run that needs Ray is started in a child process, because Ray can kill the
+    process that uses it. Raises `UserError` for unusable input.
     """
     parser = build_run_parser(
         "weft start", "Run an experiment registered with register_experiment(name), or list them."
@@ -170,7 +170,7 @@ def _parse_allocation_mode(text: str | None) -> str | None:
 
 
 def find_config(argv: Sequence[str]) -> int:
-    """Print the registered experiments whose names match a regular expression at the start.
+    """Print the registered experiments whose names begin with a match of a regular expression.
 
     Returns the exit code.
     """

@@ -131,7 +131,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def read_tree_file(path: str) -> Iterator[Tree]:
-    """Iterate over the trees in a file. Raises a `DataError` that locates an invalid row."""
+    """Iterate over the message trees in a file.
+
+    Raises a `DataError` that gives the location of an invalid row.
+    """
     place = path
 
     def iterate_rows() -> Iterator[Mapping[str, Any]]:

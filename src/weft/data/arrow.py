@@ -27,9 +27,9 @@ Restore = Callable[[Any], Any]
 
 
 def read_file(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over (row number, row) of a Parquet or Arrow file. Row numbers begin at 1.
+    """Yield (row number, row) for each row of a Parquet or Arrow file.
 
-    Raises `DataError` if the file cannot be parsed.
+    Row numbers begin at 1. Raises `DataError` if the file cannot be parsed.
     """
     batches, form = (
         (_read_parquet, "Parquet") if file.name.endswith(PARQUET) else (_read_arrow, "Arrow")
@@ -69,9 +69,9 @@ def _read_arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Return a function that removes the null struct keys from values of an Arrow type.
+    """Return a function that removes the added null keys from values of the Arrow type `kind`.
 
-    Returns None if the type contains neither structs nor maps.
+    Returns None if the type contains neither structs nor maps, so that nothing has to be removed.
     """
     import pyarrow
     from pyarrow import types

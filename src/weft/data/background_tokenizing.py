@@ -1,14 +1,17 @@
 """Tokenization during training, ahead of time in worker processes or on demand.
 
-The order of the batches and the number of steps depend on the ids of all samples, so weft
-determines the ids before training. If the encoder makes one sample per row (`SingleSampleEncoder`),
-every row has a sample unless it is left out because of its length. Before training, weft
+The order of the batches and the number of training steps depend on the ids of all samples, so the
+ids must be known before training. This is possible if the encoder makes exactly one sample from
+each row (`SingleSampleEncoder`), except that rows that are too long can be left out. Before
+training, weft
 
-- reads all rows, with their ids and their shapes (the columns of a row and the kinds of their
+- reads all rows and records the id and the shape of each one (its columns and the types of their
   values);
-- encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
-  rows of a shape if the first one is bad;
-- encodes the rows that may be too long, unless such rows are truncated.
+- tokenizes the first row of each shape, since invalid rows usually differ in shape from valid ones,
+  and all other rows of the shape if that row is invalid;
+- tokenizes the rows that may be too long, unless such rows are truncated.
+
+All other rows are tokenized while training runs.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def tokenize_in_background(
     start. The result is a complete `TokenTable` instead if one is in the cache, if the files are
     small, if a row can make several samples, or if `num_workers` is 0.
 
-    Raises `DataError` with a report on the bad rows that were found.
+    Raises `DataError` with a report on the invalid rows that were found.
     """
     files = find_files(source.path, source.split)
     if (
@@ -121,7 +124,7 @@ def tokenize_in_background(
 
 
 def pack_outcome(outcome: Outcome) -> Packed:
-    """Convert an outcome of `encode_rows` to (table of the samples, problems).
+    """Pack the samples in an outcome of `encode_rows` into a table, and return (table, problems).
 
     The table needs a tenth of the memory of the encoded samples.
     """
@@ -137,10 +140,14 @@ def pack_outcome(outcome: Outcome) -> Packed:
 
 @dataclass
 class _SourceRows:
-    """All rows of a source. Every list is indexed by the row number.
+    """All rows of a source, before tokenization. Every list is indexed by the row number.
 
-    `shapes[row]` is the index of the row's shape. `eager_rows` are the rows to tokenize before
-    training.
+    Attributes:
+        places: location of the row, for error messages
+        pickled: the row itself, pickled
+        own_ids: id given in the row, or None
+        shapes: index of the row's shape; rows with the same columns and types share an index
+        eager_rows: numbers of the rows to tokenize before training
     """
 
     places: list[str] = field(default_factory=list)
@@ -197,9 +204,10 @@ def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
 
 
 def _compute_shape(row: Row | UnreadableRow, id_key: str, *, deep: bool) -> Any:
-    """Return the shape of a row: its column names, except the id, with the kinds of their values.
+    """Return the shape of a row: the names and value types of its columns, except the id column.
 
-    With `deep`, the kinds of nested values are included. Returns None for an unreadable row.
+    Empty texts and non-empty texts count as different types. With `deep`, nested values are
+    described too. Returns None for an unreadable row.
     """
     if isinstance(row, UnreadableRow):
         return None
@@ -226,7 +234,7 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether a row is bad or its sample may have more than `most` tokens."""
+    """Return whether a row is invalid, or its sample may have more than `most` tokens."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
@@ -243,8 +251,8 @@ def _build_background_table(
     """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
 
     The table has the ids of all samples. The remaining samples are tokenized during training, and
-    the complete table is then written to `cache_file`. Raises `DataError` with reports on all bad
-    rows that were found.
+    the complete table is then written to `cache_file`. Raises `DataError` with reports on all
+    invalid rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -324,13 +332,21 @@ def _encode_eagerly(
 
 
 class BackgroundTokenTable:
-    """Table like a `TokenTable`, except that most samples are tokenized during training.
+    """Table of samples like `TokenTable`, most of which are tokenized during training.
 
-    `ids` and the row numbers `rows` are known from the beginning. Between `start` and `close`,
-    worker processes tokenize the samples, beginning with those that training needs next
-    (`prioritize`). `take` does not wait for missing samples but tokenizes them itself. The complete
-    table is written to the cache that `tokenize` uses. If a worker process fails, the next call of
-    `take` raises its error: `DataError` for a bad row, `RunError` if the process died.
+    The ids and row numbers of all samples are known from the beginning. Worker processes run from
+    `start` to `close`. They first tokenize the samples that training needs next, as set by
+    `prioritize`. `take` does not wait for the workers but tokenizes missing samples itself. The
+    complete table is written to the cache that `tokenize` uses.
+
+    If a worker fails, the next call of `take` raises the error: `DataError` for an invalid row,
+    `RunError` if the worker process died.
+
+    Attributes:
+        ids: id of each sample
+        rows: row number of each sample
+        check_longest: function to call with the number of tokens of the longest sequence whenever a
+            longer one is found, or None
     """
 
     def __init__(
@@ -378,9 +394,10 @@ class BackgroundTokenTable:
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """Return the samples at `indices`, tokenizing the missing ones in this process.
+        """Return the samples at `indices`, tokenizing missing ones in the calling process.
 
-        The arrays have the dtypes that are used on the edges of the dataflow graph.
+        The data have the dtypes used in batches, such as int64 token ids, rather than the smaller
+        ones of the table.
         """
         with self._changed:
             missing = []
@@ -406,10 +423,10 @@ class BackgroundTokenTable:
     def _gather(
         self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
     ) -> SequenceSample:
-        """Return the samples at `indices` as one `SequenceSample`.
+        """Return the samples at `indices` as one `SequenceSample`, in that order.
 
-        The samples at the indices `others` are taken from `extra`, in the order of `others`, and
-        the rest from the finished chunks.
+        Most samples are taken from the chunks that are finished. The samples at the indices
+        `others` are in no chunk; `extra` contains them, in the order of `others`.
         """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
@@ -433,9 +450,10 @@ class BackgroundTokenTable:
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def build_table(self) -> TokenTable:
-        """Return the complete table, waiting for the worker processes to finish.
+        """Return the complete table, after all samples are tokenized.
 
-        Samples that no worker process has started on are tokenized in this process.
+        Samples that no worker has started on are tokenized in the calling process. For the others,
+        this method waits for the workers.
         """
         while (samples := self._take_chunk()).size:
             self._encode_here(samples.tolist())
@@ -497,9 +515,9 @@ class BackgroundTokenTable:
             self._next = 0
 
     def close(self) -> None:
-        """End the worker processes.
+        """Stop the worker processes.
 
-        If the table is complete, waits until it is written to the cache.
+        If all samples are tokenized, waits until the table is written to the cache.
         """
         with self._changed:
             self._closed = not (self._state == DONE).all()
@@ -510,9 +528,9 @@ class BackgroundTokenTable:
             thread.join(FINISH_SECONDS)
 
     def _run_process(self, job: bytes) -> None:
-        """Start a worker process and make it encode samples until none are left.
+        """Run a worker process that encodes chunks of samples until none are left.
 
-        Runs in a thread.
+        `job` is the pickled `EncodingJob`. This method is the target of a thread.
         """
         process = None
         try:
@@ -554,7 +572,10 @@ class BackgroundTokenTable:
         return np.asarray(sorted(samples), dtype=np.int64)
 
     def _encode_here(self, samples: Sequence[int]) -> None:
-        """Encode samples in this process. The caller must have set their state to `UNDER_WAY`."""
+        """Encode samples in the calling process.
+
+        The caller must have set the state of the samples to `UNDER_WAY`.
+        """
         if samples:
             ordered = sorted(set(samples))
             self.add_samples(self.rows[ordered].tolist(), self._encode(ordered))
@@ -578,7 +599,10 @@ class BackgroundTokenTable:
         )
 
     def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
-        """Add the samples of a chunk of rows, or record an error if some of the rows are bad."""
+        """Add the samples of a chunk of rows, or record an error if some of the rows are invalid.
+
+        `rows` are the row numbers of the chunk, and `packed` is the result of encoding it.
+        """
         table, problems = packed
         if problems:
             row_problems = [(rows[index], wrong, long) for index, wrong, long in problems]

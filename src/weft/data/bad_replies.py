@@ -1,4 +1,4 @@
-"""Extract prompts with replies from rows of any dataset type, and make worse replies.
+"""Extraction of prompts and replies from rows of any dataset type, and generation of worse replies.
 
 A reward model that is trained only on human replies can be fooled by text that no person would
 write. Ranking artificial bad replies last makes it more robust (as in Open-Assistant's augmented
@@ -47,9 +47,13 @@ REJECTED = ("rejected", "rejected_messages")
 
 @dataclass(frozen=True)
 class PromptReplies:
-    """Prompt with its replies, best first. The prompt is given as `text` or as `messages`.
+    """Prompt with its replies.
 
-    If both `text` and `messages` are empty, the replies are complete texts.
+    Attributes:
+        id: id of the prompt
+        text: prompt as plain text, or None if it is only given as messages
+        messages: prompt as messages; empty if there is no prompt and the replies are complete texts
+        replies: replies to the prompt, best first
     """
 
     id: str
@@ -230,8 +234,10 @@ def make_worse_reply(
 ) -> str | None:
     """Return a reply that is worse than all replies of `row`, or None if none can be made.
 
-    `kind` is one of `KINDS`. For the kind "other", the result is a reply to one of the prompts in
-    `others`. The result depends only on the arguments.
+    For the kinds "shuffled", "cut" and "repeated", the best reply is degraded: its words are
+    shuffled, it is truncated, or its first sentence is repeated. For the kind "other", the result
+    is the best reply to another prompt, chosen from `others`. The same arguments always give the
+    same reply.
     """
     low, high = randomness.derive_key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])

@@ -37,12 +37,15 @@ NUM_LARGE_BATCHES = 8  # number of largest batches in the memory forecast, and o
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """Options for dividing samples into batches.
+    """Options for dividing samples into batches. Exactly one of `num_ids` and `num_tokens` is set.
 
-    The batch size is either a number of ids, `num_ids`, or a maximum number of tokens,
-    `num_tokens`; exactly one is set. `option` is the name of the token limit in error messages.
-    `by_length` sorts the samples by length, shortest first. Samples shorter than `mixing_below`
-    tokens are paired with probability `mixing`, and a pair counts as one id.
+    Attributes:
+        num_ids: number of ids per batch
+        num_tokens: maximum number of tokens per batch
+        option: name of the token limit in error messages
+        by_length: sort the samples by length, shortest first
+        mixing: probability that a short sample is paired with another one; a pair counts as one id
+        mixing_below: number of tokens below which a sample counts as short
     """
 
     num_ids: int | None = None
@@ -54,14 +57,14 @@ class BatchingOptions:
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether the division into batches depends on the lengths of the samples."""
+        """Return whether the token counts of the samples affect the division into batches."""
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def compute_bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
         """Return the boundaries of the batches, given the token count of each sample.
 
-        Batch i has the samples from boundary i up to boundary i + 1. Raises `ConfigError` if the
-        longest sample exceeds the token limit of a batch.
+        Batch i consists of the samples from `bounds[i]` up to, but not including, `bounds[i + 1]`.
+        Raises `ConfigError` if a single sample exceeds the token limit of a batch.
         """
         if self.num_tokens is not None:
             return packing.split_by_budget(costs, self.num_tokens, self.option)
@@ -71,10 +74,14 @@ class BatchingOptions:
 
 @dataclass(frozen=True)
 class SourceSubset:
-    """Subset of the samples of source `name`: those at `indices` in its dataset.
+    """Subset of a source's samples, such as its training or validation samples.
 
-    With `prefix`, sample ids begin with the name of the source, so that ids of different sources do
-    not collide.
+    Attributes:
+        name: name of the source
+        dataset: dataset with all samples of the source
+        indices: indices of the subset's samples in `dataset`; int64
+        prefix: prepend the source name to sample ids, so that ids of different sources do not
+            collide
     """
 
     name: str
@@ -106,9 +113,9 @@ class SourceSubset:
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
     def take(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
-        """Return the samples at `indices` as one `SequenceSample`.
+        """Return the samples at `indices` of this subset as one `SequenceSample`.
 
-        If the dataset's samples differ between epochs, returns those of `epoch`.
+        If the samples differ between epochs, returns those of `epoch`.
         """
         if not is_table_dataset(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
@@ -147,9 +154,9 @@ class SourceSubset:
 
 
 class BatchLoader(Protocol):
-    """Loader that never runs out of batches. A batch never spans two epochs.
+    """Endless source of training batches that can save and restore its position.
 
-    `state_dict` returns the exact position as JSON values.
+    A batch never spans two epochs. `state_dict` returns the exact position as JSON values.
     """
 
     @property
@@ -164,7 +171,7 @@ class BatchLoader(Protocol):
 
     @property
     def num_ids(self) -> int:
-        """Number of ids per epoch (of the current epoch, if epochs differ in size)."""
+        """Number of sample ids per epoch (of the current epoch, if epochs differ in size)."""
         ...
 
     @property
@@ -185,9 +192,9 @@ class BatchLoader(Protocol):
     def build_large_batches(self) -> list[SequenceSample]:
         """Return batches of the first epoch for the memory forecast, the largest one first.
 
-        The list can include smaller batches that may need as much memory. If some rows are not
-        tokenized yet, the size of the largest batch is an estimate. Must be called before
-        `next_batch`, and does not change the position.
+        The list can include smaller batches that may need as much memory as the largest one. If
+        some rows are not tokenized yet, the largest batch is found by estimated sizes. Must be
+        called before `next_batch`, and does not change the loader's position.
         """
         ...
 
@@ -196,7 +203,7 @@ class BatchLoader(Protocol):
 
 
 class MapLoader:
-    """Loader over datasets whose samples are read by index.
+    """Loader that builds batches from datasets with random access to their samples.
 
     Every epoch draws the configured share of each source and shuffles the samples again.
     """
@@ -250,10 +257,11 @@ class MapLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many others spread evenly over the epoch.
 
-        The evenly spread batches are included because they can need more memory than the largest
-        ones if their rows share shorter prefixes. If some rows are not tokenized yet, fewer batches
-        are returned, and their token counts are estimated from bytes. Returns only the first batch
-        if a source is not tokenized by weft, since its lengths are unknown.
+        The completions of a row share the memory of their prompt, so a batch with fewer tokens but
+        shorter prompts can need more memory than the largest one. The evenly spread batches cover
+        this case. If some rows are not tokenized yet, fewer batches are returned, and their token
+        counts are estimated from bytes. Returns only the first batch if a source is not tokenized
+        by weft, since its lengths are unknown.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):
@@ -298,7 +306,7 @@ class MapLoader:
         return sample
 
     def _announce_order(self) -> None:
-        """Tell the tables that are tokenized during training which samples are needed next."""
+        """Prioritize the upcoming samples in tables that are tokenized during training."""
         unfinished = []
         for number, part in enumerate(self._parts):
             if part.background_table is not None:
@@ -325,7 +333,8 @@ class MapLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position that `state_dict` returned.
 
-        Raises `UserError` if the data, the batch size or the seed has changed since then.
+        Raises `UserError` if the data, the batch size or the seed differ from those of the saved
+        position.
         """
         if state["data"] != self._compute_fingerprint():
             raise UserError(
@@ -368,7 +377,7 @@ class MapLoader:
         return order[mixed], [int(starts[at]) for at in how.compute_bounds(units)]
 
     def _compute_fingerprint(self) -> str:
-        """Return a hash of all settings that determine the order of ids."""
+        """Return a hash of all settings that determine the order of the sample ids."""
         shares = [asdict(share) for share in self._shares]
         usual = asdict(BatchingOptions())
         sizes = {}

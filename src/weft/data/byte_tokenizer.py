@@ -19,7 +19,10 @@ WITH_ITS_TOKENS = "template"  # value of `add_tokens`: the special tokens of the
 
 
 def build_byte_level() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, `<s>`, `</s>`, `<pad>` and no chat template."""
+    """Return a tokenizer with one token per byte and the special tokens `<s>`, `</s>` and `<pad>`.
+
+    It has no chat template.
+    """
     alphabet = {}
     for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())):
         alphabet[token] = index
@@ -34,7 +37,7 @@ def build_byte_level() -> PreTrainedTokenizerFast:
 def load_byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """Return the byte tokenizer with the options of `spec`.
 
-    The default chat template is `FORM`. Raises `UserError` if an option is invalid.
+    The default chat template is ChatML. Raises `UserError` if an option is invalid.
     """
     template = spec.chat_template or FORM
     if template in TEMPLATES:

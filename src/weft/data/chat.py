@@ -1,7 +1,7 @@
 """Tokenize conversations with a mask of the assistant's tokens, and report omitted parts.
 
-Masks are computed from spans of the rendered text, never from token ids. A template with `{%
-generation %}` blocks marks the assistant's text itself. For other templates, `weft.data.turns`
+Masks are computed from spans of the rendered text, never from token ids. If a template has `{%
+generation %}` blocks, these are the assistant's text. For other templates, `weft.data.turns`
 locates the text.
 """
 
@@ -51,10 +51,13 @@ def find_generation_spans(
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Token ids of a conversation with a mask that is True on trained tokens.
+    """Tokenized conversation with a mask of the trained tokens.
 
-    `unused` lists the parts of the row that are not represented by any token, such as
-    `messages[].name`. `cut` lists the parts of trained turns that the chat template omits.
+    Attributes:
+        ids: token ids of the whole conversation
+        mask: True for each token that is trained on
+        unused: names of the parts of the row that no token represents, such as `messages[].name`
+        cut: parts of trained turns that the chat template omits
     """
 
     ids: list[int]
@@ -68,9 +71,9 @@ def mask_conversation(
 ) -> MaskedConversation:
     """Tokenize a conversation and mask the assistant's trained turns, including their end tokens.
 
-    If a token contains characters of both the template and the assistant, it is trained, since it
-    is not part of the generation prompt. Raises `DataError` if a turn cannot be located, or if the
-    template omits essential parts of the conversation.
+    A token that contains characters of both the template and the assistant's text is trained.
+    Raises `DataError` if a turn cannot be located in the rendered text, or if the template omits
+    essential parts of the conversation.
     """
     # Render the conversation and check that the template writes all of it.
     text = template.render(messages, tools, False)
@@ -131,11 +134,11 @@ def mask_spans(
     text: str,
     spans: Sequence[Span],
 ) -> tuple[list[int], list[bool]]:
-    """Tokenize a text and return (ids, mask), with True on tokens that have a character in a span.
+    """Tokenize a text and return (ids, mask); the mask is True on tokens that overlap a span.
 
-    If `offsets` returns None, each boundary of a span is converted to a token index by tokenizing
-    the text before the boundary. The index is the number of leading tokens that this part has in
-    common with the whole text.
+    `offsets` returns ids with the character range of each one, or None if the tokenizer cannot
+    provide ranges. In that case, the text before each boundary of a span is tokenized separately.
+    The leading tokens that it has in common with the whole text are the tokens before the boundary.
     """
     encoding = offsets(text)
     if encoding is None:
@@ -167,7 +170,7 @@ def insert_eos(
 
 
 def _skip_end_token(text: str, stop: int, end: str | None) -> int:
-    """Return the position after the end token that follows `stop`, or `stop` if none follows."""
+    """Return the position after the token `end` if it follows `stop` in the text, else `stop`."""
     rest = text[stop:].lstrip()
     if end and rest.startswith(end):
         return len(text) - len(rest) + len(end)

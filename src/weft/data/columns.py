@@ -43,8 +43,8 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
     """Check that the new column names in `columns` are columns of the dataset type `type`.
 
-    `args` are the dataset arguments. The values of arguments such as `prompt_key` are accepted as
-    column names too. Raises `ConfigError`, suggesting similar names, for any other name.
+    The values of arguments such as `prompt_key` in `args` are accepted as column names too. Raises
+    `ConfigError`, suggesting similar names, for any other name.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":
@@ -73,9 +73,10 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
 
 
 def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
-    """Iterate over (place, row) of a source, with the columns of each row renamed.
+    """Yield (location, row) for each row of a source, with its columns renamed.
 
-    Raises `ConfigError` after the last row if a column to rename occurs in no row.
+    `columns` maps new names to old ones. After the last row, raises `ConfigError` if one of the old
+    names occurred in no row.
     """
     return rename_columns(
         (row for file in find_files(path, split) for row in read_rows(file)), columns, path
@@ -83,10 +84,10 @@ def read_renamed_rows(path: str, split: str | None, columns: Columns) -> Iterato
 
 
 def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """Iterate over (place, row) with the columns of each row renamed.
+    """Yield (location, row) for each of `rows`, with its columns renamed.
 
-    `columns` maps new names to old ones. Raises `ConfigError`, naming `path`, after the last row if
-    a column to rename occurs in no row.
+    `columns` maps new names to old ones. After the last row, raises `ConfigError`, naming `path`,
+    if one of the old names occurred in no row.
     """
     missing = dict(columns)
     there = dict[str, None]()
@@ -112,7 +113,10 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
 
 
 def _describe_missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
-    """Format the error message for columns that occur in no row."""
+    """Format the error message for columns to rename that occur in no row.
+
+    `missing` maps new names to the missing columns, and `there` lists the columns that exist.
+    """
     name, column = next(iter(missing.items()))
     close = find_nearest(column, there)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
@@ -127,9 +131,10 @@ ABSENT = object()
 
 
 def _read_value(row: Row, column: str) -> Any:
-    """Return the value of a column of the file, or `ABSENT` if the row lacks the column.
+    """Return the value of a column, or `ABSENT` if the row lacks it.
 
-    The column `a.b` is key b of the mapping in column a, and `a.0` is the first entry of a list.
+    The name `a.b` refers to key b of the mapping in column a, and `a.0` to the first entry of a
+    list.
     """
     if column in row:
         return row[column]
@@ -145,7 +150,7 @@ def _read_value(row: Row, column: str) -> Any:
 
 
 def _iterate_paths(row: Row, prefix: str = "") -> Iterator[str]:
-    """Iterate over the column names of a row. Keys of nested mappings have dotted names."""
+    """Yield the column names of a row. Keys of nested mappings have dotted names such as `a.b`."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from _iterate_paths(value, f"{prefix}{key}.")

@@ -14,11 +14,17 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Numbers of samples of one source: for training, for evaluation and per epoch.
+    """Numbers of samples of one source, with its tokenization report.
 
-    `report` describes the tokenization. It is None for a user's own dataset class. It is also None
-    while the rows are tokenized during training; `ahead` is then the table that receives the
-    samples.
+    Attributes:
+        name: name of the source
+        type: dataset type of its rows
+        train: number of training samples
+        evaluation: number of validation samples
+        per_epoch: number of training samples drawn in each epoch
+        report: report on the tokenized rows; None for a user's own dataset class, and while rows
+            are still tokenized during training
+        ahead: table whose rows are tokenized during training, else None
     """
 
     name: str
@@ -31,7 +37,7 @@ class SourceCount:
 
     @property
     def label(self) -> str:
-        """Name of the source, marked if it has only evaluation rows."""
+        """Name of the source, followed by "(valid)" if it has only validation rows."""
         if self.train or not self.evaluation:
             return self.name
         return f"{self.name} (valid)"
@@ -55,8 +61,7 @@ class SourceCount:
     def build_notes(self, limits: str) -> list[str]:
         """Return notes on truncated and dropped rows, omitted parts of turns, and unused columns.
 
-        `limits` names the options that limit the length of rows. It is inserted into the notes
-        unchanged.
+        `limits` describes the options that limit the length of rows. It is copied into the notes.
         """
         if self.ahead is not None:
             return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]
@@ -131,7 +136,7 @@ def render_table(counts: Sequence[SourceCount]) -> str:
 
 
 def _merge_by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
-    """Add up the training and evaluation counts of each source."""
+    """Add up the counts that belong to the same source, such as training and validation rows."""
     counts_by_source: dict[str, SourceCount] = {}
     for count in counts:
         before = counts_by_source.get(count.name)

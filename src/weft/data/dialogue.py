@@ -9,9 +9,9 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def find_shared_prompt(one: str, other: str) -> str:
-    """Return the common prefix of two dialogues, which ends with `\\n\\nAssistant:`.
+    r"""Return the common prefix of two dialogues, up to and including its last `\n\nAssistant:`.
 
-    Returns "" if the dialogues have no such prefix.
+    Returns "" if the common prefix has no `\n\nAssistant:`.
     """
     at = one.rfind(ASSISTANT, 0, count_common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
@@ -65,7 +65,7 @@ def split_messages(text: str) -> list[dict[str, str]]:
 
 
 def _find_marks(text: str, mark: str) -> list[int]:
-    """Return the positions of all occurrences of `mark` in a text."""
+    """Return the start positions of all occurrences of `mark` in a text."""
     positions = []
     at = text.find(mark)
     while at >= 0:
@@ -75,7 +75,7 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the number of characters in the common prefix of two texts, cut to whole words.
+    """Return the length of the common prefix of two texts in characters, ending between words.
 
     The prefix is always shorter than either text, unless a text is empty.
     """

@@ -1,9 +1,10 @@
 """Worker process that encodes rows: `python -m weft.data.encode_worker`.
 
-It is started by `weft.data.tokenizing`. A message consists of its length (8 bytes) and a pickle.
-The first message is the job, and the following ones are chunks of rows. The answer to a chunk is
-the outcome of encoding it (packed if `job.packed`), or an error that no single row caused. Both
-processes belong to weft and run on the same machine.
+`weft.data.tokenizing` starts it and communicates with it through pipes. A message consists of its
+length (8 bytes) and a pickle. The first message is the job, and each following one is a chunk of
+rows. The worker answers each chunk with the outcome of encoding it (packed if `job.packed`), or
+with an error that does not concern a single row. Unpickling is safe because both processes belong
+to weft and run on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.errors import UserError
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Encode chunks of rows and send back the outcomes until the other process closes the pipe."""
+    """Encode chunks of rows and send back the outcomes until the parent process closes the pipe."""
     setup = _read_message(requests)
     if not setup:
         return

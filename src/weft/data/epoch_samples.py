@@ -25,7 +25,7 @@ from weft.data.window import RandomWindow
 
 @runtime_checkable
 class PartEncoder(Protocol):
-    """Row encoder that can make several samples of a row and encode each of them separately."""
+    """Row encoder that can make several samples from a row and encode each of them separately."""
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> EncodedSample: ...
 
@@ -34,9 +34,16 @@ class PartEncoder(Protocol):
 class EpochSamples:
     """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
 
-    `table` has the samples encoded without random draws, which means that no line of the system
-    tags is dropped and that samples are truncated at the end. A sample never has more tokens in an
-    epoch than in `table`.
+    A sample never has more tokens in an epoch than in `table`.
+
+    Attributes:
+        job: encoder, length limits and tokenizer for the rows
+        source: source of the rows
+        table: samples encoded without random draws: all lines of system tags are kept, the longest
+            bad reply is chosen, and rows that are too long are truncated instead of cut to a random
+            window
+        seed: seed of the random draws
+        window: random window for rows that are too long, or None
     """
 
     job: EncodingJob

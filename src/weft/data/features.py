@@ -14,10 +14,11 @@ MARK = "weft-looks-for-this-system-text"  # probe text that a template either wr
 
 
 def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with the `ConversationAdditions` that the options in `spec` describe.
+    """Return a copy of the tokenizer that makes the additions to conversations set in `spec`.
 
-    Raises `ConfigError` if options conflict, or if the chat template does not render the added
-    system messages.
+    These are the system prefix and the system tags (see `ConversationAdditions`). Raises
+    `ConfigError` if options conflict, or if the chat template does not render the added system
+    messages.
     """
     if spec.sample_mixing and spec.train_tokens_per_batch is not None:
         raise ConfigError(

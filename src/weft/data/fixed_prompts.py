@@ -1,4 +1,4 @@
-"""Read a file of fixed prompts for evaluation, and tokenize them like the rows of a run."""
+"""Fixed prompts for evaluation, read from a file and tokenized like the rows of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = (".txt", ".text")
 
 
 def read_prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over (place, row) of a file of prompts.
+    """Yield (location, row) for each prompt in a file.
 
     The file is JSON, JSONL(.gz) or Parquet, has a JSON string on each line, or is a .txt file with
     a prompt on each line.
@@ -54,11 +54,12 @@ def read_fixed_prompts(
     most: int | None,
     option: str = "eval_prompts",
 ) -> SequenceSample:
-    """Return the tokenized prompts of a file as a sample with the key `prompt` and ids 0, 1, ...
+    """Return the tokenized prompts of a file as one `SequenceSample` with the key `prompt`.
 
-    With `as_chat`, a text prompt is rendered as a user message; prompts of messages are always
-    rendered. `most` is the maximum number of tokens of a prompt. Raises `DataError` naming each row
-    that is invalid or too long.
+    The ids are 0, 1, 2, ... in file order. With `as_chat`, a text prompt is rendered as a user
+    message; prompts of messages are always rendered. `most` is the maximum number of tokens of a
+    prompt. Raises `DataError`, beginning with `option`, for invalid prompts and prompts that are
+    too long.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

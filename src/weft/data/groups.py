@@ -1,4 +1,8 @@
-"""Split groups of sequences into parts and join them again, with index arithmetic only."""
+"""Splitting and joining of groups, with index arithmetic only.
+
+A group is a prompt with several completions. If it has too many tokens for a microbatch, it is
+split into parts with fewer completions each.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,12 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 class GroupRearrangement:
     """Assignment of the sequences of a sample to new ids.
 
-    `index[key]` lists the old indices of the sequences in their new order. `counts[key]` is the
-    number of sequences of each new id. `rows` has, for each new id, the index of the old id whose
-    metadata it inherits.
+    Attributes:
+        ids: new ids
+        rows: for each new id, the index of the old id whose metadata it inherits
+        index: old indices of the sequences in their new order, by key; int64
+        counts: number of sequences of each new id, by key; int64
+        metadata: additional metadata of the new ids, by name
     """
 
     ids: tuple[str, ...]
@@ -36,7 +43,10 @@ class GroupRearrangement:
 
 
 def format_part_name(part: Mapping[str, Any]) -> str:
-    """Return a unique id for a part of a group, in the form `id[first:stop]`."""
+    """Return the id of a part of a group in the form `id[first:stop]`.
+
+    `first` and `stop` are the range of completions in the part, which is given as its metadata.
+    """
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
@@ -47,11 +57,12 @@ def split_groups(
     max_tokens: int,
     option: str,
 ) -> GroupRearrangement:
-    """Split groups into runs of completions with at most `max_tokens` tokens per run.
+    """Split groups into parts of consecutive completions with at most `max_tokens` tokens per part.
 
-    The prompt is counted once for each completion. The metadata record which group each run belongs
-    to. Raises `DataError` for a key that has neither one sequence per id nor one per completion,
-    and `ConfigError` naming `option` if a single completion with its prompt exceeds `max_tokens`.
+    The prompt is counted once for each completion. The new metadata record which group each part
+    comes from. Raises `DataError` for a key that has neither one sequence per id nor one per
+    completion, and `ConfigError` naming `option` if a single completion with its prompt exceeds
+    `max_tokens`.
     """
     if "completion" in lengths:
         main = "completion"
@@ -98,9 +109,9 @@ def join_groups(
 ) -> GroupRearrangement:
     """Join parts into their original groups, in the order of each group's first part.
 
-    A key with one sequence per group is taken from the group's first part. Keys added since the
-    split must have one sequence per completion. Raises `DataError` if a part is missing or
-    duplicated.
+    `parts` are the metadata that `split_groups` added. A key with one sequence per group is taken
+    from the group's first part. Keys added since the split must have one sequence per completion.
+    Raises `DataError` if a part is missing or duplicated.
     """
     rows_by_id: dict[str, list[int]] = {}
     for row, part in enumerate(parts):

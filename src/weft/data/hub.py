@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Return whether the local cache has at least one of `files` of a hub model."""
+    """Return whether the local cache of the hub has at least one of `files` of the model `name`."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files
@@ -83,8 +83,8 @@ def _has_dataset_folder(name: str) -> bool:
 def call_with_timeout(seconds: float, ask: Callable[[], Found]) -> Found:
     """Call `ask` in a thread and return its result.
 
-    Raises `TimeoutError` if the call takes longer than `seconds`; errors of `ask` are raised
-    unchanged. Without the timeout, a failing name lookup would block for minutes.
+    Raises `TimeoutError` if the call takes longer than `seconds`. Errors of `ask` are raised
+    unchanged. The timeout is needed because a failing name lookup would block for minutes.
     """
     answers = list[Found]()
     errors = list[Exception]()

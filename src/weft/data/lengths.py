@@ -14,12 +14,17 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """Token ids of one sample: a prompt and K completions, with masks, values and metadata.
+    """Token ids of one sample: a prompt with any number of completions.
 
-    `values` has, for each key, one number per completion. A sample that is only a prompt has no
-    completions. `part` distinguishes the samples of one row. `unused` lists the parts of the row's
-    messages that are not represented by any token. `cut` lists the parts of trained turns that the
-    chat template omits.
+    Attributes:
+        prompt: token ids of the prompt
+        completions: token ids of each completion; empty if the sample is only a prompt
+        masks: mask of each completion, True on trained tokens
+        values: one number per completion, by key
+        metadata: metadata of the sample, by name
+        part: name that distinguishes the samples of one row; empty if the row has one sample
+        unused: names of the parts of the row's messages that no token represents
+        cut: parts of trained turns that the chat template omits
     """
 
     prompt: list[int]
@@ -34,10 +39,13 @@ class EncodedSample:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """Limits on the length of a row. None means no limit.
+    """Limits on the length of a row, and the treatment of rows that exceed them.
 
-    `overlong` determines how rows that exceed a limit are treated: "truncate", "drop" or "error".
-    `truncate_side` is the end at which prompts are cut.
+    Attributes:
+        max_seqlen: maximum number of tokens of the prompt with one completion, or None
+        max_prompt_len: maximum number of tokens of the prompt, or None
+        overlong: treatment of rows that are too long: "truncate", "drop" or "error"
+        truncate_side: end at which a long prompt is cut: "left" or "right"
     """
 
     max_seqlen: int | None = None
@@ -66,9 +74,9 @@ def fit_to_limits(
 ) -> tuple[EncodedSample | None, frozenset[str]]:
     """Truncate or drop a sample that exceeds its length limits, depending on `overlong`.
 
-    Returns (sample, actions). The sample is None if it is dropped. The actions are a subset of
-    {"prompt", "answer"} for the truncated parts, or {"dropped"}. Raises `RowTooLong` if `overlong`
-    is "error".
+    Returns (sample, actions). The sample is None if it is dropped. `actions` contains "prompt" and
+    "answer" if these were truncated, or only "dropped". Raises `RowTooLong` if `overlong` is
+    "error".
 
     When truncating, the prompt is cut to `max_prompt_len`. If the prompt and the longest completion
     together exceed `max_seqlen`, the ends of the completions are cut. If the prompt leaves no room

@@ -41,12 +41,19 @@ OMITTED_IF_UNSET = (
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Data of a run: training batches, validation sets by source, counts, and notes for the user.
+    """Data of a run, as loaded by `load_data`.
 
-    `max_seqlen` is the number of tokens of the longest prompt with one of its completions, or 0 if
-    no source is tokenized by weft. `parts` are the training samples of each source.
-    `background_tables` are the tables whose rows are tokenized during training, until `close` is
-    called. `take_new_notes` reports on these tables when they are complete.
+    Attributes:
+        train: loader of the training batches
+        valid: validation samples by source name
+        counts: numbers of samples of each source
+        notes: messages for the user, for example about truncated rows
+        max_seqlen: number of tokens of the longest prompt with one of its completions, or 0 if no
+            source is tokenized by weft
+        parts: training samples of each source
+        background_tables: tables whose rows are tokenized during training, until `close` is called
+        pending_notes: counts, with a description of the length limits, of the sources that
+            `take_new_notes` has yet to report on
     """
 
     train: BatchLoader
@@ -60,7 +67,7 @@ class LoadedData:
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_max_seqlen(self, check: Callable[[int], None]) -> None:
-        """Call `check` with `max_seqlen`, and again whenever a longer sample is found."""
+        """Call `check` with `max_seqlen`, and again whenever a longer sample is tokenized later."""
         check(self.max_seqlen)
         for table in self.background_tables:
             table.check_longest = check
@@ -88,7 +95,14 @@ class LoadedData:
 
 @dataclass(frozen=True)
 class SourceData:
-    """Data of one source: training samples, validation samples and counts."""
+    """Data of one source.
+
+    Attributes:
+        share: share of the training samples that is drawn in each epoch
+        train: training samples, or a dataset that yields whole batches
+        counts: numbers of training and validation samples
+        valid: validation samples, or None if the source has none
+    """
 
     share: SourceShare
     train: SourceSubset | StreamDataset
@@ -108,11 +122,11 @@ def load_data(
 ) -> LoadedData:
     """Read, tokenize and mix the training and validation rows of a run.
 
-    `dataset_type` is the experiment's default type, used unless `dataset.type` or a source's `type`
-    is set or a file contains Open-Assistant trees. If `progress` is False, no progress is shown.
-    `most` limits the number of samples read from each source. `ahead` allows large files to be
-    tokenized during training. Raises `ConfigError` for options that contradict each other or the
-    dataset type, and `DataError` with a report on every bad row.
+    `dataset_type` is the experiment's default type. It is used unless `dataset.type` or a source's
+    `type` is set, or a file contains Open-Assistant trees. If `progress` is False, no progress is
+    shown. `most` limits the number of samples read from each source. `ahead` allows large files to
+    be tokenized during training. Raises `ConfigError` for options that contradict each other or the
+    dataset type, and `DataError` with a report on every invalid row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show_progress
@@ -179,10 +193,10 @@ def load_data(
 
 
 def _count_processes(num_workers: int | None, tables: int) -> int:
-    """Return the number of tokenizing processes for each source during training.
+    """Return the number of processes that tokenize each of `tables` sources during training.
 
-    `num_workers` is `dataset.num_workers`. If it is None, all cores are used except one, which
-    training needs.
+    The processes are divided evenly among the sources. `num_workers` is `dataset.num_workers`. If
+    it is None, all cores are used except one, which training needs.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 
@@ -233,7 +247,10 @@ def _build_batching(spec: DatasetSpec) -> BatchingOptions:
 class SourceReader:
     """Reader of the sources of a run.
 
-    `spec` has the options of the run, and `type` is the default dataset type.
+    Attributes:
+        spec: options of the run
+        type: default dataset type
+        util: settings that are passed to every dataset class
     """
 
     spec: DatasetSpec
@@ -249,7 +266,7 @@ class SourceReader:
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def describe_limits(self, count: SourceCount) -> str:
-        """Format the options that limit the length of the rows in `count`, for a message."""
+        """Return the options that limit the length of the rows in `count` as text, for messages."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
@@ -264,15 +281,16 @@ class SourceReader:
 
     @property
     def overlong(self) -> str | None:
-        """Treatment of rows that are too long, or None for the default of the dataset type."""
+        """Treatment of rows that are too long, or None to use the default of the dataset type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
     def prepare_named(
         self, named: list[tuple[SourceSpec, str]]
     ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
-        """Replace named datasets by files of rows, and return the sources and notes.
+        """Convert sources that are named datasets to files, and return (sources, notes).
 
-        The notes report rows of named datasets that were left out.
+        `named` lists the sources with their names; other sources are returned unchanged. The notes
+        report rows of named datasets that were left out.
         """
         sources: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
@@ -297,7 +315,7 @@ class SourceReader:
     def read_source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples.
 
-        With `several` sources, sample ids begin with the name of their source.
+        If there are `several` sources, sample ids begin with the name of their source.
         """
         # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
@@ -344,7 +362,7 @@ class SourceReader:
         """Divide the samples of a source and return (training samples, held-out samples).
 
         If validation has a different length limit, all rows are read a second time with that limit.
-        No row is both trained and held out, even if one of the limits drops rows.
+        A row is never used for both purposes, even if one of the limits drops other rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
@@ -378,8 +396,8 @@ class SourceReader:
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor receives the user's arguments, and those weft options for which it has a
-        parameter. Raises `ConfigError` if arguments or options do not fit the dataset type.
+        The constructor is called with the user's arguments, and with the weft options that its
+        parameters name. Raises `ConfigError` if arguments or options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)
@@ -438,10 +456,10 @@ class SourceReader:
 def _find_table(
     dataset: MapDataset,
 ) -> tuple[TokenizationReport | None, BackgroundTokenTable | None]:
-    """Return (report, None), or (None, table) if the rows are tokenized during training.
+    """Return (tokenization report, background table) of a dataset; at most one of them is not None.
 
-    The report is on the tokenized rows. Returns (None, None) for a dataset that weft does not
-    tokenize.
+    A dataset whose rows are tokenized during training has a background table but no report yet. For
+    a dataset that weft does not tokenize, both are None.
     """
     if not isinstance(dataset, TokenizedDataset):
         return None, None
@@ -452,9 +470,9 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return `usual`, or the corresponding type for message trees if the file contains trees.
+    """Return `usual`, or a dataset type that reads message trees if the file contains trees.
 
-    Only the first row of the file is read.
+    These are Open-Assistant's message trees. Only the first row of the file is read.
     """
     if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
         return usual
@@ -520,7 +538,7 @@ def assign_unique_names(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec,
 def _derive_name(path: str) -> str:
     """Derive the name of a source from its path.
 
-    `data/train.jsonl.gz` becomes train, and `owner/name:folder` becomes name.
+    For example, `data/train.jsonl.gz` gives "train", and `owner/name:folder` gives "name".
     """
     if not path:
         return "data"
@@ -531,7 +549,7 @@ def _derive_name(path: str) -> str:
 
 
 def _list_hold_out_keys(dataset: MapDataset) -> list[str]:
-    """Return, for each sample, the key that decides whether it is held out for validation.
+    """Return one key per sample, which decides whether the sample is held out for validation.
 
     All samples of a row have the same key, the id of the row's first sample, so that they stay
     together.

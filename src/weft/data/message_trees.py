@@ -1,4 +1,4 @@
-"""Open-Assistant's message trees: read, filter, traverse, flatten and rebuild them.
+"""Open-Assistant's message trees: reading, filtering, traversal and flattening.
 
 A line of a file is a tree (`message_tree_id`, and `prompt` with nested `replies`), a message
 (`message_id`, `parent_id`), or a thread (`thread_id`, and `messages` beginning at the root).
@@ -21,12 +21,19 @@ LABELS = ("quality", "humor", "creativity")  # labels that are copied into chat 
 class TreeFilter:
     """Conditions that message trees and their messages must satisfy.
 
-    A thread is left out if one of its messages is left out. `langs` are the allowed languages of
-    the first message, and `states` the allowed states of a tree. `reviewed` requires that the first
-    message passed its review. `deleted` and `synthetic` allow deleted and synthetic messages.
-    `top_k` keeps only assistant replies with a rank below k; a reply without a rank is kept if it
-    is the only reply. `least` and `most` map labels such as quality to the smallest and largest
-    allowed values. A message without the label is accepted.
+    If a message does not satisfy them, all threads that contain it are left out.
+
+    Attributes:
+        langs: allowed languages of the first message; empty means all
+        states: allowed states of a tree; empty means all
+        top_k: keep only assistant replies with a rank below `top_k` (the best rank is 0), and
+            replies without a rank that have no siblings; None keeps all
+        reviewed: require that the first message passed its review
+        deleted: allow deleted messages
+        synthetic: allow synthetic messages
+        least: smallest allowed value of labels such as quality; a message without the label is
+            accepted
+        most: largest allowed value of labels, like `least`
     """
 
     langs: tuple[str, ...] = ()
@@ -60,7 +67,10 @@ class TreeFilter:
         return True
 
     def accepts_rank(self, node: Node, siblings: int) -> bool:
-        """Return whether `top_k` keeps the reply `node`, which is one of `siblings` replies."""
+        """Return whether `top_k` allows the reply `node`.
+
+        `siblings` is the number of replies to the same message, including `node` itself.
+        """
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")
@@ -68,7 +78,7 @@ class TreeFilter:
 
 
 def read_label(node: Node, name: str) -> float | None:
-    """Return the mean value of a label of a message, or None if the message lacks the label.
+    """Return the mean value of a message's label `name`, or None if the message lacks the label.
 
     Reads both the format of Open-Assistant's exports and the format of its datasets on the hub.
     """
@@ -81,11 +91,11 @@ def read_label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Iterate over the trees that the rows contain.
+    """Iterate over the message trees that the rows contain.
 
-    A row is a whole tree, a single message (in any order), or a thread. Messages and threads are
-    joined into trees, which are yielded last, in the order of their roots. Raises `BadRow` for
-    other rows, and for a message whose parent is missing.
+    A row is a whole tree, a single message (in any order), or a thread. Single messages and threads
+    are joined into trees, which are yielded after all others, in the order of their roots. Raises
+    `BadRow` for other rows, and for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -196,9 +206,9 @@ def prune(tree: Row, wanted: TreeFilter) -> Tree | None:
 def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
     """Iterate over the threads of a tree: paths from the root that end with an assistant message.
 
-    A thread ends at a message that has no accepted replies. If that is a user message, it is
-    removed. To avoid returning the same path several times, a shortened path is returned only if
-    the removed message is the first accepted reply to its parent.
+    A path ends at a message that has no accepted replies. If that is a user message, it is removed.
+    To avoid duplicates, the shortened path is yielded only if the removed message is the first
+    accepted reply to its parent.
     """
     for path in _iterate_paths(tree, wanted):
         replies = _filter_replies(path[-1], wanted)
@@ -214,9 +224,9 @@ def iterate_threads(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
 
 
 def iterate_rankings(tree: Row, wanted: TreeFilter) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Iterate over (path to a user's message, its ranked replies, best first).
+    """Yield (path, ranked replies) for each user message with at least two ranked replies.
 
-    Messages with fewer than two ranked replies are skipped.
+    The path leads from the root to the user message, and the replies are sorted best first.
     """
     for path in _iterate_paths(tree, wanted):
         ranked = [
@@ -261,7 +271,7 @@ def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> lis
 
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """Convert the messages of a path to chat messages with language and labels."""
+    """Convert the messages of a path to chat messages with their language and label values."""
     messages = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"

@@ -61,9 +61,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def track_unread_keys() -> Iterator[set[str]]:
-    """Yield a set that collects the message keys that `normalize_messages` does not read.
+    """Collect the message keys that `normalize_messages` ignores while the context is active.
 
-    The keys are collected as `messages[].KEY` until the context ends.
+    Yields a set, to which each ignored key is added as `messages[].KEY`.
     """
     unread_keys: set[str] = set()
     token = _unread.set(unread_keys)
@@ -77,11 +77,12 @@ def normalize_messages(messages: Any) -> list[Message]:
     """Convert messages to the form `[{role, content, ...}]` with the usual role names.
 
     Reads messages with the keys `role/content` or `from/value`. The roles `prompter` and `human`
-    become `user`, `gpt` and `bot` become `assistant`, and `observation` becomes `tool`. Content
-    that is a list of parts is joined. A `function_call`, as a role or as OpenAI's older key,
-    becomes `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn with `train:
-    false` (or `weight: 0`, `loss_weight: 0`) is not trained. Normalized messages are returned
-    unchanged. Raises `DataError` naming the invalid message and the problem.
+    become `user`, `gpt` and `bot` become `assistant`, and `observation` becomes `tool`. If content
+    is a list of parts, the parts are joined. A `function_call`, given as a role or as OpenAI's
+    older key, becomes `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn
+    with `train: false` (or `weight: 0`, `loss_weight: 0`) is not trained. Messages that are already
+    normalized are returned unchanged. Raises `DataError` naming the invalid message and the
+    problem.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -198,10 +199,10 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether a message is trained, as determined by its weights.
+    """Return whether a message is trained, as set by its keys `train`, `weight` or `loss_weight`.
 
-    A message without weights is trained. Raises `DataError` if a weight of an assistant message is
-    neither 0 nor 1, since a turn is trained either as a whole or not at all.
+    A message without these keys is trained. Raises `DataError` if a value of an assistant message
+    is neither 0 nor 1, since a turn is trained either as a whole or not at all.
     """
     given = {}
     for key in WEIGHTS:
@@ -231,8 +232,8 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
     """Record the keys of `message` that are not in `read` as unread, if they have a value.
 
-    The keys are added, with the prefix `where`, to the set that `track_unread_keys` yields. Outside
-    the context of `track_unread_keys`, nothing is recorded.
+    The keys are added, with the prefix `where`, to the set that `track_unread_keys` yields. Nothing
+    is recorded if no such context is active.
     """
     unread = _unread.get()
     if unread is not None:
@@ -255,7 +256,7 @@ def _build_hint(close: Sequence[str]) -> str:
 
 
 def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """Return (text, reasoning, tool calls) of a message content that is a list of parts."""
+    """Split a message content that is a list of parts into (text, reasoning, tool calls)."""
     text = []
     reasoning = []
     calls = []
@@ -286,9 +287,9 @@ def _read_calls(value: Any) -> list[Any]:
 
 
 def _normalize_call(call: Any, number: int) -> dict[str, Any]:
-    """Convert a tool call to the form that chat templates read.
+    """Convert a tool call to the form that chat templates expect.
 
-    The form is {type, function: {name, arguments}}, where the arguments are a mapping.
+    The form is `{type, function: {name, arguments}}`, where the arguments are a mapping.
     """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:

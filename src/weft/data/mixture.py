@@ -1,6 +1,6 @@
 """Selection and order of the samples of an epoch.
 
-Both depend only on the seed and the epoch, so they are the same for every layout of devices.
+Both depend only on the seed and the epoch, so they do not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Number of training samples of a source (`rows`), and the share drawn in each epoch.
+    """Number of training samples of a source, and the share of them that each epoch uses.
 
-    `fraction`, `size` and `weight` have the same meaning as in `weft.data.spec.SourceSpec`.
+    At most one of `fraction`, `size` and `weight` is set. If none is set, all samples are used.
+
+    Attributes:
+        name: name of the source
+        rows: number of training samples
+        fraction: fraction of the samples to use in each epoch
+        size: number of samples to use in each epoch
+        weight: proportion of the source in the mixture, relative to the other sources' weights
     """
 
     name: str
@@ -32,7 +39,7 @@ class SourceShare:
 
 
 def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Return the random generator for one purpose in one epoch.
+    """Return the random generator for `purpose` (any text that is unique to the use) in one epoch.
 
     The generator produces the same numbers on every machine with the same version of numpy.
     """
@@ -76,8 +83,8 @@ def compute_epoch_order(
 ) -> tuple[Index, Index]:
     """Return (source indices, sample indices) of an epoch in order, each int64 [number of samples].
 
-    If only a share of a source is used, every epoch draws a new share at random, without repeating
-    samples. Without `shuffle`, the sources follow each other, and samples are in file order.
+    If only a share of a source is used, every epoch draws different samples at random, without
+    repeating any. Without `shuffle`, the sources follow each other, and samples are in file order.
     """
     sources = []
     samples = []
@@ -101,10 +108,10 @@ def compute_epoch_order(
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
     """Return a mask of the samples to hold out for validation, given the key of each sample.
 
-    The keys are hashed, and about `share` of the distinct keys is held out: at least one, but never
-    all. Nothing is held out if `share` is 0 or there are fewer than two distinct keys. The choice
-    depends only on the keys, so it is the same in every run. Samples with the same key (such as
-    those of a tree) stay together.
+    About `share` of the distinct keys is held out: at least one, but never all. Nothing is held out
+    if `share` is 0 or there are fewer than two distinct keys. The choice depends only on hashes of
+    the keys, so it is the same in every run. Samples with the same key (such as those of one tree)
+    stay together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()

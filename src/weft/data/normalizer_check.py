@@ -27,7 +27,7 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 def check_growth(file: Path, what: str) -> None:
     """Raise `UserError` if a tokenizer.json can make a text more than `MAX_GROWTH` times longer.
 
-    The error message begins with `what`.
+    This concerns its normalizer and its decoder. `what` is the beginning of the error message.
     """
     for part, values in _parse_components(read_text(file, what)):
         grown = compute_growth(values)
@@ -40,7 +40,7 @@ def check_growth(file: Path, what: str) -> None:
 
 
 def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over (name, value) of the normalizer and the decoder in a tokenizer.json.
+    """Yield (name, value) for the normalizer and the decoder in the text of a tokenizer.json.
 
     The rest of the file, which is large, is not parsed.
     """

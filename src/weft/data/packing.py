@@ -1,6 +1,7 @@
-"""Splitting of batches by token counts, without tensors.
+"""Division of batches into parts by token count.
 
-All code that balances token counts uses this module.
+The functions work on lists of counts, without tensors. All code that balances token counts uses
+this module.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
 def split_evenly(costs: Costs, parts: int) -> list[int]:
     """Split items into contiguous non-empty parts, minimizing the largest total cost of a part.
 
-    Returns the `parts` + 1 bounds of the parts. Among the optimal splits, the bounds are as close
-    as possible to those of parts with equal costs. Raises `ConfigError` if there are fewer items
-    than parts.
+    `costs` are the token counts of the items. Returns `parts` + 1 bounds: part i consists of the
+    items from bound i up to, but not including, bound i + 1. Among the optimal splits, the one with
+    the most even parts is chosen. Raises `ConfigError` if there are fewer items than parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -61,8 +62,9 @@ def split_by_budget(
 ) -> list[int]:
     """Split items into the fewest contiguous parts that cost at most `budget` tokens each.
 
-    Returns the bounds of the parts, which are filled as evenly as possible. Raises `ConfigError`
-    naming the option `field` if a single item costs more.
+    Returns the bounds of the parts, like `split_evenly`. The costs of the parts are as even as
+    possible. Raises `ConfigError` naming the option `field` if a single item costs more than
+    `budget`.
     """
     check_fits(costs, budget, field)
     if len(costs) == 0:
@@ -98,9 +100,9 @@ def _minimize_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """Return the smallest possible value of each bound if no part may cost more than `largest`.
+    """Return the smallest index at which each part can begin if no part costs more than `largest`.
 
-    `sums` are the cumulative costs, beginning with 0.
+    `sums` are the cumulative costs, beginning with 0. The last value is the number of items.
     """
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1

@@ -1,4 +1,4 @@
-"""Progress bar, or one plain line if the output is not a terminal."""
+"""Progress bar on a terminal, or one plain line of text if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 def show_progress(what: str, total: int) -> Iterator[Advance]:
     """Show the progress of work on `total` rows on standard error.
 
-    Usage: `with show_progress("tokenizing x", n) as advance: advance(1)`.
+    `what` describes the work. The context yields a function, to be called with the number of rows
+    done since its last call.
     """
     if not sys.stderr.isatty():
         begun = time.perf_counter()
@@ -38,5 +39,5 @@ def show_progress(what: str, total: int) -> Iterator[Advance]:
 
 @contextmanager
 def skip_progress(what: str, total: int) -> Iterator[Advance]:
-    """Provide the interface of `show_progress` without showing anything."""
+    """Accept the same calls as `show_progress`, but show nothing."""
     yield lambda count: None

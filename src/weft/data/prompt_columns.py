@@ -25,14 +25,18 @@ HISTORY = "history"
 
 
 def list_prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Return the columns that may contain the prompt: `key` if it is set, else the defaults."""
+    """Return the columns that may contain the prompt.
+
+    This is only `key` if it is set, and the usual prompt columns otherwise.
+    """
     return (key,) if key else PROMPT_KEYS
 
 
 def require_prompt_key(row: Row, key: str | None, form: str) -> str:
-    """Return the name of the column with the prompt, which is text or messages.
+    """Return the name of the row's prompt column, which contains text or messages.
 
-    `form` is the dataset type. Raises `BadRow` if the row has no prompt.
+    `key` is the user's choice of the column, or None. `form` is the dataset type, for the error
+    message. Raises `BadRow` if the row has no prompt.
     """
     return (
         find_first_key(row, list_prompt_keys(key))
@@ -42,10 +46,11 @@ def require_prompt_key(row: Row, key: str | None, form: str) -> str:
 
 
 def read_prompt_text(row: Row, key: str) -> str:
-    """Return the prompt of a row as plain text.
+    """Return the prompt in column `key` of a row as plain text.
 
-    The text of the column `instruction` (with `input` on the next line) or `question` is followed
-    by a newline. The text of a `system` column precedes the prompt, on a separate line.
+    The text of the column `instruction` or `question` is followed by a newline; the text of the
+    column `input` is added to an instruction on the next line. The text of a `system` column
+    precedes the prompt, on a separate line.
     """
     prompt = _read_question(row, key)
     system = _read_system(row)
@@ -56,12 +61,12 @@ def read_prompt_text(row: Row, key: str) -> str:
 
 
 def read_conversation(row: Row, key: str) -> list[Message]:
-    """Return the prompt of a row as messages, without trailing assistant messages.
+    r"""Return the prompt in column `key` of a row as messages, without trailing assistant messages.
 
     A text becomes a user message, preceded by the turns in a `history` column (pairs of a message
-    and its reply). A text in the `\\n\\nHuman:` format is split into its turns. A `system` column
-    becomes the first message unless there is a system message already. Raises `BadRow` if no
-    message is left to reply to.
+    and its reply). A text in the `\n\nHuman:` format is split into its turns. The text of a
+    `system` column becomes the first message unless there is a system message already. Raises
+    `BadRow` if no message is left to reply to.
     """
     value = row[key]
     if isinstance(value, str):
@@ -110,9 +115,9 @@ def read_message_list(row: Row, key: str) -> list[Message]:
 
 
 def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
-    """Normalize the messages of a column.
+    """Normalize the messages of the column `key`.
 
-    Raises `BadRow`, naming the column unless it is `messages`, if the messages are invalid.
+    Raises `BadRow` if the messages are invalid. The error names the column unless it is `messages`.
     """
     try:
         return normalize_messages(messages)
@@ -121,7 +126,11 @@ def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
 
 
 def prepend_system(row: Row, messages: Sequence[Message]) -> list[Message]:
-    """Prepend the row's `system` column as a message, unless there is a system message already."""
+    """Prepend the text of the row's `system` column as a system message.
+
+    Returns the messages unchanged if they have a system message already, or if there is no such
+    text.
+    """
     if messages and messages[0]["role"] in ("system", "developer"):
         return list(messages)
     system = _read_system(row)

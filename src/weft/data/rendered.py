@@ -1,4 +1,4 @@
-"""Checks for the parts of a conversation that a chat template does not render."""
+"""Detection of the parts of a conversation that a chat template does not render."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ IN_PART = "content in part"
 
 @cache
 def find_reasoning_key(template: str) -> str:
-    """Return the message key that a chat template reads reasoning from.
+    """Return the message key under which a chat template expects reasoning, such as `thinking`.
 
-    Returns `REASONING` if the template reads none of the known keys.
+    Returns `REASONING` if the template uses none of the known keys.
     """
     read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
     return next(read, REASONING)
 
 
 def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
-    """Return copies of the messages with reasoning under the key that the template reads."""
+    """Return copies of the messages with reasoning under the key that the template expects."""
     key = find_reasoning_key(template)
     reasoning_key: list[Message] = []
     for m in messages:
@@ -46,10 +46,10 @@ def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -
 
 
 def find_text_around_reply(render: Render) -> tuple[str, str]:
-    """Return the texts that a template renders before and after a plain reply.
+    """Return the texts that a template renders directly before and after a reply without reasoning.
 
     The first text is between the generation prompt and the reply. Both are empty if the template
-    refuses a plain conversation.
+    rejects a conversation of one question and one reply.
     """
     try:
         text = render(PLAIN, None, False)
@@ -63,8 +63,8 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 def find_template_fault(render: Render) -> str | None:
     """Return the reason why a template cannot render text conversations, or None if it can.
 
-    The check renders a plain conversation. If the template rejects every variant of it, the result
-    is None, since the template may still accept the user's conversations.
+    The check renders a simple conversation. If the template raises an error for every variant of
+    it, the result is None, since the template may still accept the user's conversations.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -91,8 +91,9 @@ def find_lost_fields(
     """Return (message index, field) for each message field that the template does not render.
 
     Replaces each content, reasoning, argument and function name by a unique mark and searches the
-    rendered text for these marks. Fields in the arguments of tool calls are identified by their
-    path. The pair (-1, "tools") means that tool schemas do not change the text.
+    rendered text for these marks. Arguments of tool calls are named by their path. The pair (-1,
+    "tools") means that the tool schemas have no effect on the text. `prompt` adds the generation
+    prompt.
     """
     marked = [_mark_message(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -133,7 +134,10 @@ def find_lost_fields(
 
 
 def _list_calls(marks: Mapping[str, str]) -> list[str]:
-    """Return the paths of the tool calls, such as `tool_calls[0]`, without their arguments."""
+    """Return the paths in `marks` that stand for whole tool calls, such as `tool_calls[0]`.
+
+    Paths of single arguments are left out.
+    """
     calls: list[str] = []
     for path in marks:
         if path.startswith("tool_calls[") and "." not in path:
@@ -154,13 +158,14 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
 def has_content(text: str, content: str) -> bool:
     """Return whether a rendered text contains the content of a message.
 
-    Reasoning at the beginning of the content, white space and quoting are ignored.
+    Reasoning at the beginning of the content is not required. Differences in white space and
+    quoting are ignored.
     """
     return has_text(text, content.rpartition(END_OF_THOUGHT)[2])
 
 
 def has_text(text: str, content: str) -> bool:
-    """Return whether a rendered text contains `content`, ignoring white space and quoting."""
+    """Return whether a rendered text contains `content`, up to white space and quoting."""
     stripped_content = content.strip()
     if stripped_content in text:
         return True
@@ -183,9 +188,10 @@ def check_lost_fields(
 ) -> frozenset[str]:
     """Return the names of the parts of a conversation that are not represented by any token.
 
-    The names have the form `messages[].content`. Parts of the `trained` messages are left out,
-    since they are reported as omissions. The reasoning of other turns is left out too, since
-    templates omit it on purpose. `name` is the name of the tokenizer.
+    `lost` is the result of `find_lost_fields`, and `name` is the name of the tokenizer. The
+    returned names have the form `messages[].content`. Parts of the `trained` messages are left out,
+    since they are reported separately. The reasoning of other turns is left out too, since
+    templates omit it on purpose.
 
     Raises `DataError` if the model would not see an essential part: a text of the user or of a
     tool, a tool call of the assistant, or a whole turn of the assistant.
@@ -253,7 +259,7 @@ def _list_missing_fields(text: str, message: Message) -> list[str]:
 
 
 def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
-    """Return (copy of a message with a unique mark in place of each text, marks by path)."""
+    """Replace each text of a message by a unique mark, and return (changed copy, marks by path)."""
     words = []
     for key in ("content", REASONING):
         if str(message.get(key) or "").strip():
@@ -281,7 +287,7 @@ def _mark_message(message: Message, index: int) -> tuple[Message, Mapping[str, s
 
 
 def iterate_arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Iterate over (path, value) of the scalar values in the arguments of a tool call.
+    """Yield (path, value) for each scalar value in the arguments of a tool call.
 
     `number` is the index of the call in the message.
     """
@@ -302,7 +308,7 @@ def _iterate_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _replace_leaves(value: Any, marks: Iterator[str]) -> Any:
     """Return a copy of `value` with each scalar replaced by the next mark from `marks`.
 
-    The scalars are in the order in which `_iterate_leaves` yields them.
+    The marks must be in the order in which `_iterate_leaves` yields the scalars.
     """
     if isinstance(value, Mapping):
         return {key: _replace_leaves(item, marks) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Access to the columns of one row of a data file, with errors that name the problem."""
+"""Access to the columns of one row of a data file, with errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -47,15 +47,19 @@ SINGLE_MESSAGE_HINT = (
 class BadRow(Exception):
     """Raised if a row is invalid.
 
-    The message is reported with the row's file and line as part of a `DataError`.
+    The caller reports the message with the row's file and line, as part of a `DataError`.
     """
 
 
 class RowTooLong(BadRow):
     """Raised if a row exceeds a length limit.
 
-    `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. If `uncounted` is
-    set, the row was not tokenized and `tokens` is a lower bound.
+    Attributes:
+        what: the part that is too long: "prompt" or "row"
+        tokens: number of tokens of this part
+        option: option that sets the limit
+        limit: maximum number of tokens
+        uncounted: the part was not tokenized, and `tokens` is only a lower bound
     """
 
     def __init__(
@@ -99,15 +103,15 @@ class TrackedRow(Mapping[str, Any]):
 
 
 def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
-    """Return the first of `keys` whose column is not null in the row, or None."""
+    """Return the first of the column names `keys` with a non-null value in the row, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
 def require_key(row: Row, keys: Sequence[str], form: str) -> str:
-    """Return the first of `keys` whose column is not null in the row.
+    """Return the first of the column names `keys` with a non-null value in the row.
 
-    `form` is the dataset type of the row. If there is no such column, raises `BadRow` with the
-    missing key and, if possible, a dataset type that fits the row better.
+    Raises `BadRow` if there is none. The error names the missing column and, if possible, a dataset
+    type that fits the row better than its type `form`.
     """
     first_key = find_first_key(row, keys)
     if first_key is not None:
@@ -130,7 +134,10 @@ def require_key(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def guess_type(row: Row) -> str | None:
-    """Return the dataset type that fits the non-null columns of the row, or None if none fits."""
+    """Return the dataset type that fits the row's columns, or None if none fits.
+
+    Columns with null values are ignored.
+    """
     if is_tree(row):
         return "chat"
     if is_tree_message(row):
@@ -158,7 +165,10 @@ def is_tree_message(row: Row) -> bool:
 
 
 def find_answer_messages(row: Row) -> str | None:
-    """Return the name of the answer column if it contains messages rather than text, else None."""
+    """Return the name of the answer column if it contains messages.
+
+    Returns None if it contains text, or if the row has no answer column.
+    """
     key = find_first_key(row, ANSWER_KEYS)
     if key is not None and isinstance(row[key], Mapping | list | tuple):
         return key
@@ -168,7 +178,8 @@ def find_answer_messages(row: Row) -> str | None:
 def read_text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
     """Return the text in column `key` of the row.
 
-    Raises `BadRow` if the value is not text, or is empty or blank unless `may_be_empty` is set.
+    Raises `BadRow` if the value is not text. An empty or blank text is also an error unless
+    `may_be_empty` is set.
     """
     value = row[key]
     if not isinstance(value, str):
@@ -236,7 +247,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def describe_kind(value: Any) -> str:
-    """Return the kind of a JSON value in words, such as "a list"."""
+    """Describe the type of a JSON value in words, such as "a list"."""
     kinds = {
         str: "text",
         dict: "a mapping",

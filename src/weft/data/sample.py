@@ -1,10 +1,12 @@
-"""`SequenceSample`: the packed, ragged batch on every edge of the graph.
+"""Batches of packed sequences of different lengths: `SequenceSample`.
 
-Samples are immutable, and their invariants are property-tested.
+All data that pass between the nodes of the dataflow graph (generation, rewards, training, ...) are
+samples. Samples are immutable.
 
-An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`,
-K lengths). Every other key has either K lengths per id (one for each completion) or one. The data
-of a key are one array for all ids, a numpy array or a torch tensor. Operations keep the array type.
+Each id stands for a group: one `prompt` and K >= 1 completions of it. The key `prompt` has one
+sequence per id, and the key `completion` has K. Any other key, such as `loss_mask`, has either K
+sequences per id (one for each completion) or one. The sequences of a key are concatenated in one
+numpy array or torch tensor. Operations on samples do not change which of the two it is.
 """
 
 from __future__ import annotations
@@ -32,14 +34,20 @@ Values = Array | Sequence[Any]
 
 @dataclass(frozen=True, eq=False)
 class SequenceSample:
-    """Batch of packed sequences with ids, lengths, data and metadata.
+    """Immutable batch of packed sequences with ids and metadata.
 
-    `ids` are unique strings; integers are converted. `lengths[key]` is int32 [num sequences] and
-    `offsets[key]` is int32 [num_ids + 1]: the lengths of the sequences of id i are
-    `lengths[key][offsets[key][i]:offsets[key][i + 1]]`. `data[key]` is one array [sum of lengths,
-    *trailing]; if it is absent, the sample describes data that is stored elsewhere. `metadata[key]`
-    is a tuple of num_ids values that are not tensors. Raises `DataError` naming the key if these
-    fields contradict each other.
+    Every key has any number of sequences per id. Raises `DataError` naming the key if the fields
+    contradict each other.
+
+    Attributes:
+        ids: unique strings; integers are converted to strings
+        lengths: lengths of the sequences of each key, in the order of the ids; int32 [num
+            sequences]
+        offsets: range of the sequences of each id, by key; int32 [num_ids + 1]. The lengths for id
+            i are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
+        data: array with all sequences of a key, [sum of lengths, *trailing]. Keys without an array
+            describe data that are stored elsewhere.
+        metadata: tuple with one value per id, by name; the values are not tensors
     """
 
     ids: tuple[str, ...]
@@ -118,7 +126,7 @@ class SequenceSample:
 
     @property
     def seqlens(self) -> dict[str, list[Ints]]:
-        """Lengths of the sequences of each key: a list with one int32 vector per id."""
+        """Lengths of the sequences of each key, as a list with one int32 vector per id."""
         result: dict[str, list[Ints]] = {}
         for key in self.lengths:
             result[key] = np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
@@ -126,7 +134,7 @@ class SequenceSample:
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Start index of each sequence in the data array, by key; int64 [num sequences + 1].
+        """Index at which each sequence starts in the data array, by key; int64 [num sequences + 1].
 
         The last value is the end of the last sequence.
         """
@@ -142,11 +150,11 @@ class SequenceSample:
         return int(_get_known(self, key, self.lengths).sum())
 
     def sequences(self, key: str) -> list[Array]:
-        """Return the sequences of a key in order, as views of the data array."""
+        """Return the sequences of `key` in order, as views of its data array."""
         return arrays.split_rows(_get_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
-        """Return the index of the id that each sequence belongs to; int64 [num sequences]."""
+        """Return, for each sequence of `key`, the index of its id; int64 [num sequences]."""
         return np.repeat(
             np.arange(self.num_ids, dtype=np.int64), np.diff(_get_known(self, key, self.offsets))
         )
@@ -171,9 +179,10 @@ class SequenceSample:
     def gather(
         cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Join `samples` in order. By default, the result has the keys of the first sample.
+        """Concatenate `samples` in order, keeping `keys` or, by default, all keys.
 
-        Metadata values that a sample lacks are None in the result.
+        By default, all samples must have the same keys. Metadata values that a sample lacks are
+        None in the result.
         """
         if not samples:
             raise DataError("gather of no samples: give at least one")
@@ -200,9 +209,9 @@ class SequenceSample:
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """Split into `k` samples of consecutive ids, minimizing the largest token cost of a sample.
+        """Split into `k` samples of consecutive ids, with token counts as even as possible.
 
-        `gather` joins the samples again.
+        The largest token count of a sample is minimized. `gather` joins the samples again.
         """
         return _split_at(self, packing.split_evenly(self.token_costs(), k))
 
@@ -212,20 +221,22 @@ class SequenceSample:
         """Split into the fewest samples of consecutive ids with at most `budget` tokens each.
 
         The token counts of the samples are as even as possible. Raises `ConfigError` naming the
-        option `field` if a single id has more than `budget` tokens (`ungroup` splits groups first).
+        option `field` if a single id has more than `budget` tokens. `ungroup` can split such an id
+        beforehand.
         """
         return _split_at(self, packing.split_by_budget(self.token_costs(), budget, field))
 
     def unpack(self) -> list[SequenceSample]:
-        """Split into samples of one id each."""
+        """Split into samples that have one id each."""
         return _split_at(self, list(range(self.num_ids + 1)))
 
     def select(
         self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Return the sample with only these ids, in this order, and only these keys.
+        """Return a sample with only the given ids, in the given order, and only the given keys.
 
-        The data are views if the ids are consecutive, and copies otherwise.
+        None keeps all ids or all keys. The data are views if the ids are consecutive, and copies
+        otherwise.
         """
         names = self.keys if keys is None else tuple(keys)
         for name in names:
@@ -246,7 +257,7 @@ class SequenceSample:
         return picked.at([place[id] for id in ids])
 
     def at(self, rows: Sequence[int]) -> SequenceSample:
-        """Return the sample with the ids at these indices, in this order.
+        """Return a sample with the ids at the indices `rows`, in this order.
 
         The data are views if the indices are consecutive, and copies otherwise.
         """
@@ -263,11 +274,11 @@ class SequenceSample:
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Split every group into runs of completions with at most `max_tokens` tokens per run.
+        """Split each group into parts of consecutive completions with at most `max_tokens` tokens.
 
-        Each run becomes an id `id[first:stop]` with the whole prompt, which is counted once for
-        each completion. `metadata["part"]` records which group the run belongs to. `regroup` is the
-        inverse. Raises `ConfigError` naming the option `field` if the prompt with a single
+        Each part becomes an id `id[first:stop]` with the whole prompt, which is counted once for
+        each completion. `metadata["part"]` records the group that the part belongs to. `regroup` is
+        the inverse. Raises `ConfigError` naming the option `field` if the prompt with a single
         completion exceeds `max_tokens`.
         """
         return _rearrange(
@@ -275,11 +286,11 @@ class SequenceSample:
         )
 
     def regroup(self) -> SequenceSample:
-        """Join the runs of completions made by `ungroup` into the original groups.
+        """Join the parts made by `ungroup` into the original groups.
 
-        The runs may be in any order; each group is placed where its first run is. Keys added since
-        `ungroup` must have one sequence per completion. Raises `DataError` if a run of a group is
-        missing.
+        The parts may be in any order; each group is placed where its first part is. Keys added
+        since `ungroup` must have one sequence per completion. Raises `DataError` if a part of a
+        group is missing.
         """
         if PART not in self.metadata:
             return self
@@ -290,25 +301,26 @@ class SequenceSample:
     def like(self, key: str, /, **values: Values) -> SequenceSample:
         """Return a sample with the new keys `values`, and with the same ids and lengths as `key`.
 
-        `sample.like("completion", advantages=..)` has one value per token of a completion. The
-        arrays are converted to the array type of this sample. Raises `DataError` naming a key whose
-        values do not fit the lengths.
+        For example, `sample.like("completion", advantages=..)` has one advantage per completion
+        token. The arrays are converted to the array type of this sample. Raises `DataError` naming
+        a key whose values do not fit the lengths.
         """
         return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
         """Return a sample with the new keys `values`, which have one value per sequence of `key`.
 
-        The ids are the same as in this sample. Example: `sample.one_per("completion", rewards=..)`.
+        For example, `sample.one_per("completion", rewards=..)` has one reward per completion. The
+        ids are the same as in this sample.
         """
         return _build_like(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
-        """Return the sample without data, with only its ids, lengths and metadata."""
+        """Return a copy of the sample with ids, lengths and metadata, but without data."""
         return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """Return the sample with keys renamed as in `mapping` (old name to new name).
+        """Return a sample with keys renamed by `mapping`, from old name to new name.
 
         Raises `DataError` if two keys would have the same name.
         """
@@ -322,8 +334,8 @@ class SequenceSample:
     def update(self, other: SequenceSample) -> SequenceSample:
         """Return this sample with the keys and metadata of `other` added.
 
-        Keys and metadata with the same name are replaced. Both samples must have the same ids, in
-        any order; raises `DataError` otherwise.
+        Values of `other` replace those with the same name. Raises `DataError` if the samples do not
+        have the same ids (the order may differ).
         """
         if set(self.ids) != set(other.ids):
             apart = sorted(set(self.ids) ^ set(other.ids))
@@ -344,12 +356,12 @@ class SequenceSample:
         )
 
     def to(self, device: str | torch.device) -> SequenceSample:
-        """Return the sample with the data as torch tensors on `device`."""
+        """Return a sample with the data as torch tensors on `device`."""
         data = {key: torch.as_tensor(value).to(device) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def numpy(self) -> SequenceSample:
-        """Return the sample with the data as numpy arrays."""
+        """Return a sample with the data as numpy arrays."""
         data = {key: to_host_array(value) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
@@ -417,7 +429,7 @@ def _build_like(
 
 
 def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Return the sample with only the keys of `names`, each under its new name."""
+    """Return the sample with only the keys in `names`, renamed from old name to new name."""
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
     data = {}
@@ -447,9 +459,9 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
 
 
 def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
-    """Return the sample with its sequences assigned to the new ids that `new` describes.
+    """Return a sample with new ids, to which `new` assigns the sequences.
 
-    Each new id inherits the metadata of an old one, except the metadata column `drop`.
+    Each new id inherits the metadata of an old one, except the metadata `drop`.
     """
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
@@ -464,7 +476,7 @@ def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") 
 
 
 def _get_known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
-    """Return `values[key]`. Raises `DataError` with an explanation if the key is missing."""
+    """Return `values[key]`, or raise a `DataError` that suggests keys of the sample."""
     if key in values:
         return values[key]
     if key in sample.lengths:
@@ -487,7 +499,7 @@ def _set(sample: SequenceSample, name: str, value: Any) -> None:
 
 
 def _freeze(value: npt.ArrayLike) -> Ints:
-    """Return a read-only int32 view of a vector. The caller's array stays writable."""
+    """Return a vector as read-only int32, without making the caller's array read-only."""
     array = np.asarray(value, dtype=np.int32).view()
     array.flags.writeable = False
     return array

@@ -11,12 +11,12 @@ Index = npt.NDArray[np.int64]
 def pair_short(
     costs: Index, below: int, probability: float, draw: np.random.Generator
 ) -> tuple[Index, Index]:
-    """Pair short samples at random, and return (order of the samples, bounds of the units).
+    """Pair short samples at random, and return (order of the samples, bounds).
 
-    A unit is a single sample or a pair. Unit i consists of the samples from bound i up to bound i +
-    1 in the new order. Each sample of fewer than `below` tokens is selected with `probability`, and
-    consecutive selected samples form pairs. A pair takes the position of its second sample. A
-    selected sample without a partner is put at the end.
+    A unit is a single sample or a pair. Unit i consists of the samples from bound i up to, but not
+    including, bound i + 1 in the new order. Each sample of fewer than `below` tokens is selected
+    with `probability`, and consecutive selected samples form pairs. A pair takes the position of
+    its second sample. A selected sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

@@ -54,9 +54,12 @@ CONTEXT = 50  # characters shown on each side of a phrase
 class ScanFindings:
     """Problems that a scan found.
 
-    `phrases[p]` lists (place, surrounding text) of each occurrence of the phrase p. `duplicates`
-    lists groups of places with equal rows. `empty` lists the places of rows with an empty answer.
-    `unreadable` lists the rows that cannot be read, as `PLACE: REASON`.
+    Attributes:
+        rows: number of rows scanned
+        phrases: (location, surrounding text) of each occurrence of an unwanted phrase, by phrase
+        duplicates: groups of locations with equal rows, ignoring ids
+        empty: locations of rows with an empty answer
+        unreadable: rows that cannot be read, as `LOCATION: REASON`
     """
 
     rows: int = 0
@@ -69,9 +72,10 @@ class ScanFindings:
 def scan(
     rows: Iterable[tuple[str, Row | UnreadableRow]], phrases: Sequence[str] = PHRASES
 ) -> ScanFindings:
-    """Scan rows, given as (place, row), for unwanted phrases, duplicates and empty answers.
+    """Scan rows for unwanted phrases, duplicates and empty answers.
 
-    Phrases are searched in answers, ignoring case and the kind of apostrophe.
+    `rows` yields (location, row). Phrases are searched for in the answers, ignoring case and the
+    difference between straight and curly apostrophes.
     """
     findings = ScanFindings()
     pattern = re.compile(
@@ -98,7 +102,10 @@ def scan(
 
 
 def iterate_answers(row: Row) -> Iterator[str]:
-    """Iterate over the texts of a row that are trained: answers, replies, assistant turns."""
+    """Iterate over the texts of a row that a model would be trained on.
+
+    These are answers, replies and assistant turns.
+    """
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
             yield from _iterate_replies(row[key], messages=key in MESSAGE_KEYS)
@@ -140,9 +147,9 @@ def _iterate_tree(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _normalize_text(text: str) -> str:
-    """Return the text in lower case with straight apostrophes. The length does not change.
+    """Return the text in lower case with straight apostrophes. Its length does not change.
 
-    Characters whose lower case has several characters are left as they are.
+    A character is left as it is if its lower case form consists of several characters.
     """
     return "".join(low if len(low := c.lower()) == 1 else c for c in text).replace("\u2019", "'")
 

@@ -1,6 +1,6 @@
 """Reading of rows from JSON, JSONL(.gz), Parquet and Arrow files, directories, and the hub.
 
-Every row is returned with its file and line.
+Every row comes with its file and line number.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 class RowLocation:
     """Location of a row, written as `FILE:LINE`.
 
-    In Parquet and Arrow files, `line` is the row number. If a row was made from several rows,
-    `line` is 0, and the location is written as `FILE`.
+    In Parquet and Arrow files, `line` is the row number. If the location concerns several rows of a
+    file, `line` is 0, and the location is written as `FILE`.
     """
 
     file: str
@@ -50,7 +50,7 @@ class RowLocation:
 
 @dataclass(frozen=True)
 class UnreadableRow:
-    """Line of a file that cannot be read as a row. `reason` explains the problem."""
+    """Line of a file that cannot be read as a row. `reason` says why."""
 
     reason: str
 
@@ -59,8 +59,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     """Return the data files at `path`, sorted by name.
 
     `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`). `split` selects the
-    files that are named after that split. By default, files named after the split "train" are
-    selected, or all files if there are none. Raises `DataError` if there is nothing to read.
+    files whose path names that split. By default, the files of the split "train" are selected, or
+    all files if there are none. Raises `DataError` if there is nothing to read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
@@ -106,11 +106,11 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 def read_rows(
     file: Path, *, texts_as: str | None = None
 ) -> Iterator[tuple[RowLocation, Mapping[str, Any] | UnreadableRow]]:
-    """Iterate over (place, row) of a file. A line that is not a row yields an `UnreadableRow`.
+    """Yield (location, row) for each row of a file.
 
-    If a row was converted from another file and records its original place (under the key
-    `ORIGIN`), that place is returned. With `texts_as`, a JSON string counts as a row whose only
-    column is `texts_as`.
+    A line that is not a row gives an `UnreadableRow`. A row that was converted from another file
+    can record its original location under the key `ORIGIN`; that location is then used. With
+    `texts_as`, a JSON string counts as a row whose only column is `texts_as`.
 
     Raises `DataError` if the file is empty, or if its format does not match its suffix.
     """
@@ -161,7 +161,7 @@ def _open_text(file: Path) -> IO[str]:
 
 
 def _peek_character(stream: IO[str]) -> str:
-    """Return the first character that is not white space, and rewind the stream.
+    """Return the first character that is not white space, without advancing the stream.
 
     A byte order mark counts as white space.
     """
@@ -181,7 +181,7 @@ def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_value(line: str) -> Any:
-    """Return the JSON value of a line, or an `UnreadableRow` with the reason."""
+    """Parse a line as JSON. Returns an `UnreadableRow` with the reason if that fails."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -194,7 +194,7 @@ def _parse_value(line: str) -> Any:
 def _check_surrogates(value: Any) -> Any:
     """Return the value, or an `UnreadableRow` if it contains half of a surrogate pair.
 
-    Such a half is not a character. It results from cutting a text inside an emoji.
+    Such a half is not a valid character. It appears if a text was cut in the middle of an emoji.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -210,7 +210,10 @@ def _check_surrogates(value: Any) -> Any:
 
 
 def _parse_list_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over (line, entry) of a JSON list. `line` is the line on which the entry begins."""
+    """Yield (line, entry) for each entry of a JSON list.
+
+    `line` is the number of the line on which the entry begins.
+    """
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line = 1
@@ -301,7 +304,8 @@ def _download_from_hub(path: str) -> Path:
 def check_available(path: str, option: str = "") -> None:
     """Raise `DataError` if a hub dataset is neither in the cache nor on the hub.
 
-    Existing local paths, and names that cannot be hub datasets, are not checked.
+    `option` is the option that the user set, for the error message. Existing local paths, and names
+    that cannot be hub datasets, are not checked.
     """
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
         hub.check_dataset(option, path, "check the spelling")

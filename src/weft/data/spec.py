@@ -1,4 +1,4 @@
-"""Options of tokenizers and datasets, as plain values. This module does not import torch."""
+"""Options of tokenizers and datasets, as plain dataclasses. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class SourceSpec:
     """Source of training rows: one entry of `dataset.sources` or `dataset.named`.
 
     At most one of `fraction`, `size` and `weight` is set. If none is set, all rows are used. With
-    `fraction` or `size`, every epoch draws a different subset of the training rows. `weight` is the
-    source's share of the mixture, relative to the other weights. With weights, an epoch is as long
-    as the scarcest source allows without repeating a row.
+    `fraction` or `size`, every epoch draws a different subset of that size. `weight` is the
+    source's share of the mixture, relative to the other weights. With weights, the length of an
+    epoch is limited by the first source that runs out of rows, since no row is repeated.
     """
 
     path: str = ""
@@ -184,9 +184,9 @@ def list_source_specs(spec: DatasetSpec) -> list[SourceSpec]:
 
 
 def check_weights(sources: list[SourceSpec]) -> list[SourceSpec]:
-    """Return `sources` unchanged.
+    """Raise `ConfigError` if some of the sources have a weight and others do not.
 
-    Raises `ConfigError` if some but not all of them have a weight.
+    Returns `sources` unchanged.
     """
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
@@ -262,7 +262,7 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def find_named_problem(value: Any) -> str | None:
-    """Return the problem with a value of `dataset.named`, or None if it is valid."""
+    """Return the problem with a value of `dataset.named` in words, or None if it is valid."""
     try:
         parse_named(value)
     except ConfigError as error:
@@ -271,7 +271,7 @@ def find_named_problem(value: Any) -> str | None:
 
 
 def find_columns_problem(value: Any) -> str | None:
-    """Return the problem with a mapping of columns, or None if it is valid."""
+    """Return the problem with a mapping of columns in words, or None if it is valid."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
     ):
@@ -280,7 +280,7 @@ def find_columns_problem(value: Any) -> str | None:
 
 
 def find_sources_problem(value: Any) -> str | None:
-    """Return the problem with a value of `dataset.sources`, or None if it is valid."""
+    """Return the problem with a value of `dataset.sources` in words, or None if it is valid."""
     try:
         parse_sources(value)
     except ConfigError as error:
@@ -424,5 +424,5 @@ class DatasetSpec:
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of tokens of a row. None if `max_seqlen` is unset or `auto`."""
+        """Maximum number of tokens of a row, or None if `max_seqlen` is unset or "auto"."""
         return self.max_seqlen if isinstance(self.max_seqlen, int) else None

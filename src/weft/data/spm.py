@@ -1,8 +1,8 @@
 """Conversion of a sentencepiece `tokenizer.model` to a `tokenizers.Tokenizer`.
 
-The converted tokenizer has the same ids, including byte fallback. The file is a protobuf message
-(sentencepiece_model.proto in google/sentencepiece). This module parses the few fields that it
-needs.
+The converted tokenizer gives the same ids, including byte fallback. The file is a protobuf message
+(sentencepiece_model.proto in google/sentencepiece), of which this module parses the few fields that
+it needs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,20 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """Contents of a sentencepiece file: (piece, score, type) by id, and the text normalization.
+    """Contents of a sentencepiece file.
 
     Texts are normalized before they are split into pieces.
+
+    Attributes:
+        pieces: (piece, score, type) of each token, indexed by id
+        unigram: True for a unigram model, False for a BPE model
+        charsmap: compiled rules that normalize characters
+        add_dummy_prefix: put a space before the text
+        remove_extra_whitespaces: remove leading and trailing spaces, and merge repeated ones
+        unk_id: id of the unknown token
+        bos_id: id of BOS, or -1 if the model has none
+        eos_id: id of EOS, or -1
+        pad_id: id of the padding token, or -1
     """
 
     pieces: tuple[tuple[str, float, int], ...]
@@ -42,7 +53,7 @@ class SentencePieceModel:
     pad_id: int
 
     def get_piece(self, index: int) -> str | None:
-        """Return the piece with this id, or None if the model has no such piece (id -1)."""
+        """Return the piece with the id `index`, or None if there is none (as for the id -1)."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
 
@@ -179,7 +190,7 @@ def _list_merges(model: SentencePieceModel, vocab: dict[str, int]) -> list[tuple
 def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
     """Return the token id in a field of the trainer settings, or `default` if the field is absent.
 
-    The field is an int32. Negative numbers are stored as a 64-bit two's complement.
+    Negative ids are stored as 64-bit two's complement numbers.
     """
     value = trainer.get(field, default)
     assert isinstance(value, int)
@@ -187,9 +198,9 @@ def _decode_id(trainer: dict[int, bytes | int], field: int, default: int) -> int
 
 
 def _iterate_fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Iterate over (field number, value) of a protobuf message.
+    """Yield (field number, value) for each field of a protobuf message.
 
-    The value of a varint is an integer. All other values are bytes.
+    The value is an integer if the field is a varint, and bytes otherwise.
     """
     at = 0
     while at < len(raw):

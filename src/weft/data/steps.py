@@ -1,4 +1,4 @@
-"""Positions at which the steps of a completion end, as character offsets and token indices."""
+"""Positions at which the reasoning steps of a completion end, in characters and in tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.data.tokenizer import Tokenizer
 
 
 def find_step_ends(text: str, mark: str) -> list[int]:
-    """Return the character offset at which each step of a text ends.
+    """Return the character offset at which each reasoning step of a text ends.
 
     A step ends after each `mark`, and at the end of the text if more than white space follows the
     last mark. A step that is only white space is joined to the next one.
@@ -27,7 +27,7 @@ def find_step_ends(text: str, mark: str) -> list[int]:
 def find_step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
-    """Return, for each step, the index of the token with the last character of the step.
+    """Return, for each step, the index of the token that contains the last character of the step.
 
     `ids` are the tokens of the completion. `ends` are the character offsets from `find_step_ends`.
     """
@@ -39,9 +39,10 @@ def find_step_tokens(
 
 
 def _find_first(holds: Callable[[int], bool], count: int) -> int:
-    """Return the first index below `count` at which the monotone predicate `holds` is true.
+    """Return the first index below `count` at which `holds` is true, by binary search.
 
-    Returns the last index if the predicate is never true.
+    Once `holds` is true, it must be true for all larger indices. Returns the last index if it is
+    never true.
     """
     low = 0
     high = count - 1

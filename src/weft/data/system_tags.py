@@ -1,6 +1,7 @@
-"""Additions to a conversation before rendering: a fixed system text, and a tag before each reply.
+"""System texts added to a conversation: a fixed prefix, and a tag before each reply.
 
-A tag is a system message that describes the reply, like Open-Assistant's system tags.
+A tag is a system message that describes the reply by lines such as `quality: 0.8`, like
+Open-Assistant's system tags.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ WORDS_PER_LENGTH_UNIT = 5  # words per unit of the tag `length`
 class ConversationAdditions:
     """Options for system texts that are added to a conversation.
 
-    `prefix` is a system text that precedes the conversation's own system message. `tags` adds a
-    system message before each reply, with the reply's language, labels and context, and with its
-    length if `length` is set. If `apply` is called with a random generator, each line of this
-    message is dropped with probability `dropout`. Without `label_masking`, all tokens are trained.
+    Attributes:
+        prefix: system text put before the conversation's own system message, or None
+        tags: add a system message before each reply, with the reply's language, labels and context
+        length: add the length of the reply to the tags
+        dropout: probability that a line of a tag is dropped
+        label_masking: train only the assistant's text; if False, all tokens are trained
     """
 
     prefix: str | None = None
@@ -37,9 +40,10 @@ class ConversationAdditions:
     label_masking: bool = True
 
     def apply(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
-        """Return the messages with the additions.
+        """Return the messages with the added system texts.
 
-        Without `draw`, no line of a tag is dropped, and the lines are in a fixed order.
+        `draw` generates the random choices. Without it, no line of a tag is dropped, and the lines
+        are in a fixed order.
         """
         conversation = list(messages)
         if self.tags:
@@ -58,9 +62,9 @@ class ConversationAdditions:
 
 
 def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
-    """Prepend the system text `prefix` to the messages.
+    """Return the messages with the system text `prefix` in front.
 
-    If there is a system message already, the prefix is joined to it with a blank line.
+    If there is a system message already, its text follows the prefix after a blank line.
     """
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{prefix}\n\n{messages[0]['content']}"}
@@ -71,11 +75,12 @@ def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
 def format_tag(
     message: Mapping[str, Any], draw: np.random.Generator | None, dropout: float, *, length: bool
 ) -> str:
-    """Return the lines `name: value` that describe a reply, or "" if no line is left.
+    """Return lines of the form `name: value` that describe a reply, or "" if there are none.
 
-    Language, labels and length are in random order. The context, which can have several lines,
-    comes last. Without `draw`, the order is fixed and no line is dropped. Raises `DataError` for a
-    label that is not a number from 0 to 1.
+    Language, labels and, with `length`, the reply's length are in random order. The context, which
+    can have several lines, comes last. Each line is dropped with probability `dropout`. Without
+    `draw`, the order is fixed and no line is dropped. Raises `DataError` for a label that is not a
+    number from 0 to 1.
     """
     lines = []
     for name in FACTS:

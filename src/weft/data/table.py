@@ -1,4 +1,7 @@
-"""Tokenized rows in memory and on disk, as one `SequenceSample` with small dtypes."""
+"""Tables of tokenized rows in memory and on disk.
+
+A table is stored as one `SequenceSample` with small dtypes, such as int32 token ids.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,17 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TokenizationReport:
-    """Report on the tokenized rows of a source: rows, truncated and dropped samples, and columns.
+    """Counts of the rows and samples of a source, and the columns that were read.
 
-    `both_cut` is the number of samples in which both the prompt and the answer were truncated.
-    `read` lists the columns that were read, and `held` those that have a value in at least one row.
-    `cut` lists the parts of trained turns that the chat template omits.
+    Attributes:
+        rows: number of rows
+        prompts_cut: number of samples with a truncated prompt
+        answers_cut: number of samples with a truncated answer
+        both_cut: number of samples in which both the prompt and the answer were truncated
+        dropped: number of samples dropped because of their length
+        read: columns that were read
+        held: columns that have a value in at least one row
+        cut: parts of trained turns that the chat template omits
     """
 
     rows: int = 0
@@ -65,11 +74,11 @@ class TokenizationReport:
 
     @property
     def unused(self) -> list[str]:
-        """Columns that have values but were not read in any row."""
+        """Columns that have values but were never read."""
         return sorted(self.held - self.read)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the report as values that JSON can represent."""
         return {**asdict(self), "read": sorted(self.read), "held": sorted(self.held)}
 
     @classmethod
@@ -84,8 +93,11 @@ class TokenizationReport:
 class TokenTable:
     """Table of all samples of one source.
 
-    `rows[i]` is the row number of the row that sample i was made from. Several samples can be made
-    from one row.
+    Attributes:
+        sample: all samples as one batch, with small dtypes
+        rows: number of the row that each sample was made from; several samples can come from one
+            row
+        report: report on the tokenized rows
     """
 
     sample: SequenceSample
@@ -100,18 +112,18 @@ class TokenTable:
         return self.sample.ids
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Return the sample at `index`, with the dtypes that are used on the edges of the graph."""
+        """Return the sample at `index`, with the dtypes used in batches (see `take`)."""
         return self.take([index])
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
         """Return the samples at `indices` as one `SequenceSample`.
 
-        The arrays have the dtypes that are used on the edges of the dataflow graph.
+        The data have the dtypes used in batches, such as int64 token ids.
         """
         return cast_to_edge_dtypes(self.sample.at(indices))
 
     def get_encoded(self, index: int) -> EncodedSample:
-        """Return the sample at `index` as the `EncodedSample` that the table was built from."""
+        """Convert the sample at `index` back to the `EncodedSample` that it was made from."""
         one = self.sample.at([index])
 
         def split_lists(key: str) -> list[Any]:
@@ -189,7 +201,10 @@ class TokenTable:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TokenTable:
-        """Read the output of `to_bytes`. Raises `DataError` if the bytes have another format."""
+        """Deserialize the output of `to_bytes`.
+
+        Raises `DataError` if the bytes have another format.
+        """
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         rows = tensors.pop("rows").numpy()
@@ -207,7 +222,7 @@ class TokenTable:
 
 
 def cast_to_edge_dtypes(sample: SequenceSample) -> SequenceSample:
-    """Convert samples of a table to the dtypes that are used on the edges of the dataflow graph."""
+    """Convert samples of a table to the dtypes used in batches, such as int64 token ids."""
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )

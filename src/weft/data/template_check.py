@@ -39,7 +39,10 @@ class TimeLimitExceeded(Exception):
 
 @cache
 def find_template_problem(template: str) -> str | None:
-    """Return the problem with a template, including the line if it is known, or None."""
+    """Return a description of the problem with a chat template, or None if there is none.
+
+    The description includes the line number if it is known.
+    """
     try:
         problem = _find_oversized(template)
         if problem is not None:
@@ -68,9 +71,10 @@ def find_template_problem(template: str) -> str | None:
 
 
 def _find_oversized(template: str) -> str | None:
-    """Return the problem with a product or power of constants that would fill the memory, or None.
+    """Return the problem with a constant expression that would fill the memory, or None.
 
-    Jinja would compute such an expression while compiling the template.
+    Such an expression is a product or power of constants, which Jinja computes while it compiles
+    the template.
     """
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)
@@ -107,11 +111,10 @@ def _evaluate_constant(node: nodes.Expr) -> Any:
 
 
 class TimeLimitThread:
-    """Thread that interrupts other threads when their time limit is exceeded.
+    """Thread that interrupts other threads when they exceed their time limits.
 
-    One thread serves all conversations, since starting a timer for each of them would take longer
-    than rendering the conversation with most templates. The thread ends after it has been idle for
-    a while.
+    One thread serves all renderings, since starting a timer for each conversation would take longer
+    than rendering it with most templates. The thread ends after it has been idle for a while.
     """
 
     def __init__(self) -> None:
@@ -166,10 +169,10 @@ def _get_thread() -> TimeLimitThread:
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitExceeded` in this thread if the code in the context takes too long.
+    """Raise `TimeLimitExceeded` if the code in the context takes longer than `seconds`.
 
-    The error is raised between two bytecode instructions, so it cannot interrupt a function of a C
-    library.
+    The error is raised in the calling thread, between two bytecode instructions, so it cannot
+    interrupt a C function.
     """
     watch = _get_thread()
     entry = watch.begin(seconds)

@@ -21,12 +21,19 @@ VERBATIM_TEMPLATE = "chatml"  # weft's template that writes content unchanged
 
 @dataclass(frozen=True)
 class TemplateOmission:
-    """Part of trained turns that a chat template omits.
+    """Part of trained turns, such as reasoning, that a chat template omits.
 
-    `turns` is the number of turns in which the part is missing. The first such turn is message
-    `message` (counted from 1) of row `row` (counted from 0), which is at `place` in the file.
-    `example` is the text that is omitted in this turn. `template` is the name of the tokenizer, and
-    `keep` advises the user how to keep the part.
+    `message`, `example`, `row` and `place` describe the first turn in which the part is missing.
+
+    Attributes:
+        part: name of the part
+        keep: advice for the user on how to keep the part
+        template: name of the tokenizer that has the template
+        message: number of the turn in its conversation, counted from 1
+        example: text that is omitted
+        row: row number, counted from 0
+        turns: number of turns in which the part is missing
+        place: file and line of the row
     """
 
     part: str
@@ -48,9 +55,9 @@ class TemplateOmission:
 
 
 def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
-    """Merge omissions with the same part, advice and template, and add up their turns.
+    """Merge omissions that have the same part, advice and template, and add up their turns.
 
-    The merged omission has the place of the first turn.
+    The merged omission has the location and example of the first turn.
     """
     omissions: dict[tuple[str, str, str], TemplateOmission] = {}
     for cut in cuts:
@@ -62,7 +69,15 @@ def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission,
 
 @dataclass(frozen=True)
 class TrainedTurn:
-    """Turn that the model is trained on: message `index`, rendered as the text `written`."""
+    """Assistant turn that the model is trained on.
+
+    Attributes:
+        template: chat template
+        messages: messages of the whole conversation
+        tools: tool schemas of the conversation, or None
+        index: index of the turn in `messages`
+        written: text of the turn as the template renders it
+    """
 
     template: TemplateFunctions
     messages: Sequence[Message]
@@ -75,7 +90,7 @@ class TrainedTurn:
         return self.messages[self.index]
 
     def find_omissions(self, lost: Set[str]) -> Iterator[TemplateOmission]:
-        """Iterate over the parts of the turn that are missing from `written`.
+        """Yield an omission for each part of the turn that is missing from the rendered text.
 
         `lost` are the fields of the message that the template does not render.
         """
@@ -148,10 +163,10 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template renders `MARK` in `message` if later messages are removed.
+        """Return whether the template renders `MARK` in `message` if no messages follow it.
 
-        `message` is this turn with `MARK` in one of its texts. Returns False if there are no later
-        messages.
+        `message` is this turn with `MARK` in place of one of its texts. Returns False if this turn
+        is the last one anyway.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]
@@ -172,7 +187,7 @@ class TrainedTurn:
 def find_missing_words(text: str, content: str) -> str:
     """Return the words of `content` that are missing from `text`, shortened for a message.
 
-    The longest prefix and the longest suffix of `content` that occur in `text` are removed.
+    The result is `content` without the longest prefix and the longest suffix that occur in `text`.
     """
     words = content.split()
     packed = remove_whitespace(text)
@@ -182,7 +197,10 @@ def find_missing_words(text: str, content: str) -> str:
 
 
 def _find_largest(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to `count` for which the monotone predicate `holds` is true."""
+    """Return the largest number up to `count` for which `holds` is true, by binary search.
+
+    Once `holds` is false, it must be false for all larger numbers.
+    """
     low = 0
     high = count
     while low < high:

@@ -45,7 +45,7 @@ class TokenBytes:
         self._cached_bytes: dict[int, bytes] = {}
 
     def get_bytes(self, id: int) -> bytes:
-        """Return the bytes of the token `id`, including a leading space."""
+        """Return the bytes that the token `id` represents, including any leading space."""
         if id not in self._cached_bytes:
             self._cached_bytes[id] = self._compute_bytes(id)
         return self._cached_bytes[id]
@@ -66,7 +66,7 @@ class TokenBytes:
 
 
 def _iterate_decoders(described: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over the steps of a decoder, given in the format of `tokenizer.json`."""
+    """Iterate over a decoder and its nested decoders, given in the format of `tokenizer.json`."""
     if isinstance(described, dict):
         yield described
         for each in described.get("decoders", []):

@@ -1,9 +1,8 @@
 """Conversion between text and token ids, shared by training, generation, chat and rewards.
 
-The class `Tokenizer` wraps a `transformers` tokenizer. It adds overrides of special tokens (which
-must be in the vocabulary), the guarantee of at most one BOS, rendering of conversations with a mask
-of the assistant's text, exact sentencepiece ids from a bare `tokenizer.model`, and a decoder for
-streams.
+The class `Tokenizer` wraps a `transformers` tokenizer. It overrides special tokens, adds BOS at
+most once, renders conversations with a mask of the assistant's text, reads a bare sentencepiece
+`tokenizer.model` with the exact ids, and decodes text while it is generated.
 """
 
 from __future__ import annotations
@@ -34,9 +33,19 @@ NO_ADDITIONS = ConversationAdditions()
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Tokenizer with weft's options. `Tokenizer.load` reads one from files.
+    """Tokenizer of a model, with weft's options. `Tokenizer.load` reads one from files.
 
-    `hf` is the underlying `transformers` tokenizer.
+    Attributes:
+        hf: underlying `transformers` tokenizer
+        add_bos: `encode` adds BOS by default
+        chat_bos: add BOS to conversations whose template writes none
+        model_stops: ids that end a completion according to the model's configuration
+        added_from: first id that the option `add_tokens` added, or None
+        option: prefix of this tokenizer's options, for messages
+        additions: system texts that are added to conversations for training
+        draw: random generator for `additions` and bad replies; without it, nothing is random
+        most_tokens: if a text certainly has more tokens, `encode` raises `RowTooLong` at once; None
+            means no limit
     """
 
     hf: PreTrainedTokenizerBase
@@ -67,8 +76,8 @@ class Tokenizer:
 
         The tokenizer is read from `spec.path` or, if it is not set, from `model_path`: a directory,
         a `tokenizer.json`, a sentencepiece file or a hub name. `option` is the prefix of the
-        options in error messages. Raises `UserError` if nothing can be read, if a named token is
-        not in the vocabulary, or if the chat template does not compile.
+        options in error messages. Raises `UserError` if no tokenizer can be read, if a special
+        token in `spec` is not in the vocabulary, or if the chat template does not compile.
         """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
@@ -119,7 +128,7 @@ class Tokenizer:
     def decode_after(
         self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
     ) -> str:
-        """Return the text of `ids` when they follow the ids `before`.
+        """Return the text that `ids` add to the text of the ids `before`.
 
         The space before the first word is kept, although sentencepiece drops it at the beginning of
         a text.
@@ -132,7 +141,7 @@ class Tokenizer:
         return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Return the ids of a text, without BOS, and the character range [start, stop) of each id.
+        """Return the ids of a text, without BOS, and the character range [start, stop) of each.
 
         Returns None if the tokenizer does not provide offsets.
         """
@@ -148,9 +157,9 @@ class Tokenizer:
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """Tokenize a text and return (ids, mask), given character spans [start, stop).
+        """Tokenize a text and return (ids, mask); the mask is True on tokens that overlap a span.
 
-        The mask is True on tokens that contain a character of one of the spans.
+        `spans` are character ranges [start, stop).
         """
         ids, mask = chat.mask_spans(
             lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans
@@ -179,7 +188,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation to text with the chat template.
 
-        Raises `DataError` if the template refuses these messages.
+        Raises `DataError` if the template rejects these messages.
         """
         problem = find_template_problem(self.require_chat_template())
         if problem is not None:
@@ -204,8 +213,9 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, including the system texts that `additions` adds.
 
-        `mask_chat` tokenizes this text. With `add_generation_prompt`, only the fixed system text is
-        added, and the result is the text that `encode_context` tokenizes.
+        By default, the result is the text that `mask_chat` tokenizes for training. With
+        `add_generation_prompt`, only the fixed prefix is added, and the result is the text that
+        `encode_context` tokenizes.
         """
         self.check_template()
         talk = normalize_messages(messages)
@@ -236,8 +246,8 @@ class Tokenizer:
     ) -> list[int]:
         """Render a conversation and return its token ids.
 
-        Normally the template adds BOS. With `add_bos_token=true`, BOS is added if the template has
-        not done so.
+        BOS is written by the template. If the option `add_bos_token` is true, BOS is also added to
+        the output of templates that write none.
         """
         self.check_template()
         text = self.render(
@@ -251,7 +261,7 @@ class Tokenizer:
         """Tokenize a conversation with the generation prompt, so that a reply can be generated.
 
         Returns (token ids, names of the message parts that no token represents). Raises `DataError`
-        if the template leaves out essential parts (see `weft.data.rendered`).
+        if the template omits essential parts (see `weft.data.rendered`).
         """
         talk = normalize_messages(messages)
         schemas = normalize_tools(tools)
@@ -325,9 +335,9 @@ class Tokenizer:
 
     @cached_property
     def text_around_reply(self) -> tuple[str, str]:
-        """Texts that the chat template renders before and after a plain reply.
+        """Texts that the chat template renders directly before and after a reply without reasoning.
 
-        The first text is between the generation prompt and the reply. Both are "" without a
+        The first text is between the generation prompt and the reply. Both are "" if there is no
         template.
         """
         if self.chat_template is None:
@@ -336,7 +346,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """Token that the chat template renders directly after a reply. None if it renders no token."""
+        """Token that the chat template renders right after a reply, or None if there is none."""
         return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property
@@ -344,9 +354,9 @@ class Tokenizer:
         return [token.content for token in self.hf.added_tokens_decoder.values()]
 
     def list_stop_ids(self) -> list[int]:
-        """Return the ids that end a completion.
+        """Return the ids that end a completion, without duplicates.
 
-        The ids are EOS, the end-of-turn token of the template, and the stop ids in the model's
+        They are EOS, the end-of-turn token of the template, and the stop ids in the model's
         configuration.
         """
         candidates = [
@@ -364,10 +374,10 @@ class Tokenizer:
         )
 
     def with_draw(self, draw: np.random.Generator) -> Tokenizer:
-        """Return a copy of the tokenizer that uses the generator `draw` for its random choices.
+        """Return a copy of the tokenizer that draws its random choices from `draw`.
 
-        These are the dropped lines of system tags and the choice of a bad reply. Cached properties
-        are copied too.
+        The choices are which lines of system tags to drop, the order of the lines, and which bad
+        reply to use. Cached properties are copied too.
         """
         tokenizer = copy(self)
         object.__setattr__(tokenizer, "draw", draw)
@@ -404,7 +414,10 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest token id plus one, including added tokens: the minimum size of the embedding."""
+        """Largest token id plus one, including added tokens.
+
+        The embedding of the model must have at least this many rows.
+        """
         return max(self.hf.get_vocab().values(), default=-1) + 1
 
     @cached_property
@@ -429,7 +442,7 @@ class Tokenizer:
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` if there is no chat template that can render text conversations."""
+        """Raise `UserError` unless there is a chat template that can render text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
             raise tokenizer_files.build_bad_template_error(
@@ -454,8 +467,9 @@ class Tokenizer:
 class StreamDecoder:
     """Incremental decoder for a completion that is still being generated.
 
-    `feed` returns new text that will not change any more, and `flush` returns the rest. A character
-    whose bytes are spread over several tokens is returned with the last of these tokens.
+    `feed` returns new text as soon as further tokens cannot change it, and `flush` returns the
+    rest. A character whose bytes are spread over several tokens is returned with the last of these
+    tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Reading of tokenizers from files, and application of the options that change them.
+"""Loading of tokenizers from files, and application of the options that change them.
 
 The files are those of a Hugging Face directory, a bare `tokenizer.json`, or a sentencepiece
 `tokenizer.model`.
@@ -86,7 +86,7 @@ def read_stop_ids(path: str) -> tuple[int, ...]:
 def read_model_values(path: str, name: str) -> Mapping[str, Any]:
     """Return the contents of the JSON file `name` in a model directory or hub model.
 
-    Returns an empty mapping if there is no such file, or if the hub does not answer.
+    Returns an empty mapping if there is no such file, or if the hub cannot be reached.
     """
     place = Path(path).expanduser()
     try:
@@ -97,9 +97,10 @@ def read_model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def format_option(option: str, name: str) -> str:
-    """Return a tokenizer option as the user writes it in a configuration or on a command line.
+    """Return the full name of a tokenizer option as the user writes it.
 
-    Examples: `actor.tokenizer.eos_token`, or `--chat-template` for a command.
+    In a configuration, this is a name such as `actor.tokenizer.eos_token`; on a command line, it is
+    a flag such as `--chat-template`. `option` is the prefix of the options.
     """
     if option == COMMAND:
         return f"--{name.replace('_', '-')}"
@@ -109,10 +110,11 @@ def format_option(option: str, name: str) -> str:
 def read_tokenizer(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Read the tokenizer at `path`, a file, a directory or a hub name.
+    """Read the tokenizer at `path`, which is a file, a directory or a hub name.
 
-    With `own`, `path` is the path of the model rather than a tokenizer option. Raises `UserError`,
-    naming the option that set the path, if no tokenizer can be read.
+    `own` states that `path` is the path of the model, because no tokenizer option is set; it only
+    affects messages. Raises `UserError`, naming the option that set the path, if no tokenizer can
+    be read.
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
@@ -170,11 +172,11 @@ def read_tokenizer(
 
 
 def _read_plain_config(source: str) -> PreTrainedConfig | None:
-    """Return a model's config.json if the tokenizer files name the tokenizer class, else None.
+    """Return a model's config.json if tokenizer_config.json names the tokenizer class, else None.
 
-    The result contains all that `AutoTokenizer` needs: the type and the name of the model. Without
-    it, `AutoTokenizer` imports the configuration class of the model and with it most of
-    `transformers`, which takes a second.
+    Passing the result to `AutoTokenizer` saves a second: it would otherwise import the
+    configuration class of the model, and with it most of `transformers`. Also returns None if the
+    model or tokenizer has custom code.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -203,7 +205,7 @@ def _describe_path(path: str, option: str, *, own: bool) -> str:
 
 
 def _check_tokenizer(hf: Hf) -> Hf:
-    """Check a tokenizer's vocabulary, template and test encodings, and return the tokenizer.
+    """Check a tokenizer's vocabulary, chat template and output for a test text, and return it.
 
     Raises `ValueError` with the problem.
     """
@@ -230,7 +232,8 @@ def _check_tokenizer(hf: Hf) -> Hf:
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Build a tokenizer from a sentencepiece file.
 
-    `config` is the content of tokenizer_config.json, which lists the special tokens.
+    `config` is the content of tokenizer_config.json, which lists the special tokens; it may be
+    empty.
     """
     with explain_read_errors(
         f"tokenizer.path={path}: no tokenizer can be built from it and its tokenizer_config.json"
@@ -272,7 +275,8 @@ def _build_tokenizer(
 def set_bos_habit(hf: Any, add_bos: bool) -> None:
     """Set whether the `transformers` tokenizer begins texts with BOS.
 
-    The setting is saved with the tokenizer.
+    The setting is included when the tokenizer is saved. It has no effect on tokenizers written in
+    Python.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
@@ -295,10 +299,10 @@ def override_token(
 
 
 def read_template(given: str, option: str = "tokenizer") -> str:
-    """Return the text of a chat template.
+    """Return the source of a chat template.
 
-    `given` is the name of a template, a file, or the text itself. Raises `ConfigError` if it is
-    none of these, or if the template is invalid.
+    `given` is the name of a built-in template, the path of a file, or the source itself. Raises
+    `ConfigError` if it is none of these, or if the template is invalid.
     """
     if given in TEMPLATES:
         return read_template_text(given)
@@ -339,7 +343,7 @@ def apply_spec(
 
 
 def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error for messages that need a chat template if the tokenizer has none.
+    """Return the error to raise if messages need a chat template but the tokenizer has none.
 
     `option` is the prefix of the tokenizer's options as the user writes them.
     """
@@ -356,9 +360,9 @@ def encode_text(
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` if the text cannot be encoded. Raises `RowTooLong`, without encoding the
-    text, if it certainly has more than `most` tokens: a tokenizer that does not split texts into
-    words needs time that is quadratic in the length.
+    Raises `DataError` if the text cannot be encoded. Raises `RowTooLong` if the text certainly has
+    more than `most` tokens. Such a text is not encoded, since some tokenizers need time that is
+    quadratic in its length.
     """
     if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
@@ -377,14 +381,14 @@ def encode_text(
 
 
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """Return an upper bound on the number of tokens per byte of text, or None if unknown.
+    """Return upper bounds on the number of tokens per byte of text, or None if unknown.
 
-    The result is (bound for ASCII texts, bound for other texts). A bound exists for BPE tokenizers
-    that merge bytes, or characters with byte fallback. Each token represents at least one byte of
-    the normalized text, in which a space counts as one byte, so the bound is the factor by which
-    normalization can lengthen a text: 2 if a space is inserted before each stretch of text between
-    special tokens, times 3 for NFC, which does not change ASCII. Other normalizers may replace a
-    character by any number of characters.
+    The result is (bound for ASCII texts, bound for other texts). Bounds exist for BPE tokenizers
+    that merge bytes, or characters with byte fallback. Each of their tokens represents at least one
+    byte of the normalized text (a space counts as one byte), so the bound is the factor by which
+    normalization can lengthen a text. The factor is 2 if a space is inserted before each stretch of
+    text between special tokens. NFC multiplies it by 3 for texts that are not ASCII. With other
+    normalizers, there is no bound.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None
@@ -414,7 +418,10 @@ def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | No
 
 
 def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Flatten a normalizer or pre-tokenizer into a list of its steps."""
+    """Return the steps of a normalizer or pre-tokenizer as a flat list.
+
+    `step` has the format of tokenizer.json.
+    """
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -447,7 +454,10 @@ def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
 
 
 def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserError:
-    """Return the error for a tokenizer without an EOS token, which completions must end with."""
+    """Return the error to raise if the tokenizer has no EOS, which completions must end with.
+
+    `added` lists the tokenizer's special tokens, for the message.
+    """
     return UserError(
         f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
         f"{option}.eos_token to a token "
@@ -460,9 +470,9 @@ def list_added_tokens(
 ) -> list[str]:
     """Return the tokens to add to the vocabulary, without duplicates.
 
-    `given` is the value of the option `add_tokens`. The word "template" in this list is replaced by
-    the special tokens of the named chat template. Raises `ConfigError` if the word is used but the
-    chat template is not given by name.
+    `given` is the value of the option `add_tokens`. The word "template" in it stands for the
+    special tokens of the chat template named `template`. Raises `ConfigError` if the word is used
+    but the chat template is not given by name.
     """
     tokens: list[str] = []
     for token in given:
@@ -556,7 +566,8 @@ def require_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer
 def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     """Return the sha256 of everything that affects the token ids of a text or conversation.
 
-    `habits` are settings of weft, such as BOS settings, that affect the ids as well.
+    `habits` are settings outside the `transformers` tokenizer that affect the ids, such as adding
+    BOS.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()
@@ -575,9 +586,9 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress the log messages of `transformers` while it tries one file format after another.
+    """Suppress warnings of `transformers`, which tries one file format after another.
 
-    Errors are still raised.
+    Errors are still logged and raised.
     """
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,7 +1,7 @@
-"""Conversion of rows to token ids, which is done once for each source.
+"""Conversion of rows to token ids, with a cache on disk.
 
-Large sources are tokenized in parallel. The result is cached on disk under a hash of everything
-that affects it.
+Each source is tokenized once, in parallel if it is large. The result is cached under a hash of
+everything that affects it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ MAX_PLACES = 3  # maximum number of places listed if many rows have the same pro
 
 
 class RowEncoder(Protocol):
-    """Encoder of one type of row: converts the columns of a row to token ids.
+    """Encoder of one type of row, which converts the columns of a row to token ids.
 
-    Implementations are frozen dataclasses, called forms. Their fields are options of the dataset
-    and part of the cache key.
+    Implementations are frozen dataclasses. Their fields are options of the dataset and part of the
+    cache key. Variables that refer to an encoder are called `form`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -71,9 +71,13 @@ class RowEncoder(Protocol):
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Everything that a process needs to encode rows: row encoder, length limits and tokenizer.
+    """Everything that a process needs to encode rows.
 
-    If `packed` is set, the process returns tables instead of lists of token ids.
+    Attributes:
+        form: row encoder
+        lengths: length limits
+        tokenizer: tokenizer with the dataset's options
+        packed: return the samples of a chunk as a table, which is smaller than lists of token ids
     """
 
     form: Any
@@ -84,10 +88,18 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Source of rows to tokenize, with the cache for the tokenized rows.
+    """Source of rows to tokenize, with settings for reading and caching.
 
-    If `cache_dir` is None, the cache is `~/.cache/weft`. If `num_workers` is None, the number of
-    processes depends on the size of the files.
+    Attributes:
+        path: file, directory or hub name
+        split: split to read, or None for the training split
+        cache_dir: folder of the cache; None means `~/.cache/weft`
+        num_workers: number of tokenizing processes; None means one per core for large files
+        progress: function that returns a context manager showing progress
+        columns: columns to rename, as {new name: name in the file}
+        name: name for messages; if empty, the path is used
+        most: number of samples after which no more rows are read and nothing is cached; None means
+            no limit
     """
 
     path: str
@@ -113,8 +125,8 @@ def tokenize(
 ) -> TokenTable:
     """Return a table of the tokenized rows of `source`, from the cache if possible.
 
-    If there are bad rows, nothing is written to the cache, and `DataError` is raised with a line
-    `FILE:LINE: message` for each bad row.
+    If there are invalid rows, nothing is written to the cache, and `DataError` is raised with a
+    line `FILE:LINE: message` for each of them.
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
@@ -136,7 +148,7 @@ def tokenize(
 
 
 def build_no_rows_error(source: RowSource, rows: int) -> DataError:
-    """Return the error for a source with `rows` rows that are all too long."""
+    """Return the error for a source whose rows are all too long; `rows` is their number."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -144,7 +156,7 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with a file and line added to each `TemplateOmission` in its report.
+    """Return the table with the file and line of each `TemplateOmission` in its report filled in.
 
     File names and lines are not cached, since another file can contain the same rows.
     """
@@ -164,8 +176,8 @@ def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
 def make_job(form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer) -> EncodingJob:
     """Return a job for encoding rows with the given row encoder, length limits and tokenizer.
 
-    Unless long rows are truncated, the job's tokenizer rejects very long texts without tokenizing
-    them.
+    Unless long rows are truncated, the tokenizer of the job rejects very long texts without
+    tokenizing them.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
         tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
@@ -258,7 +270,7 @@ def _encode_first_samples(
 ) -> TokenTable:
     """Encode rows until there are `most` samples, and return a table of these samples.
 
-    Raises `DataError` at the first bad row.
+    Raises `DataError` at the first invalid row.
     """
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
@@ -276,7 +288,7 @@ def _encode_first_samples(
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     """Join the outcomes of all chunks into one table.
 
-    Raises `DataError` with the problems of all bad rows.
+    Raises `DataError` with the problems of all invalid rows.
     """
     problems: list[Problem] = []
     encoded: list[EncodedSample] = []
@@ -306,11 +318,12 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
 def assign_ids(
     own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]
 ) -> tuple[list[str], list[Problem]]:
-    """Return (ids of the rows, problems).
+    """Assign an id to each row, and return (ids, problems).
 
-    `own_ids` has the row number and the row's own id (or None) of each row, in file order. A row
-    without its own id is identified by its row number, or by a variant of the number if another row
-    has that id. If two rows have the same id, the second one is reported as a problem.
+    `own_ids` has the row number of each row and the id that is given in it (or None), in file
+    order. A row without an id is identified by its row number, or by a variant of the number if
+    another row has that id. If two rows have the same id, the second one is reported as a problem.
+    `places` are the locations of all rows.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -332,9 +345,9 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return the row number as an id that is not in `given`.
+    """Return an id for a row without its own id, made from its number.
 
-    If the number itself is taken, a prefix is added.
+    If the number is one of the ids in `given`, a prefix is added.
     """
     id = str(row)
     while id in given:
@@ -343,7 +356,7 @@ def _number_row(row: int, given: Set[str]) -> str:
 
 
 def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
-    """Return a line `FILE:LINE: message` for each row with a problem, in file order.
+    """Return messages on rows with problems, as lines `FILE:LINE: message` in file order.
 
     All rows that are too long share one line. If every row lacks the same key, the options are
     probably wrong, so a single line reports the problem for all rows.
@@ -375,7 +388,10 @@ def _format_first_places(places: Sequence[str], problems: Sequence[Problem]) -> 
 
 
 def _format_too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """Format a message with the number of rows that are too long, the longest one, and advice."""
+    """Format one message for all rows that are too long.
+
+    It gives their number, the length of the longest one, and advice.
+    """
     longest = max(
         (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
     )
@@ -422,7 +438,7 @@ def encode_in_processes(
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """Start a worker process that receives a pickled job and then answers calls of `ask_process`.
+    """Start a worker process that receives a pickled job and then serves calls of `ask_process`.
 
     The process runs `weft.data.encode_worker`. `multiprocessing` is not used because it would
     import the user's script again. The process has its own session, so that Ctrl-C reaches only the
@@ -444,9 +460,9 @@ def start_process() -> subprocess.Popen[bytes]:
 
 
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
-    """Send a chunk of rows to a worker process and return its outcome.
+    """Send a chunk of rows to a worker process and return the outcome of encoding it.
 
-    Raises `UserError` if the process reports an error that was not caused by a single row, and
+    Raises `UserError` if the process reports an error that does not concern a single row, and
     `RunError` if the process died.
     """
     send_bytes(process, pickle.dumps(chunk))

@@ -14,10 +14,10 @@ Node = Mapping[str, Any]
 
 
 def iterate_threads(row: Row) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each leaf.
+    """Iterate over the paths from the root to each leaf, ending with an assistant's message.
 
-    If the last message of a path is a prompter's, it is removed. Paths that become equal are
-    returned only once.
+    If the last message of a path is a prompter's (a human user's), it is removed. Paths that become
+    equal in this way are yielded only once.
     """
     seen: set[str] = set()
     for path in _iterate_paths(_find_root(row)):
@@ -29,10 +29,9 @@ def iterate_threads(row: Row) -> Iterator[list[Node]]:
 
 
 def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """Iterate over pairs of a path to a prompter's message and the ranked replies, best first.
+    """Yield (path, ranked replies) for each prompter's message with at least two ranked replies.
 
-    The path leads from the root to the message, and the replies are those to that message. Messages
-    with fewer than two replies that people have ranked are skipped.
+    The path leads from the root to the message, and the replies are sorted best first.
     """
     for path in _iterate_paths(_find_root(row), inner=True):
         ranked = [reply for reply in _filter_replies(path[-1]) if reply.get("rank") is not None]
@@ -41,7 +40,7 @@ def iterate_rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def iterate_prompts(row: Row) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each message of the prompter."""
+    """Iterate over the paths from the root to each prompter's message."""
     return (
         path
         for path in _iterate_paths(_find_root(row), inner=True)

@@ -1,7 +1,7 @@
 """Location of the assistant's turns in a rendered conversation.
 
-A turn begins after the generation prompt, which is the end of the text that the model sees when it
-generates. The generation prompt is found by rendering the messages before the turn. Many templates
+A turn begins after the generation prompt, the text that a template appends for the model to
+continue. The generation prompt is found by rendering the messages before the turn. Many templates
 render a turn differently if other turns follow (they leave out reasoning, use another end token, or
 move tools to a later place). Such a turn is located by rendering the conversation again with other
 words in place of the message's text.
@@ -31,11 +31,18 @@ CLOSING = " \t\r\n\"')]}"
 class TemplateFunctions:
     """Chat template of a tokenizer, given as functions.
 
-    `render(messages, tools, add_generation_prompt)` returns the text of a conversation and raises
-    `DataError` if the template refuses the messages. `encode` returns token ids. `offsets` returns
-    token ids with their character spans, or None if the tokenizer does not provide spans. `marked`
-    returns the spans of the template's `{% generation %}` blocks. `turn_end` is the token after the
-    last reply, and `added` lists all added tokens.
+    Attributes:
+        render: returns the text of `(messages, tools, add_generation_prompt)`; raises `DataError`
+            if the template rejects the messages
+        encode: returns the token ids of a text
+        offsets: returns the token ids of a text with their character spans, or None if the
+            tokenizer does not provide spans
+        marked: returns the character spans of the template's `{% generation %}` blocks, or None if
+            it has none
+        turn_end: token that the template renders after a reply, or None
+        added: all added tokens of the tokenizer
+        name: name of the tokenizer, for messages
+        option: prefix of the tokenizer's options, for messages
     """
 
     render: Callable[[Sequence[Message], Any, bool], str]
@@ -64,8 +71,8 @@ def find_assistant_spans(
 ) -> list[Span]:
     """Return the character span [start, stop) of each turn in `text`, including its end token.
 
-    `turns` are the indices of assistant messages, and `text` is the rendered conversation. Raises
-    `DataError` if a turn cannot be located.
+    `text` is the rendered conversation, and `turns` are the indices of the assistant messages to
+    find. Raises `DataError` if a turn cannot be located.
     """
     talk = _RenderedConversation(template, messages, tools, text)
     spans: list[Span] = []
@@ -170,11 +177,10 @@ class _RenderedConversation:
         return content_span[1] + rest.find(token) + len(token)
 
     def _skip_header(self, index: int, at: int) -> int:
-        """Return the start of turn `index`, at or after `at`, without a generation prompt.
+        """Return the start of turn `index`, at or after `at`, if there is no generation prompt.
 
-        Used if the template has no generation prompt. If the template renders a header before the
-        content of a reply, the turn starts after the header. White space and the beginning of a
-        tool call are part of the turn.
+        If the template renders a header before the content of a reply, the turn starts after the
+        header. White space and the beginning of a tool call are part of the turn.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -187,14 +193,14 @@ class _RenderedConversation:
         return content_span[0] if self.text[at : content_span[0]].strip() else at
 
     def _render_beginning(self, count: int, *, prompt: bool) -> str | None:
-        """Render the first `count` messages without the rest of the conversation.
+        """Render only the first `count` messages, with a generation prompt if `prompt` is set.
 
-        Returns None if `count` is 0, or if the template refuses these messages.
+        Returns None if `count` is 0, or if the template rejects these messages.
         """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _find_content(self, index: int) -> Span | None:
-        """Return the span of message `index`'s content in the text, or None if it is unknown."""
+        """Return the span of the content of message `index` in the text, or None if unknown."""
         if index not in self.words:
             self.words[index] = (
                 self._locate_content(index) if 0 <= index < len(self.messages) else None
@@ -204,8 +210,8 @@ class _RenderedConversation:
     def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
         """Return the text after the content of message `index` in `rendering`.
 
-        `rendering` is the rendered conversation up to and including that message. Returns None if
-        the template refuses these messages.
+        `rendering` is the rendered conversation up to and including that message, or None. Returns
+        None if it is None, or if the template rejects the messages.
         """
         talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)

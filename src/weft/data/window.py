@@ -1,4 +1,4 @@
-"""Random window of a sequence that is too long."""
+"""Random window of a token sequence that is too long."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from weft.data.prefix import count_common_prefix
 
 @dataclass(frozen=True)
 class RandomWindow:
-    """Random window of `size` tokens, drawn with `probability` from a sequence that is too long.
+    """Random cropping of sequences that are too long.
 
-    If the sequence begins with the ids `head`, these ids are kept in front of the window.
+    Attributes:
+        size: number of tokens to keep
+        probability: probability that a long sequence is cropped to a random window
+        head: ids to keep in front of the window if the sequence begins with them
+        bos_id: id of BOS, which is kept in front if the sequence does not begin with `head`; None
+            if the tokenizer has no BOS
     """
 
     size: int
@@ -24,10 +29,10 @@ class RandomWindow:
     bos_id: int | None = None
 
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
-        """Return a random window of a sample that is longer than `size`, with `probability`.
+        """Crop a sample longer than `size` to a random window, with `probability`.
 
         Otherwise, the sample is returned unchanged. Every window that includes a trained token is
-        equally likely. The first token of a window is trained only if another token precedes it.
+        equally likely. The first token of a sample is never trained, since no token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

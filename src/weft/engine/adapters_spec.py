@@ -1,4 +1,7 @@
-"""Options of adapters trained on frozen weights (LoRA or a prefix): plain values, no torch."""
+"""Options for training LoRA adapters or a prefix on frozen weights.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from weft.options import option
 
 @dataclass
 class LoRASpec:
-    """Options of low-rank adapters."""
+    """Options of low-rank adapters (LoRA)."""
 
     r: int = option(
         0,
@@ -32,7 +35,10 @@ class LoRASpec:
 
 @dataclass
 class PrefixSpec:
-    """Options of prefix tuning."""
+    """Options of prefix tuning, which trains only the keys and values of a prefix.
+
+    The prefix consists of virtual tokens that are put before every sequence.
+    """
 
     num_tokens: int = option(
         0,
@@ -56,7 +62,7 @@ class AdaptedRoleOptions(Protocol):
 
 
 def check_adapters(spec: AdaptedRoleOptions) -> None:
-    """Raise `ConfigError` if other options of the role conflict with adapters or a prefix."""
+    """Raise `ConfigError` if the role's adapters or prefix conflict with its other options."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
             "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set "

@@ -1,6 +1,7 @@
-"""Interface of engines: an engine runs one role's network on one layout.
+"""Interface of engines.
 
-The signatures must not be changed (docs/architecture.md).
+An engine runs the network of one role on one layout of devices. The signatures must not be changed
+(docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ __all__ = [
 class StepStats:
     """Result of one optimizer step.
 
-    `metrics` contains the loss's reduced statistics plus `loss`, `grad_norm`, `learning_rate`,
-    `num_tokens` (tokens that the network processed, prompts included) and `seconds`.
+    `metrics` contains the statistics of the loss, reduced over ranks, plus `loss`, `grad_norm`,
+    `learning_rate`, `num_tokens` (tokens that the network processed, prompts included) and
+    `seconds`. `skipped` is the reason if the update was skipped. `seen` contains the outputs of a
+    few samples, for display.
     """
 
     metrics: Mapping[str, float]
@@ -59,12 +62,12 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one completion.
+    """Request for one completion of a prompt.
 
-    `k` is the index of the completion among the completions of `id`. `step` is part of the seed of
-    the completion's random numbers. If an earlier request for this completion was aborted,
-    `generated` contains the tokens sampled until then, with log-probs and versions; sampling
-    continues after these tokens.
+    `k` is the index of the completion among all completions with the same `id`. `step` is part of
+    the seed of the completion's random numbers. If an earlier request for this completion was
+    aborted, `generated` contains the tokens sampled until then, with their log-probs and weight
+    versions; sampling continues after these tokens.
     """
 
     id: str
@@ -83,7 +86,7 @@ class Request:
 class Partial:
     """Tokens that were sampled before a request was aborted.
 
-    `Request(generated=partial)` continues the completion.
+    A new `Request` with `generated` set to this object continues the completion.
     """
 
     id: str
@@ -122,7 +125,7 @@ class Generator(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def abort(self, ids: Iterable[str]) -> list[Partial]: ...
     def weights_changed(self, version: int, *, keep_kv: bool) -> None:
-        """Tell the generator that the weights now have version `version`.
+        """Tell the generator that the weights have changed and have version `version`.
 
         Must be called before the next step if weights were written or moved while the generator is
         open. Tokens that were computed ahead with the old weights are discarded. With `keep_kv`,
@@ -139,9 +142,9 @@ class Generator(Protocol):
 class Engine(Protocol):
     """Interface of an engine.
 
-    Engines are SPMD: every rank calls the same method with its data-parallel part of the batch.
-    `temperature` divides the logits, as it does in sampling. `max_tokens` limits the number of
-    tokens in one forward pass; larger batches are split into micro-batches.
+    Every rank of the layout calls the same methods (SPMD), with its data-parallel part of the
+    batch. `temperature` divides the logits, as it does in sampling. `max_tokens` limits the number
+    of tokens in one forward pass; larger batches are split into micro-batches.
     """
 
     layout: Layout
@@ -156,7 +159,7 @@ class Engine(Protocol):
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """Return the outputs named in `want` for each id.
+        """Return the outputs named in `want` for each id of the batch.
 
         `top` selects the ids of the outputs `top_ids` and `top_logprobs`.
         """
@@ -204,7 +207,7 @@ class Engine(Protocol):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Facts for the run's report.
+        """Facts about the engine for the run's report.
 
         The keys are `family`, `num_parameters`, `num_trainable`, `vocab_size`, `num_layers` and
         `flops_per_token`.

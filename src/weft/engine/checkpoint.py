@@ -1,4 +1,4 @@
-"""Exact storage of an engine's tensors and plain values: safetensors and JSON, no pickle."""
+"""Bit-exact storage of an engine's tensors (safetensors) and plain values (JSON), without pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special tokens and generation settings in checkpoints: end of text, padding, sampling."""
+"""Special tokens and generation settings in checkpoints, such as the padding token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.engine.spec import ModelSpec
 
 
 def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
-    """Return the ids of special tokens, by their keys in config.json and generation_config.json.
+    """Return the ids of special tokens, keyed as in config.json and generation_config.json.
 
     `eos_token_id` is the id of the token that ends a completion, or a list if there are several, so
-    that other programs stop at the same tokens as weft. The result has no entry for a token that
-    the model lacks; for a reward model, the entry is None.
+    that other programs stop at the same tokens as weft. A token that the tokenizer lacks has no
+    entry; for a reward model, its entry is None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -27,19 +27,16 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
 
 
 def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the contents of the model's generation_config.json.
-
-    Ids of special tokens are added when a checkpoint is saved.
-    """
+    """Return the contents of generation_config.json in the role's model directory."""
     return dict(read_model_values(str(spec.path), "generation_config.json"))
 
 
 def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
-    """Return the padding token id if a reward model's score is read before that token, else None.
+    """Return the id of the padding token if scores are read one token before it, else None.
 
-    The result is an id only for a reward model that was trained with `transformers` and whose
-    padding token (EOS) also ends texts. `transformers` reads the score of such a model one token
-    before the end of the text, so weft does the same. Checkpoints of weft have a padding token that
+    This applies only to a reward model that was trained with `transformers` and whose padding token
+    (EOS) also ends texts. `transformers` takes the final EOS for padding and reads the score at the
+    token before it, so weft does the same. Checkpoints written by weft have a padding token that
     ends no text (`choose_padding`), so the result for them is None.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:

@@ -1,8 +1,8 @@
-"""Communication between the ranks of one layout during a call of the engine.
+"""Communication between the ranks of one layout during an engine call.
 
-The engine, its step and its optimizer are written for one rank; all communication uses the protocol
-`Collectives`. `LocalCollectives` is for one device and returns the rank's own values. Layouts of
-several devices have another implementation (`weft.engine.mesh_collectives`).
+The code of the engine, its training step and its optimizer describes a single rank. All
+communication with other ranks goes through the protocol `Collectives`. `LocalCollectives` is its
+implementation for one device, and `weft.engine.mesh_collectives` has that for several devices.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ Outputs = dict[Output, Tensor]
 
 @dataclass(frozen=True)
 class PreparedPass:
-    """Micro-batch prepared for the network.
+    """Micro-batch that is packed and ready for the network.
 
-    `part` is the micro-batch. It is None for a filler pass, whose outputs have weight 0.
-    `scatter_outputs` expands the outputs of the computed rows to all rows, with zeros for rows that
-    are not computed. `rows` is the input of the loss, if there is a loss.
+    Attributes:
+        part: The micro-batch. It is None for a filler pass, which a rank runs only because other
+            ranks have more micro-batches, and whose outputs have weight 0.
+        layout: Layout of the micro-batch's sequences in the pack.
+        given: Arguments of the network.
+        scatter_outputs: Function that expands the outputs of the computed rows to all rows, with
+            zeros for rows that are not computed.
+        rows: Input of the loss, or None if there is no loss.
     """
 
     part: SequenceSample | None
@@ -41,7 +46,7 @@ class PreparedPass:
 
 
 class MicrobatchProcessor(Protocol[T_co]):
-    """Interface of an object that prepares and finishes the micro-batches of one rank."""
+    """Interface of an object that prepares one rank's micro-batches and handles their outputs."""
 
     def prepare(self, part: SequenceSample) -> PreparedPass: ...
     def build_filler(self) -> PreparedPass:
@@ -49,16 +54,16 @@ class MicrobatchProcessor(Protocol[T_co]):
         ...
 
     def finish(self, prepared: PreparedPass, out: Outputs) -> T_co:
-        """Return the result of a micro-batch whose outputs are `out`.
+        """Return the result of a micro-batch, computed from the network's outputs `out`.
 
         In training, the result is the loss.
         """
         ...
 
     def compute_stage_loss(self, prepared: PreparedPass) -> Tensor | None:
-        """Return the auxiliary loss of a pipeline stage that is not the last one, or None.
+        """Return the auxiliary loss of a pipeline stage before the last one.
 
-        None means that the stage's blocks have no auxiliary loss.
+        Returns None if the stage's blocks have no auxiliary loss.
         """
         ...
 
@@ -70,7 +75,7 @@ class Collectives(Protocol):
     """
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of each denominator over the data-parallel ranks, computed in float64.
+        """Return each denominator of the loss, summed in float64 over the data-parallel ranks.
 
         Must be called before the first forward pass of a minibatch.
         """
@@ -84,9 +89,10 @@ class Collectives(Protocol):
         *,
         trains: bool,
     ) -> list[T]:
-        """Process every micro-batch with `work`, including a backward pass if `trains`.
+        """Run every micro-batch through the network, with a backward pass if `trains`.
 
-        Returns the results of `work.finish` on ranks that have the network's outputs.
+        `work` prepares the micro-batches and handles their outputs. Returns the results of
+        `work.finish` on ranks that have the network's outputs.
         """
         ...
 
@@ -114,7 +120,10 @@ class Collectives(Protocol):
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Gather whole tensors, by name, on the rank that writes them; other ranks get None."""
+        """Gather whole tensors by name on the rank that writes them to disk.
+
+        Returns None on other ranks.
+        """
         ...
 
     def select_saved_names(self, names: Iterable[str]) -> list[str]:
@@ -125,7 +134,7 @@ class Collectives(Protocol):
         ...
 
     def name_file(self, stem: str) -> str:
-        """Return the name of the file in which this rank saves `stem`, such as "optimizer"."""
+        """Return the name of this rank's file for the tensors called `stem`, such as "optimizer"."""
         ...
 
 
@@ -137,10 +146,11 @@ def run_microbatch(
     trains: bool,
     always: bool = False,
 ) -> T:
-    """Run one micro-batch through a network that isn't split over a pipeline.
+    """Run one micro-batch through a network, and return the result of `work.finish`.
 
-    With `always`, there is a backward pass even if the loss has no gradient, because other ranks
-    may wait for this rank's gradients.
+    The network must not be split into pipeline stages. With `trains`, the result is the loss, and
+    the backward pass follows. With `always`, there is a backward pass even if the loss has no
+    gradient, because other ranks may wait for this rank's gradients.
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)
@@ -156,7 +166,7 @@ def run_microbatch(
 
 
 class LocalCollectives:
-    """`Collectives` for a layout of one device, without communication."""
+    """Implementation of `Collectives` for a layout of one device, without communication."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)

@@ -1,4 +1,4 @@
-"""Choice of the device, its speed, memory and determinism. The module keeps no state."""
+"""Choice of a device, and functions for its memory, speed and numerical settings."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _parse_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which `device` is the current CUDA device of this thread.
 
-    Each thread has its own current device, which is device 0 by default. Kernels that are launched
-    on another device than that of their tensors silently compute wrong values.
+    Each thread has its own current device, which is device 0 by default. A kernel that is launched
+    on a different device than that of its tensors silently computes wrong values.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -78,15 +78,19 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until this thread's current stream has finished its work."""
+    """Wait until this thread's current CUDA stream has finished its work.
+
+    On other devices, return immediately.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def measure_peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB.
+    """Return the peak memory use in GiB.
 
-    On CUDA it is the peak since `reset_peak_memory`, on a CPU since the process started.
+    On CUDA, this is the device's peak since `reset_peak_memory`. On a CPU, it is the process's peak
+    since it started.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
@@ -94,7 +98,7 @@ def measure_peak_memory_gib(device: torch.device) -> float:
 
 
 def read_memory_bytes(device: torch.device) -> int:
-    """Return the memory of a device in bytes.
+    """Return the memory size of a device in bytes.
 
     For a CPU, this is the memory that the process may use, which a cgroup can limit, as in a
     container.
@@ -169,7 +173,7 @@ def keep_sums_wide(device: torch.device) -> None:
 
 
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
-    """Select the version of flash attention that the option `flash_attention` names.
+    """Select the flash attention version `version`, the value of the option `flash_attention`.
 
     Returns notes for the user. Raises `ConfigError` if that version is not available.
     """
@@ -280,7 +284,7 @@ def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) ->
 
 @functools.cache
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the highest rate, in FLOP/s, that is measured over several large matmuls.
+    """Return the highest rate, in FLOP/s, measured over several sizes of large matmuls.
 
     The matrices are random. Later calls return the first measurement.
     """

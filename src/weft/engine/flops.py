@@ -1,4 +1,4 @@
-"""Floating-point operations of training, for `mfu`, and peak rates of GPUs."""
+"""Operation counts of training for MFU (model FLOPs utilization), and peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Number of operations per token in a network.
+    """Sizes from which the number of operations per token of a network is computed.
 
-    `products` is the number of parameters that a token is multiplied with. It includes the experts
-    that the token is routed to, and excludes the embedding, which is a look-up. `late` is the
-    number of those parameters that are applied only to rows whose output is read: the head, and the
-    part of the last layer after attention. `attention` is layers x heads x head size. `backward` is
-    the cost of a backward pass relative to a forward pass: 2, or 1 if most weights are frozen and
-    need no gradient.
+    Attributes:
+        products: Number of parameters that a token is multiplied by. It includes the experts that
+            the token is routed to, but not the embedding, which is a look-up.
+        attention: Number of layers x number of heads x head size.
+        backward: Cost of a backward pass relative to a forward pass: 2, or 1 if most weights are
+            frozen and need no gradient.
+        late: Part of `products` that is applied only to rows whose output is read: the head, and
+            the matrices of the last layer after its attention.
     """
 
     products: int
@@ -55,14 +57,14 @@ class TokenCost:
 
     @property
     def flops_per_token(self) -> float:
-        """Number of operations per token in training, without those of attention."""
+        """Number of floating-point operations per token in training, except those of attention."""
         return (1 + self.backward) * 2.0 * self.products
 
 
 class BestMatmulRate:
-    """Best known matmul rate of a device.
+    """Highest matmul rate known for a device, in operations per second.
 
-    This is the measured rate or, if that is higher, the rate of the fastest training step.
+    This is the measured rate or, if that is higher, the rate of the fastest training step so far.
     """
 
     def __init__(self, measure: Callable[[], float]) -> None:
@@ -70,14 +72,14 @@ class BestMatmulRate:
 
     @functools.cached_property
     def best(self) -> float:
-        """Best rate in operations per second. The first access measures it."""
+        """Highest known rate in operations per second, measured on the first access."""
         return self._measure()
 
     def compute_mfu(self, operations: float, seconds: float) -> float:
-        """Return the MFU of a step: its rate divided by the best known rate, at most 1.
+        """Return the MFU (model FLOPs utilization) of a training step, at most 1.
 
-        The step computed `operations` operations in `seconds` seconds. A rate above the best known
-        rate becomes the new best rate.
+        This is the step's rate, `operations` operations in `seconds` seconds, divided by the best
+        known rate. A rate above the best known rate becomes the new best rate.
         """
         rate = operations / seconds
         self.best = max(self.best, rate)

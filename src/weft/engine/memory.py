@@ -1,8 +1,9 @@
-"""Estimate of a run's memory from sizes alone: plain values in, bytes out, no torch.
+"""Estimate of the memory that a run needs, computed from sizes alone.
 
 Permanent memory of a role (parameters, masters, optimizer state) is summed over the roles of a
 device. Memory during a call (activations, gradients, KV cache, and offloaded tensors of the role)
-is counted once, for the largest call, because calls run one after another.
+is counted once, for the largest call, because calls run one after another. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -29,18 +30,27 @@ ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 class NetworkShape:
     """Sizes of a decoder that computes packed sequences.
 
-    `query` and `key` are the widths of the query and key projections (number of heads times head
-    size). `inner` is the width of the MLP, summed over the experts that a token is routed to;
-    `gated` is set if the MLP has a gate. `vocab` is 1 for a value or score head. `embedding` is the
-    number of elements of the embedding matrix. `adapters` is the number of elements per token that
-    a layer's adapters keep. `fused` is set if the MLP recomputes the activation and its product
-    with the gated part instead of keeping them. `capped` is set if logits have a soft cap.
-
-    `row_ranks` is the number of ranks over which the rows of the residual stream are divided.
-    `shards` is the number of ranks over which the parameters are sharded: each rank has
-    `parameters` elements, and gathers the parameters of a block when it computes the block.
-    `rounded` is the number of quantized elements, which take `rounded_bytes` bytes and are
-    dequantized one matrix at a time.
+    Attributes:
+        parameters: Number of parameters on one rank.
+        trainable: Number of trained parameters on one rank.
+        layers: Number of layers.
+        hidden: Width of the hidden states.
+        query: Width of the query projection (number of heads times head size).
+        key: Width of the key projection (number of key-value heads times head size).
+        inner: Width of the MLP, summed over the experts that a token is routed to.
+        vocab: Size of the vocabulary; 1 for a value or score head.
+        embedding: Number of elements of the embedding matrix.
+        gated: Whether the MLP has a gate.
+        tied: Whether the embedding is also the output matrix.
+        adapters: Number of elements per token that a layer's adapters keep for the backward pass.
+        fused: Whether the MLP recomputes the activation, and the product of the activation with the
+            gated part, instead of keeping them.
+        capped: Whether logits have a soft cap.
+        row_ranks: Number of ranks over which the rows of the residual stream are divided.
+        rounded: Number of quantized elements, which are dequantized one matrix at a time.
+        rounded_bytes: Size in bytes of the quantized elements.
+        shards: Number of ranks over which the parameters are sharded. A rank gathers the parameters
+            of a block when it computes the block.
     """
 
     parameters: int
@@ -66,7 +76,7 @@ class NetworkShape:
     def embedding_elements(self) -> int:
         """Number of elements of the embedding and output matrices.
 
-        Both matrices stay gathered for a whole pass.
+        If parameters are sharded, both matrices stay gathered during a whole pass.
         """
         return min(self.all_parameters, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
@@ -82,9 +92,9 @@ class NetworkShape:
     def count_saved_per_token(self) -> int:
         """Return the number of elements per token that a layer keeps for its backward pass.
 
-        They are the hidden states before attention and before the MLP, the results of both norms,
-        q, k, v, the result of attention, the results of the MLP's first matrices and, if the MLP
-        isn't fused, as many again for the activation and the product. Norm results are counted for
+        These are the hidden states before attention and before the MLP, the outputs of both norms,
+        q, k, v, the output of attention, the outputs of the MLP's first matrices and, if the MLP
+        isn't fused, as many again for the activation and the product. Norm outputs are counted for
         the rows of all ranks, because attention and MLP read all of them.
         """
         return (
@@ -99,7 +109,7 @@ class NetworkShape:
         """Return the number of elements that the last layer keeps for its backward pass.
 
         After attention, the layer computes only `rows` of its `tokens`. For these rows, it keeps
-        the result of attention a second time. For the other tokens, it does not keep the hidden
+        the output of attention a second time. For the other tokens, it does not keep the hidden
         state before the MLP or anything computed from that state, including what adapters would
         keep.
         """
@@ -130,15 +140,26 @@ class NetworkShape:
 class MemorySettings:
     """Settings of a role and its device that determine how much memory the role needs.
 
-    `chunk_rows` is the number of tokens whose logits exist at the same time. Every `recompute`-th
-    layer is recomputed (0: none). With `offload_optimizer`, masters and optimizer state are never
-    on the device. With `weights_leave` or `optimizer_leaves`, weights or optimizer state are in
-    host memory between the role's calls.
-
-    Three settings apply only to float32 on CPUs. With `packs`, matrix products copy their right
-    operand into another format. With `in_place`, weft's kernels replace logits by their statistics
-    and gradients without a copy. With `adds_rows`, the look-up of a tied embedding adds its rows to
-    the head's gradient.
+    Attributes:
+        dtype: Name of the dtype in which the network computes.
+        trained: Whether the role is trained.
+        optimizer: Type of the optimizer.
+        recompute: Interval n if every n-th layer is recomputed in the backward pass; 0 if none is.
+        offload_optimizer: Masters and optimizer state are never on the device.
+        chunk_rows: Number of tokens whose logits exist at the same time.
+        weights_leave: Weights are in host memory between the role's calls.
+        optimizer_leaves: Optimizer state is in host memory between the role's calls.
+        packs: Matrix products copy their right operand into another format (float32 on CPUs only).
+        in_place: weft's kernels replace logits by their statistics and gradients without a copy
+            (float32 on CPUs only).
+        adds_rows: The look-up of a tied embedding adds its rows to the head's gradient (float32 on
+            CPUs only).
+        keeps_cache: The KV cache stays allocated between calls.
+        state_dtype: Name of the dtype of the optimizer state.
+        fp8: Matrix products of blocks use 8-bit copies of their operands.
+        widens: The output matrix has a float32 copy during generation.
+        reshards: Gathered parameters are resharded after each block.
+        sums_once: Gradients are scattered after the last micro-batch, not after each.
     """
 
     dtype: str
@@ -164,10 +185,16 @@ class MemorySettings:
 class CallDemand:
     """Largest memory demands of one call.
 
-    `tokens` and `rows` are the counts of the largest micro-batch; `parts` is the number of
-    micro-batches in a minibatch. `cache_tokens` is the number of slots in the KV cache times their
-    length, and `cache_limit` the cache's maximum size in bytes. `sequences` is the number of
-    sequences that are decoded together.
+    Attributes:
+        tokens: Number of tokens in the largest micro-batch.
+        rows: Number of rows in the largest micro-batch whose outputs are computed.
+        backward: Whether the call has backward passes.
+        parts: Number of micro-batches in a minibatch.
+        entropy: Whether the entropy has a gradient.
+        cache_tokens: Number of slots in the KV cache times their length in tokens; 0 if the call
+            does not generate.
+        cache_limit: Maximum size of the KV cache in bytes, or None if it is not limited.
+        sequences: Number of sequences that are decoded together.
     """
 
     tokens: int = 0
@@ -182,11 +209,19 @@ class CallDemand:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of one role in bytes.
+    """Memory of one role on one device, in bytes.
 
-    `call` is the peak memory of a call in addition to `permanent`. Gradients and activations don't
-    peak at the same time, so their sum can be larger than the peak. `away` is the part of
-    `permanent` that is in host memory between calls.
+    Attributes:
+        parameters: Parameters in the compute dtype.
+        masters: Master weights, if they are separate from the parameters.
+        optimizer: Optimizer state.
+        gradients: Gradients of the trained parameters.
+        activations: Largest activations of a call.
+        cache: Largest KV cache of a call.
+        call: Peak memory of a call in addition to the permanent memory. Gradients and activations
+            don't peak at the same time, so their sum can be larger than this peak.
+        resident_cache: KV cache that stays allocated between calls.
+        away: Part of the permanent memory that is in host memory between calls.
     """
 
     parameters: int
@@ -282,7 +317,7 @@ def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
 def _estimate_call(
     shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
-    """Return the bytes of the activations, of the KV cache, and of the call's peak memory."""
+    """Return the sizes in bytes of a call's activations and KV cache, and its peak memory."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

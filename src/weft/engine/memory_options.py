@@ -1,6 +1,7 @@
-"""Smallest GPU for a training run, and options that let it fit on a smaller one; no torch.
+"""Search for the smallest GPU on which a run fits, and for options that need less memory.
 
-The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`).
+The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`). The
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """Network, settings and calls of one role, from which its memory is estimated."""
+    """Network sizes, settings and calls of one role, from which its memory is estimated."""
 
     shape: NetworkShape
     settings: MemorySettings
@@ -39,7 +40,14 @@ Cases = Mapping[str, MemoryCase]
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Options to set, and the number of bytes that each GPU needs with these options."""
+    """Options to set, and the memory that each GPU needs with these options.
+
+    Attributes:
+        options: Options as the user writes them, such as `lora.r=16`.
+        size: Memory that each GPU needs, in bytes.
+        devices: Number of GPUs.
+        lacks: Command that installs missing packages, or "" if none is missing.
+    """
 
     options: str
     size: float
@@ -55,8 +63,8 @@ class MemoryOption:
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
     """Return the memory needed with the current settings and with alternatives that need less.
 
-    The alternatives are recomputation, alone or with one more change. Changes that are already made
-    are left out, and so are adapters if they are not supported (fp8).
+    The alternatives are recomputation, alone or with one more change. A change that is already made
+    is left out. LoRA adapters are also left out if they are not supported, as with fp8.
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))

@@ -27,7 +27,7 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 
 @dataclass(frozen=True)
 class MeshCollectives:
-    """`Collectives` for one rank of `mesh`.
+    """Implementation of `Collectives` for one rank of `mesh`.
 
     `holdings` maps each rank to its slices of the parameters, and `shapes` contains the shapes of
     whole parameters. `stored` is a function that returns this rank's parameters. `config` is the
@@ -87,7 +87,7 @@ class MeshCollectives:
         *,
         trains: bool,
     ) -> list[T]:
-        """Run the micro-batches through the stages of a pipeline."""
+        """Run the micro-batches through the stages of a pipeline, and return their results."""
         if not prepared:
             return []
         given = [each.given for each in prepared]
@@ -145,9 +145,11 @@ class MeshCollectives:
             )
 
     def _find_separate_experts(self) -> set[int]:
-        """Return the ids of expert parameters whose gradients need separate data-parallel sums.
+        """Return the Python ids of the expert parameters whose gradients are summed separately.
 
-        The set is empty if all ranks have the same experts, or if FSDP2 already sums the gradients.
+        The data-parallel ranks that have copies of an expert differ from those that have copies of
+        other parameters. The set is empty if all ranks have the same experts, or if FSDP2 already
+        sums the gradients.
         """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
@@ -239,7 +241,7 @@ class MeshCollectives:
     def _iterate_slices(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
         """Iterate over (rank, slice) for each distinct slice of a parameter.
 
-        The rank is one that has the slice; `first` is preferred.
+        The rank is one that has the slice. If `first` has it, the rank is `first`.
         """
         slices: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
@@ -259,7 +261,7 @@ class MeshCollectives:
     # -- numbers
 
     def _sum_over_ranks(self, own: Sequence[float], *axes: str) -> list[float]:
-        """Return sums over the ranks along `axes`, or over all ranks if no axes are given."""
+        """Return the sums of `own` over the ranks along `axes`, by default over all ranks."""
         size = self.mesh.count_ranks(*axes) if axes else len(self.mesh.mesh.ranks)
         if size == 1:
             return list(own)

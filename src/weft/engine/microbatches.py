@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches by tokens, and join their results.
+"""Splitting of a batch into micro-batches by number of tokens, and joining of their results.
 
 A micro-batch is the input of one forward pass.
 """
@@ -18,8 +18,8 @@ def split_batch(
     """Split a batch into parts of at most `max_tokens` tokens.
 
     With unit "group", all completions of an id are in one part. With "sequence", the completions of
-    an id are divided among several parts if they are too large for one. Raises `ConfigError` naming
-    `max_tokens_per_microbatch` if the batch cannot be split into such parts.
+    an id are divided among several parts if they are too large for one. Raises `ConfigError`, which
+    names the option `max_tokens_per_microbatch`, if the batch cannot be split into such parts.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -28,15 +28,15 @@ def split_batch(
 
 
 def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
-    """Join the results of all parts into one sample of `ids`, and reunite split groups."""
+    """Join the results of all parts into one sample with these ids, and reunite split groups."""
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the ids of the batch that have samples in a part.
+    """Return the ids of the batch that have completions in a part.
 
-    The id of a group that was split is listed once in each part that contains completions of the
-    group.
+    If the completions of an id are divided among several parts, each of these parts lists the id
+    once.
     """
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))

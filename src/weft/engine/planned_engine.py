@@ -1,4 +1,4 @@
-"""Description of an engine that is not built, from config.json alone."""
+"""Description of an engine before it is built, computed from config.json alone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf
 def describe_planned_engine(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return the `Engine.description` of the mesh's first rank, without weights or a device.
+    """Return the `Engine.description` of the mesh's first rank without building the engine.
 
-    For a user-defined backend, the description contains only its name. Raises the same `UserError`s
-    as the backend.
+    No weights are read, and the device need not exist. For a user-defined backend, the description
+    contains only its name. Raises the same `UserError`s as the backend.
     """
     spec = choose_backend(spec)
     if spec.backend not in MODULES:

@@ -1,4 +1,4 @@
-"""Traces of a device's thread by torch's profiler: kernels, operators and their callers."""
+"""Traces of one thread's operators and GPU kernels, recorded with torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weft.writing import rename, resolve_destination
 
 
 def label_work(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that labels the work within it with `name` in a trace."""
+    """Return a context manager whose work appears in a trace with the label `name`."""
     label: AbstractContextManager[object] = torch.profiler.record_function(name)
     return label
 
 
 class DeviceTrace:
-    """Trace of one thread's operators and GPU kernels. It starts when the object is created.
+    """Recorder of one thread's operators and GPU kernels.
 
-    `end` must be called in the same thread.
+    Recording starts when the object is created. `end` must be called in the same thread.
     """
 
     def __init__(self, device: torch.device) -> None:

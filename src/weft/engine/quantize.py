@@ -1,4 +1,4 @@
-"""Checks of the option `quantize`: plain values, no torch."""
+"""Checks of the option `quantize`, which work without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.extras import install
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
     """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing.
 
-    `role` is the name of the role in the message.
+    `role` is the name of the role in the error message.
     """
     if spec.quantize is None:
         return

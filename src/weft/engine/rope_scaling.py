@@ -1,6 +1,6 @@
-"""The option `rope_scaling`, such as `{type: linear, factor: 2}`.
+"""Checking and reading of the option `rope_scaling`, such as `{type: linear, factor: 2}`.
 
-It extends a model's context beyond the positions it was trained on.
+The option extends a model's context beyond the positions it was trained on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_problem(value: Any) -> str | None:
 
 
 def read_factor(value: Mapping[str, Any]) -> float:
-    """Return the `factor` or `alpha` that the option sets."""
+    """Return the number that the option sets, which is called `factor` or `alpha`."""
     return float(value[NUMBERS[value["type"]]])
 
 

@@ -1,9 +1,9 @@
-"""Convert a `SequenceSample` to the network's input (`Packed`) and the loss's input (`RowBatch`).
+"""Conversion of a `SequenceSample` to the inputs of the network (`Packed`) and loss (`RowBatch`).
 
-Each completion of a group is laid out as its prompt followed by its tokens; common prefixes are
-repeated or, on request, shared. The row of a completion token is the hidden state of the token
-before it. If the prompt is empty, the first token has no token before it. Its row is then its own
-hidden state, with mask, log-prob and value 0.
+Each completion is laid out as its prompt followed by its tokens. Prefixes that sequences have in
+common are repeated or, on request, shared. The row of a completion token is the hidden state that
+predicts the token, which is that of the token before it. After an empty prompt, the first token has
+no token before it. Its row is then its own hidden state, with mask, log-prob and value 0.
 """
 
 from __future__ import annotations
@@ -38,11 +38,18 @@ LEAST_PROMPT = 16
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Layout of a micro-batch's sequences in a pack; all arrays are int64 `[S]`.
+    """Layout of a micro-batch's S sequences in a pack; all attributes are int64 arrays `[S]`.
 
     Sequences may share a prefix of their prompts. The pack then contains the prefix once, before
     all of these sequences. A prompt's last token is never shared, because the generator also
     computes it with the completion, and both must round in the same way.
+
+    Attributes:
+        group: Index of the sequence's id.
+        prompt: Number of prompt tokens.
+        length: Number of completion tokens.
+        first: Index of the first sequence with the same shared prefix, or of the sequence itself.
+        prefix: Number of tokens of the shared prefix; 0 if nothing is shared.
     """
 
     group: Index  # index of the sequence's id
@@ -121,7 +128,7 @@ class PackLayout:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Number of tokens whose repeated computation is avoided by sharing prefixes."""
+        """Number of tokens that need not be computed again because prefixes are shared."""
         return int((self.prefix - self.lead_lengths).sum())
 
     @cached_property
@@ -134,7 +141,7 @@ class PackLayout:
 
     @cached_property
     def lead_lengths(self) -> Index:
-        """Number of shared-prefix tokens that are directly before each sequence in the pack, `[S]`.
+        """Number of shared-prefix tokens placed directly before each sequence in the pack, `[S]`.
 
         It is 0 except for the first of the sequences that share the prefix.
         """
@@ -233,7 +240,7 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Autograd function that sums row values, `[N]`, over each sequence; returns `[S]`.
+    """Autograd function that sums the values of N rows over each of S sequences: `[N]` to `[S]`.
 
     The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, and
     their results are bitwise reproducible.
@@ -252,7 +259,7 @@ class _SumBySequence(torch.autograd.Function):
 
 
 class _RepeatByRow(torch.autograd.Function):
-    """Autograd function that repeats one value per sequence, `[S]`, for all its rows, `[N]`."""
+    """Autograd function that repeats each sequence's value for all its rows: `[S]` to `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
@@ -275,7 +282,8 @@ class _RepeatByRow(torch.autograd.Function):
 class SampleRows:
     """Input of a loss for one micro-batch; implements `weft.algorithms.base.RowBatch`.
 
-    Floating-point values are converted to `dtype`.
+    The batch has N rows (one per completion token) and S sequences. Floating-point values are
+    converted to `dtype`.
     """
 
     def __init__(
@@ -304,11 +312,11 @@ class SampleRows:
         return key in self._sample.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the values of a key.
+        """Return the values of a key of the batch.
 
         The shape is `[N]` for one value per completion token, `[N, K]` for K values per token, and
         `[S]` for one value per sequence or id. If a completion of L tokens has L + 1 values, the
-        last one is dropped. Raises `KeyError` if the sample lacks the key, and `DataError` for any
+        last one is dropped. Raises `KeyError` if the batch lacks the key, and `DataError` for any
         other shape.
         """
         if key not in self._known:  # cached: a loss reads its keys again for every chunk of rows
@@ -339,18 +347,18 @@ class SampleRows:
         )
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum the row values `rows`, `[N]`, over each sequence; returns `[S]`.
+        """Sum `rows`, one value per row `[N]`, over each sequence, and return the sums `[S]`.
 
         On every device, the values are added in row order.
         """
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Repeat one value per sequence, `[S]`, for all rows of the sequence; returns `[N]`."""
+        """Return `[N]` values: one value per sequence, `[S]`, repeated for all its rows."""
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the indices of the better and of the worse sequence of each pair, both `[P]`.
+        """Return the indices of the better and the worse sequence of each of P pairs, both `[P]`.
 
         The sequences of a pair are in the same group and comparison, and the better one has the
         smaller rank. Without the key `comparison`, each group is one comparison. Pairs are in index
@@ -389,7 +397,7 @@ def build_support(sample: SequenceSample, device: torch.device) -> SamplingSuppo
 
 
 def build_given_ids(sample: SequenceSample, device: torch.device) -> Tensor:
-    """Return the ids whose log-probs are requested at each row, int `[N, K]`.
+    """Return the ids whose log-probs are requested at each row, int `[N, K]` for K ids per row.
 
     Raises `DataError` if the batch does not contain these ids.
     """
@@ -405,7 +413,8 @@ def to_sample(
 ) -> SequenceSample:
     """Return the network's outputs on the CPU, grouped by the ids of `sample`.
 
-    Shapes are `[L + 1]` for values, `[1]` for scores, and `[L]` or `[L, K]` for all other outputs.
+    For a completion of L tokens, the shape is `[L + 1]` for values, `[1]` for scores, and `[L]` or
+    `[L, K]` for all other outputs.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

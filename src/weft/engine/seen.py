@@ -1,6 +1,6 @@
-"""Outputs of the network for a few samples of each minibatch, kept for inspection of the run.
+"""Selection of a few samples of each minibatch whose network outputs are kept for inspection.
 
-The choice doesn't depend on ranks or micro-batches: it is the same in every layout.
+The selection doesn't depend on ranks or micro-batches: it is the same in every layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return at most `IDS` of the ids; only the outputs of these ids are kept.
+    """Return the ids, at most `IDS`, whose outputs are kept.
 
     The ids with the smallest hashes are chosen. Each rank may first choose among its own ids:
     choosing among the results of all ranks then gives the same ids as choosing among all ids.
@@ -32,11 +32,11 @@ def choose_ids(ids: Iterable[str]) -> list[str]:
 def keep_outputs(
     part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
 ) -> SequenceSample | None:
-    """Return the outputs of a micro-batch for those of its ids that are in `chosen`.
+    """Return a micro-batch's outputs for the ids in `chosen`.
 
-    Each completion has `logprobs` [L] or `scores` [1], without gradients, on the device of `out`.
-    Returns None if no chosen id is in the micro-batch, if a group was split, or if the loss uses
-    neither of these outputs.
+    Each completion of L tokens has `logprobs` [L] or `scores` [1], without gradients, on the device
+    of `out`. Ids with more than `TOKENS` tokens are left out. Returns None if no id is left, if a
+    group was split, or if the loss uses neither of these outputs.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

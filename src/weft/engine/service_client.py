@@ -41,9 +41,9 @@ STARTS = "prompt_length"
 
 @dataclass
 class ServiceClient:
-    """Client that replaces `Engine.forward` for a role whose network is served at `place`.
+    """Client that computes a role's outputs by requests to the server at `place`.
 
-    `role` is the name of the role in error messages.
+    It replaces `Engine.forward` for this role. `role` is the name of the role in error messages.
     """
 
     role: str
@@ -59,7 +59,7 @@ class ServiceClient:
     def compute(
         self, batch: SequenceSample, want: frozenset[Output], temperature: float
     ) -> SequenceSample:
-        """Return `scores` [1] or `logprobs` [L] of each completion, float32.
+        """Return float32 `scores` [1] or `logprobs` [L] for each completion of L tokens.
 
         Raises `RunError` with role, URL and cause if all attempts fail, and `ConfigError` for an
         output that the model does not provide.
@@ -158,6 +158,7 @@ class ServiceClient:
         values = to_host_array(
             self._call_with_retries(lambda: self._transport.infer(inputs, name, own))
         )
+        # A server of another model may answer with another shape.
         tokens = len(rows)
         longest = inputs[IDS].shape[1]
         shapes = {
@@ -171,6 +172,7 @@ class ServiceClient:
                 f"{self._describe_address()}: the output {name} has the shape {list(values.shape)} for "
                 f"{tokens} x {longest} tokens"
             )
+        # Cut the padded answer into one result per row.
         if name not in shapes:
             return [float(value) for value in values.ravel()]
         logprobs = []
@@ -186,7 +188,10 @@ class ServiceClient:
         return logprobs
 
     def _build_inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the input tensors for the rows, padded at the end, in the data types `types`."""
+        """Return the input tensors for the rows, padded at the end.
+
+        `types` maps the names of the model's inputs to their data types.
+        """
         longest = max(len(ids) for ids, _ in rows)
         arrays = {
             IDS: np.array([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows]),

@@ -34,7 +34,7 @@ LARGEST = -1  # gRPC's value for no limit on the bytes of a message
 
 
 class GRPCTransport:
-    """`ServiceTransport` over gRPC."""
+    """Implementation of `ServiceTransport` over gRPC."""
 
     def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place

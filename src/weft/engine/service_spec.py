@@ -1,6 +1,6 @@
 """User options of a role whose network is served at a URL (`rew.*` and `ref.*`).
 
-Plain values, no torch.
+The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of the inference protocol, which return an answer or a `RequestFailure`."""
+"""Client calls of the inference protocol, each of which returns an answer or a `RequestFailure`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServiceTransport(Protocol):
 
 
 class HTTPTransport:
-    """`ServiceTransport` over HTTP; tensors are sent in binary form."""
+    """Implementation of `ServiceTransport` over HTTP; tensors are sent in binary form."""
 
     def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
         self._place = place

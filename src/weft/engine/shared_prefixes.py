@@ -1,10 +1,10 @@
-"""Choice of the common prefixes in a micro-batch that are computed once; no torch.
+"""Choice of the common prefixes in a micro-batch that are computed only once.
 
 Sequences with the same template or system prompt begin with the same tokens, whatever ids they
 belong to. If the sequences are sorted by their tokens, those with a common prefix are adjacent, and
 the common prefixes form a tree. A chosen prefix is computed once, so that its tokens need not be
 computed again in the sequences that continue it. Each sequence continues the longest chosen prefix
-it begins with.
+that it begins with. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""User options of one role's network: plain values, no torch.
+"""User options of one role's network.
 
-These dataclasses define the options `actor.*`, `model.*` and those of other roles.
+These dataclasses define the options `actor.*`, `model.*` and those of other roles. The module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule of a role, with all lengths in optimizer steps.
+    """Lengths of the phases of a role's learning-rate schedule, in optimizer steps.
 
-    The runtime creates the schedule when the number of steps of the run is known, and the engine
+    The runtime creates the schedule once it knows the number of steps of the run, and the engine
     applies it.
     """
 
@@ -179,7 +180,7 @@ class OptimizerSpec:
 
 @dataclass
 class ParallelSpec:
-    """Degrees of parallelism of a role."""
+    """Sizes of a role's pipeline, data and tensor parallelism."""
 
     pipeline_parallel_size: int = option(1, "pipeline stages", at_least=1)
     data_parallel_size: int = option(1, "data-parallel ranks", at_least=1)
@@ -413,7 +414,7 @@ class ModelSpec:
     def resolve_mesh(self) -> Mesh:
         """Return the role's layout together with the devices that it uses.
 
-        Raises `ConfigError` for a device mesh that cannot be read or doesn't fit the layout.
+        Raises `ConfigError` for a device mesh that cannot be parsed or doesn't fit the layout.
         """
         return parse_mesh(self.device_mesh, self.resolve_layout())
 
@@ -523,7 +524,11 @@ class GenerationSpec:
 
     @property
     def new_token_limit(self) -> int:
-        """`max_new_tokens`, or the default for a model whose context length is unknown."""
+        """Maximum number of new tokens of a completion.
+
+        This is `max_new_tokens` or, if that is not set, the default for a model whose context
+        length is unknown.
+        """
         if self.max_new_tokens is None:
             return MAX_NEW_TOKENS
         return self.max_new_tokens

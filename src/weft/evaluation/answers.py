@@ -1,4 +1,4 @@
-"""Sample a model's answers to prompts with several sampling settings in one generation."""
+"""Sampling of a model's answers to prompts, with several sampling settings at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Progress = Callable[[int, int], None]  # (finished answers, all answers)
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """Completion of a prompt.
+    """Answer that a model sampled for a prompt.
 
-    `text` does not contain end tokens. `finish_reason` is "stop" or "length".
+    `text` does not contain end tokens. `finish_reason` is "stop" if the model ended the answer, or
+    "length" if the answer was cut off at the length limit.
     """
 
     text: str
@@ -38,10 +39,11 @@ def sample_answers(
 ) -> list[list[list[SampledAnswer]]]:
     """Sample answers to the prompts and return them as `[prompt][setting][sample]`.
 
-    Greedy settings produce only one answer per prompt, since all answers would be equal. All
-    requests are sent to one generator, so that a slow answer does not delay the others. `system` is
-    the system message; `plain` disables the chat template. Raises `DataError` for a prompt that
-    leaves no room for an answer in the model's context.
+    `samples` is the number of answers per prompt and setting. Greedy settings produce only one
+    answer per prompt, since all answers would be equal. All requests are sent to one generator, so
+    that a slow answer does not delay the others. `system` is the system message; `plain` disables
+    the chat template. Raises `DataError` for a prompt that leaves no room for an answer in the
+    model's context.
     """
     # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer

@@ -1,8 +1,9 @@
-"""Add bad replies to rankings, in last place: replies of a weak model, or degraded good replies.
+"""Augmentation of rankings with bad replies, which are ranked last.
 
-The output is written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume
-with the same result. The first line of the unfinished file contains the options. Random draws
-depend only on the seed, and on the row or the index of its part.
+The bad replies are sampled from a weak model, or made by degrading good replies. The output is
+written in parts of `ROWS_PER_PART` rows, so that an interrupted command can resume with the same
+result. The first line of the unfinished file contains the options. Random draws depend only on the
+seed, and on the row or the index of its part.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ ROWS_PER_PART = 64
 
 @dataclass(frozen=True)
 class AugmentationOptions:
-    """Options for the bad replies to add.
+    """Options for adding bad replies to rankings.
 
-    `kinds` are the kinds of degraded replies, with their names in `weft.data.bad_replies`. A weak
-    model samples `samples` replies per row; a reward model, if there is one, selects the best of
-    them. `share` is the fraction of rows that get bad replies.
+    Attributes:
+        kinds: ways of degrading replies, by their names in `weft.data.bad_replies`
+        samples: number of replies that the weak model samples for each row
+        share: fraction of rows that get bad replies
+        seed: seed of the random choices, except for the weak model's sampling
+        pairs: True to write {chosen, rejected} rows instead of rankings
     """
 
     kinds: tuple[str, ...] = ()
@@ -48,7 +52,7 @@ class AugmentationOptions:
 class WeakModel:
     """Model whose replies are ranked last, with its sampling settings.
 
-    `reward` is the reward model that selects the best of several replies.
+    `reward`, if given, is a reward model that selects the best of several sampled replies.
     """
 
     opened: OpenedModel
@@ -58,7 +62,7 @@ class WeakModel:
 
 @dataclass
 class AugmentationCounts:
-    """Number of rows written with bad replies, written without bad replies, and left out."""
+    """Counts of rows that were written with bad replies, written without them, or left out."""
 
     augmented: int = 0
     plain: int = 0
@@ -66,7 +70,7 @@ class AugmentationCounts:
 
 
 def read(paths: Sequence[str]) -> list[PromptReplies]:
-    """Read the rows with replies from the files, and make their ids unique.
+    """Read rows of prompts with replies from the files, and make the row ids unique.
 
     Raises `DataError` if there are no rows, or if some rows have no replies. The message lists the
     rows without replies.
@@ -174,10 +178,10 @@ def _augment_part(
     weak: WeakModel | None,
     number: int,
 ) -> dict[str, Any]:
-    """Return the output rows for `chunk` and the number of rows left out, as a mapping.
+    """Return the augmented rows of one chunk, and the number of its rows that were left out.
 
-    The keys of the mapping are "rows" and "left_out". `number` is the index of the chunk. `rows`
-    are the rows of all chunks, from which some kinds of bad replies are taken.
+    The result is a mapping with the keys "rows" and "left_out". `number` is the index of the chunk.
+    `rows` are the rows of all chunks, from which some kinds of bad replies are taken.
     """
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]

@@ -1,4 +1,4 @@
-"""Rejection sampling: write the best of several answers by reward as rows to train on."""
+"""Rejection sampling: write the best of several answers to each prompt as training data."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def choose(
 def save(
     choices: Sequence[RankedAnswers], folder: Path, *, least: float | None = None
 ) -> dict[str, int]:
-    """Write three files with answers, and return the number of rows in each.
+    """Write the best and the worst answers to three files, and return the number of rows in each.
 
-    `selected.jsonl` has `chat` rows with the best answers, for SFT; with `least`, only answers
-    whose score is at least `least`. `rejected.jsonl` has `chat` rows with the worst answers.
-    `comparison.jsonl` has `preference` rows with the best and the worst answer, for a reward model
-    or DPO. The last two files omit prompts whose answers have equal scores. All rows include the
-    scores.
+    `selected.jsonl` has the best answers as rows of the dataset type `chat`, for SFT; with `least`,
+    only answers whose score is at least `least`. `rejected.jsonl` has the worst answers as `chat`
+    rows. `comparison.jsonl` has the best and the worst answer of each prompt as `preference` rows,
+    for a reward model or DPO. The last two files omit prompts whose answers have equal scores. All
+    rows include the scores.
     """
     good = []
     for choice in choices:

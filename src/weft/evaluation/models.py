@@ -1,6 +1,6 @@
-"""Open a model, to sample from it or to score with it.
+"""Loading of models outside a run, for sampling or scoring.
 
-As in commands, a model is named by a directory, an adapter, a run or a hub name.
+As in weft's commands, a model is given as a directory, an adapter, a run or a hub name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SCORED = (
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Model that is ready for use, with its tokenizer.
+    """Loaded model with its tokenizer, ready for use.
 
-    `path` is the directory or hub name. `context` is the maximum number of tokens, or None if the
-    config does not state it. `adapter` is the folder of the adapter that was merged into the
-    weights. `notes` are messages for the user.
+    `path` is the directory or hub name. `context` is the maximum number of tokens in a sequence, or
+    None if the config does not state it. `adapter` is the folder of the adapter that was merged
+    into the weights. `notes` are messages for the user.
     """
 
     engine: Engine
@@ -46,7 +46,7 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """Name to show to the user: the adapter's folder if there is one, else the path."""
+        """Name for display: the adapter's folder if there is one, else `path`."""
         return str(self.adapter or self.path)
 
 
@@ -110,10 +110,10 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
 
 
 def find_context_length(values: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of positions that a config.json states, or None.
+    """Return a model's maximum number of positions, given the contents of its config.json.
 
-    Tries all the keys that models use for this number. Returns None if the file has none of these
-    keys.
+    All the keys that models use for this number are tried. Returns None if the file has none of
+    them.
     """
     lengths = (
         values.get(name)
@@ -188,9 +188,10 @@ def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Merge the adapter into the engine's weights. `base` is the path of the base model.
+    """Merge the adapter into the engine's weights.
 
-    Raises `CheckpointError` if the adapter changes the shapes of weights.
+    `base` is the path of the base model. Raises `CheckpointError` if the adapter changes the shapes
+    of weights.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Read prompts from files, as texts or conversations."""
+"""Prompts for evaluation, read from files as plain texts or conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import DataError
 
 @dataclass(frozen=True)
 class EvaluationPrompt:
-    """Prompt to evaluate a model with.
+    """Prompt on which a model is evaluated.
 
     `text` is the prompt as plain text, and `messages` is the conversation for a chat model.
     """
@@ -48,8 +48,8 @@ def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
     """Read up to `limit` prompts from a JSON, JSONL(.gz), Parquet or .txt file.
 
     A .txt file has one prompt per line, and a JSONL file can have one quoted text per line. Other
-    rows have a prompt or messages, in the same columns as datasets. Raises `DataError`, which lists
-    the rows, if there are rows without a prompt.
+    rows have a prompt or messages, in the same columns as datasets. Raises `DataError` if a row has
+    no prompt (the message lists such rows), or if the file contains no prompts.
     """
     prompts = list[EvaluationPrompt]()
     wrong = list[str]()

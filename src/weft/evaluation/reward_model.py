@@ -1,4 +1,4 @@
-"""Compare the order in which a reward model ranks replies with the order that people gave them.
+"""Evaluation of a reward model: how well its scores agree with rankings of replies by people.
 
 The results are the accuracy and Kendall's tau, over all rows and by category.
 """
@@ -25,11 +25,14 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Counts of the pairs of replies in one row, by whether a reward model orders them correctly.
+    """Numbers of reply pairs in one row that a reward model orders correctly or incorrectly.
 
-    `right` pairs are ordered correctly, `wrong` pairs incorrectly, and `tied` pairs have equal
-    scores. `gap` is the difference between the mean scores of the best-ranked and the worst-ranked
-    replies.
+    Attributes:
+        category: category of the row, or "" if rows have no categories
+        right: number of pairs whose better reply has the higher score
+        wrong: number of pairs whose better reply has the lower score
+        tied: number of pairs with equal scores
+        gap: mean score of the best-ranked replies minus mean score of the worst-ranked ones
     """
 
     category: str
@@ -46,13 +49,16 @@ class PairCounts:
 
 @dataclass(frozen=True)
 class AgreementSummary:
-    """Agreement of scores with the order of the replies, over several rows.
+    """Agreement of a reward model's scores with the ranking of replies, over several rows.
 
-    `accuracy` is the fraction of pairs that the scores order correctly, where ties count as
-    incorrect. `error` is the standard error of `accuracy` over rows. `best_accuracy` is the
-    fraction of rows whose best reply scores higher than the worst. `kendalltau` is the mean over
-    rows of (right - wrong) / pairs. `margin` is the mean over rows of the best reply's score minus
-    the worst reply's score.
+    Attributes:
+        rows: number of rows
+        pairs: number of pairs of replies in all rows
+        accuracy: fraction of pairs that the scores order correctly; ties count as incorrect
+        error: standard error of `accuracy` over rows
+        best_accuracy: fraction of rows whose best reply scores higher than the worst reply
+        kendalltau: mean over rows of (right - wrong) / pairs
+        margin: mean over rows of the best reply's score minus the worst reply's score
     """
 
     rows: int
@@ -93,8 +99,9 @@ def evaluate(
     """Score the rows of `path`, a dataset of type `kind`, and return each row's pair counts.
 
     Rows without two replies of different rank are omitted. `category` is the column by which rows
-    are grouped, and `name` the name of the dataset in messages. Raises `ConfigError` for a type
-    without ordered replies, and `DataError` for rows that cannot be used.
+    are grouped, `args` are further options of the dataset, and `name` is the name of the dataset in
+    messages. `progress` is called with the number of scored rows and the number of all rows. Raises
+    `ConfigError` for a type without ordered replies, and `DataError` for rows that cannot be used.
     """
     if kind not in ORDERED:
         raise ConfigError(

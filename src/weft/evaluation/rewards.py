@@ -1,4 +1,4 @@
-"""Score replies with a reward model, formatted as in the training of the reward model."""
+"""Scoring of replies with a reward model, in the format in which it was trained."""
 
 from __future__ import annotations
 

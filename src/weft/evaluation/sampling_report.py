@@ -146,7 +146,8 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
 def compute_means(report: Report) -> dict[str, tuple[float, float, int]]:
     """Return, for each setting, the mean score, its standard error, and the number of outputs.
 
-    The standard error is computed over prompts.
+    Mean and standard error are over prompts; the score of a prompt is the mean of its outputs'
+    scores.
     """
     by_setting: dict[str, list[list[float]]] = {}
     for row in report["prompts"]:
@@ -199,7 +200,7 @@ def render_page(reports: Sequence[Report]) -> str:
 
 
 def shorten_name(name: str) -> str:
-    """Return a short form of a model's path, from which a reader can identify the model.
+    """Return a short name for the model at the path `name`, for display.
 
     This is the folder's name or, for a run's checkpoint, a name such as `chat/a/actor/step40`.
     """
@@ -212,7 +213,7 @@ def shorten_name(name: str) -> str:
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
-    """Return the name of each column, which contains the model and the setting.
+    """Return the names of the page's columns, one for each model and setting.
 
     The columns are in the order of the reports. A model has no column for a setting with which it
     was not sampled.

@@ -1,4 +1,4 @@
-"""Named sampling settings, which are built into weft or come from the user's file."""
+"""Named sampling settings, either built into weft or read from the user's file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling options with a name. `file_values` are the options as written in the file."""
+    """Sampling options with a name.
+
+    `spec` are the complete options. `file_values` are the options that the settings define
+    explicitly, as written in the file.
+    """
 
     name: str
     spec: GenerationSpec
@@ -44,7 +48,7 @@ class SamplingSettings:
 
 
 def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
-    """Return the built-in settings called `name`, applied to the options `base`.
+    """Return the built-in settings called `name`; options that they do not set come from `base`.
 
     Raises `ConfigError`, which suggests similar names, if the name is unknown.
     """
@@ -54,10 +58,11 @@ def build_shipped(name: str, base: GenerationSpec) -> SamplingSettings:
 
 
 def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[SamplingSettings], list[str]]:
-    """Return the settings for a list of names and files, and notes on settings that are left out.
+    """Return the sampling settings that `words` select, and notes on settings that are left out.
 
-    Settings in a file are left out if they need an option that weft does not support. The settings
-    are in the order of `words`. Raises `ConfigError` for unknown names and for duplicate names, and
+    Each word is the name of built-in settings, or the path of a YAML or JSON file with settings.
+    The result is in the order of `words`. Settings in a file are left out if they need an option
+    that weft does not support. Raises `ConfigError` for unknown names and for duplicate names, and
     if no settings remain.
     """
     chosen = list[SamplingSettings]()
@@ -84,9 +89,10 @@ def read_file(path: str, base: GenerationSpec) -> tuple[list[SamplingSettings], 
     """Return the settings in a file, and notes on settings that are left out.
 
     The file has the form `{NAME: {top_k: 50, ...}}`, or Open-Assistant's form `{default:
-    {generate_args}, configurations: [{name, generate_args}]}`. Settings are left out if they need
-    an option that weft does not support, such as beam search or a repetition penalty. Raises
-    `ConfigError` for unknown options and invalid values.
+    {generate_args}, configurations: [{name, generate_args}]}`. Options that the file does not set
+    come from `base`. Settings are left out if they need an option that weft does not support, such
+    as beam search or a repetition penalty. Raises `ConfigError` for unknown options and invalid
+    values.
     """
     values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:

@@ -1,6 +1,6 @@
-"""The built-in experiments, one file per algorithm.
+"""Built-in experiments, one module per algorithm.
 
-They turn options into dataflow graphs without importing torch.
+Each turns its options into a dataflow graph without importing torch.
 """
 
 from weft.experiments.distill import DistillConfig

@@ -41,10 +41,11 @@ ROW_KEYS = {
 
 @dataclass(frozen=True)
 class ExperimentParts:
-    """Roles, nodes and data that an algorithm derives from its options.
+    """Roles, graph nodes and data that an algorithm derives from its options.
 
-    `nodes` and `evaluation` are the nodes of the main graph and of the evaluation graph. Fields
-    with the same name as a field of `Experiment` have the same meaning.
+    `nodes` and `evaluation` are the nodes of the main graph and of the evaluation graph. `notes`
+    are lines for the plan that is printed before the run. Other fields with the name of a field of
+    `Experiment` have the same meaning.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -290,10 +291,11 @@ def _build_evaluation(plan: ExperimentParts, keys: Sequence[str]) -> Evaluation 
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
-    """Return the node with an offload hook, if it is a call whose role has the option `offload`.
+    """Return the node with an offload hook if its role has the option `offload`.
 
     After the call, the hook moves the role's weights to host memory. The hook is part of the graph,
-    so that users can see and remove it.
+    so that users can see and remove it. Host functions and other roles' calls are returned
+    unchanged.
     """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
@@ -303,8 +305,8 @@ def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
 def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
     """Return the experiment with the options of individual calls applied.
 
-    An example is `actor_train.layout`. Raises `ConfigError` if such options are set for a call that
-    is not in the graph.
+    An example of such an option is `actor_train.layout`. Raises `ConfigError` if options are set
+    for a call that is not in the graph.
     """
     names = {n.name for n in experiment.graph.nodes}
     for spec in fields(config):

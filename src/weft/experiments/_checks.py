@@ -241,7 +241,10 @@ def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
 
 
 def count_prefix_tokens(spec: ModelSpec) -> int:
-    """Return how many positions of the context a role's trained prefix uses, or 0 without a prefix."""
+    """Return the number of context positions that a role's trained prefix uses.
+
+    This is 0 for a role without a prefix.
+    """
     if spec.path is not None and is_local(spec.path):
         prefix = read_prefix(spec.path)
     else:

@@ -1,4 +1,4 @@
-"""The most common options of each algorithm; `--help` shows them first."""
+"""Most common options of each algorithm, which `--help` shows first."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _list_learning_options(role: str) -> tuple[str, ...]:
 
 
 def _list_sampling_options(algorithm: str, *others: str) -> tuple[str, ...]:
-    """Return the full names of an algorithm's main sampling options and of the options `others`.
+    """Return the full names of the sampling options that `--help` shows for an algorithm.
 
-    For example, if `others` contains "kl_ctl", the result contains "ppo.kl_ctl".
+    `others` are further options of the algorithm: "kl_ctl" is returned as "ppo.kl_ctl", for
+    example.
     """
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)

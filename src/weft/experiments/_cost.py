@@ -1,9 +1,9 @@
 """Estimates of a call's duration and device memory with a given layout, from sizes alone.
 
 A duration is the sum of the times for matrix products, memory reads and messages; nothing is
-assumed to overlap within a call. Costs that are left out (data sent between devices, host
-functions, the softmax of the head) are small in comparison, or equal for all layouts. The functions
-are pure.
+assumed to overlap within a call. Some costs are left out because they are small in comparison, or
+equal for all layouts: data sent between devices, host functions, and the softmax of the head. The
+functions are pure.
 """
 
 from __future__ import annotations
@@ -34,10 +34,21 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 class DecoderSizes:
     """Sizes of a decoder, and the settings of its role that affect the estimates.
 
-    `query` and `key` are the widths of the queries and keys over all heads. `inner` is the width of
-    the MLP, summed over the experts that process a token. `whole` is the number of weights in a
-    layer, and `active` is the number of those that are used for a token. `outputs` and `embedding`
-    are the numbers of weights in the output matrix and in the input embedding.
+    Attributes:
+        layers: Number of transformer layers.
+        hidden: Width of the hidden states.
+        query: Width of the queries over all heads.
+        key: Width of the keys over all key-value heads.
+        inner: Width of the MLP, summed over the experts that process a token.
+        vocab: Size of the vocabulary, or 1 for a model that returns scores.
+        active: Number of weights per layer that are used for a token.
+        whole: Number of weights per layer.
+        embedding: Number of weights in the input embedding.
+        outputs: Number of weights in the output matrix.
+        trainable: Number of adapter weights if only adapters are trained, or None.
+        recompute: Every n-th layer is recomputed in the backward pass; 0 for none.
+
+    The other attributes are settings of the role, such as its dtype and optimizer.
     """
 
     layers: int
@@ -70,7 +81,7 @@ class DecoderSizes:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes per element in the dtype of the computation."""
+        """Size of an element in bytes, in the dtype of the computation."""
         return BYTES[self.dtype]
 
     @property
@@ -137,7 +148,10 @@ class CallWorkload:
 def estimate_call_seconds(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the duration of a call in one step on `mesh`, in seconds, without weight transfers."""
+    """Return the time in seconds that a call takes per step on `mesh`.
+
+    The time to transfer weights is not included.
+    """
     if load.method == "generate":
         return _estimate_generation(network, load, mesh, rates)
     once = _estimate_pass(network, load, mesh, rates)
@@ -178,10 +192,11 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of its shard for `target` that device `rank` already stores for `source`.
+    """Return the fraction of the parameters needed by a device that it already stores.
 
-    The fraction is 1 if the device has the same position in the same layout, and 0 if `source` does
-    not include the device.
+    Device `rank` needs its shard of the parameters for the mesh `target`, and stores its shard for
+    the mesh `source`. The fraction is 1 if the device has the same position in the same layout, and
+    0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0
@@ -270,7 +285,7 @@ def _estimate_pass(
 
 
 def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> float:
-    """Return the time to sum the gradients over devices and take one optimizer step, in seconds."""
+    """Return the time to sum gradients over devices and take one optimizer step, in seconds."""
     layout = mesh.layout
     band = rates.compute_bandwidth(mesh.ranks)
     # Bytes that a device exchanges: one share per shard, then sums over the copies.
@@ -294,7 +309,7 @@ def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> f
 def _estimate_generation(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> float:
-    """Return the time to prefill the prompts and decode all sequences token by token, in seconds.
+    """Return the time to prefill the prompts and decode all sequences, in seconds.
 
     The stages of a pipeline are assumed to run one after another.
     """

@@ -124,9 +124,9 @@ REFUSED = {
 class MappedDeepSpeedConfig:
     """Result of translating a DeepSpeed configuration.
 
-    `options` maps the names of weft's options to values. `notes` has lines to show to the user.
-    `tuning` lists the keys that are ignored because they only tune DeepSpeed, and `refused` the
-    keys that are refused, with the reasons.
+    `options` maps the names of weft's options to values. `notes` are lines to show to the user.
+    `tuning` lists the DeepSpeed keys that are ignored because they do not affect results, and
+    `refused` lists the keys that weft does not support, with the reasons.
     """
 
     roles: tuple[str, ...]  # trained roles
@@ -153,7 +153,7 @@ class MappedDeepSpeedConfig:
         return (name,)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """Record that a key is refused, and why."""
+        """Record that weft does not support a key with this value, and why."""
         self.refused.append(f"{key}={value!r}: {why}")
 
     def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -244,10 +244,11 @@ def _read_group(done: MappedDeepSpeedConfig, key: str, value: Any) -> Mapping[st
 
 
 def _map_batch(done: MappedDeepSpeedConfig, config: Mapping[str, Any]) -> None:
-    """Map the global batch size to rows, and the micro-batch size per device to tokens.
+    """Map the batch sizes of the file to weft's options.
 
-    If the global batch size is not set, the micro-batch size also determines the batch size per
-    device.
+    The global batch size becomes a number of rows per batch. If it is not set, the micro-batch size
+    per device becomes the batch size per device. The micro-batch size also limits the tokens per
+    micro-batch, if the maximum length of a row is known.
     """
     # Find the sizes that the file sets.
     micro, accumulation = (

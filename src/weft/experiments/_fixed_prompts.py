@@ -1,4 +1,7 @@
-"""Build the graph for `eval_prompts`: a call that answers the prompts at every evaluation."""
+"""Build the graph for the option `eval_prompts`.
+
+The only node of the graph is a call that answers the user's prompts at every evaluation.
+"""
 
 from __future__ import annotations
 

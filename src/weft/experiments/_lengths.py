@@ -59,9 +59,9 @@ def read_model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset that contains answers, with a default `max_seqlen`.
+    """Return the options of a dataset whose rows contain answers, with `max_seqlen` filled in.
 
-    If the user does not set `max_seqlen`, it is the context length of the run's models.
+    The default is the context length of the run's models.
     """
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 
@@ -79,11 +79,11 @@ class SampleLengths:
     ) -> SampleLengths:
         """Return the dataset and sampling options with default lengths filled in.
 
-        Values that the user set are kept. The default of `max_new_tokens` is `MAX_NEW_TOKENS`, but
-        at most the context length minus `max_prompt_len`, or half of the context length if
-        `max_prompt_len` is not set. The default of `max_prompt_len` is the context length minus
-        `max_new_tokens`. `name` is the option group of `gen`, for messages. Raises `ConfigError` if
-        no room is left for a prompt or a completion.
+        Values that the user set are kept. The default of `max_new_tokens` is `MAX_NEW_TOKENS`. It
+        is reduced so that it fits into the context: to the context length minus `max_prompt_len`,
+        or to half of the context length if `max_prompt_len` is not set. The default of
+        `max_prompt_len` is the context length minus `max_new_tokens`. `name` is the option group of
+        `gen`, for messages. Raises `ConfigError` if no room is left for a prompt or a completion.
         """
         context = find_context(config)
         given = dataset.max_prompt_len
@@ -116,7 +116,10 @@ class SampleLengths:
 
 
 def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Return the maximum length of a prompt with its completion in tokens, or None if unlimited."""
+    """Return the maximum length of a prompt with its completion in tokens.
+
+    Returns None if no maximum is set.
+    """
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None
     return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)

@@ -57,7 +57,7 @@ def _find_lines_problem(lines: list[str]) -> str | None:
 
 @dataclass
 class LaunchSpec:
-    """Options for starting processes, in every mode."""
+    """Options for starting the processes of a run, in every `mode`."""
 
     env: dict[str, str] = option(
         {},

@@ -47,9 +47,9 @@ def resolve_models(config: RunConfigT) -> RunConfigT:
 
 
 def resolve_roles(experiment: Experiment) -> Experiment:
-    """Return an experiment that user code built, with its model paths resolved.
+    """Return the experiment with its model paths resolved, as by `resolve_models`.
 
-    Raises `CheckpointError` if a model cannot be found.
+    Used for experiments that user code builds. Raises `CheckpointError` if a model cannot be found.
     """
     roles = {}
     for name, spec in experiment.roles.items():
@@ -76,8 +76,8 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
 def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     """Return a list with a warning if the reward model's checkpoint has no score head.
 
-    In this case the score head is randomly initialized, and the rewards are noise. Otherwise the
-    list is empty. `values` has the contents of the checkpoint's config.json.
+    Without a score head in the checkpoint, a random one is used, and the rewards are noise.
+    Otherwise, the list is empty. `values` are the contents of the checkpoint's config.json.
     """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
@@ -132,9 +132,9 @@ def _locate_path(
 ) -> tuple[str | None, str]:
     """Return the directory or hub name of the model `given`, and a note for the user.
 
-    `option` is the option that names the model. If the model is given as the name of a run, `roles`
-    are the roles whose checkpoints can be used. `tokenizer` is true if only a tokenizer is needed.
-    The note is empty if there is nothing to report.
+    `option` is the option that sets the model. If `given` is the name of a run, `roles` are the
+    roles whose checkpoints can be used. `tokenizer` is True if only a tokenizer is needed. The note
+    is empty if there is nothing to report.
     """
     if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
         return given, ""
@@ -153,8 +153,8 @@ def _has_tokenizer(place: Path) -> bool:
 def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
     """Return the value that `option` had when the resumed run started, or None for a new run.
 
-    The value is read from the saved configuration in `run`, the directory of this run, or else in
-    the run that `resume_from` names.
+    The value is read from the saved configuration in `run`, the directory of this run, or else from
+    that of the run given by the option `resume_from`.
     """
     places = [run]
     if config.resume_from is not None:

@@ -57,7 +57,7 @@ class PlacementReport:
     loads: Mapping[str, CallWorkload]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates of the best placement and of the heuristic one as plain values."""
+        """Return the estimates as plain values, for the best placement and for the heuristic's."""
         result = self.result
         return {
             "device": self.rates.name,
@@ -157,7 +157,7 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return the lines of the printed plan that describe `best`, the placement of the heuristic.
+    """Return the lines of the printed plan for `best`, the placement chosen by the heuristic.
 
     The list is empty if `best` equals `everywhere`, the placement with all calls sharded over all
     devices.
@@ -177,8 +177,8 @@ def _build_problem(
 ) -> tuple[PlacementProblem, list[int]]:
     """Return the search problem, and the placement in which every movable call uses all devices.
 
-    The placement is a list with the index of each unit's mesh in `PlacementUnit.meshes`. Calls of
-    the roles in `free` can be moved.
+    Calls of the roles in `free` can be moved. The placement is a list of indices: the i-th is the
+    index of unit i's mesh in its `meshes`.
     """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -242,12 +242,12 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return the units of calls to place together, and the index of each unit's initial mesh.
+    """Return the placement units, and the index of each unit's initial mesh in its `meshes`.
 
-    A unit consists of all calls that train a role, or of a single other call. The second result
-    maps the names of a unit's calls to an index in the unit's `meshes`. Calls of the roles in
+    A unit is a group of calls that are placed together: all calls that train a role, or a single
+    other call. The keys of the second result are the names of a unit's calls. Calls of the roles in
     `free` are initially on all devices and can be moved, unless their layout is set. `count` is the
-    number of all devices, and `per_node` the number per machine.
+    number of all devices, and `per_node` is the number per machine.
     """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
@@ -523,9 +523,9 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return a mapping from each reference that can share an actor's weights to that actor.
+    """Return the roles that can share another role's weights, with the name of that other role.
 
-    Such a reference is equivalent to the actor with its adapters disabled.
+    Such a role is a reference that equals the actor with its adapters disabled.
     """
     from weft.engine.torch.adapters_off import can_share_base
 

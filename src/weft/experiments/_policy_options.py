@@ -33,7 +33,7 @@ def _find_reward_problem(reward: Any) -> str | None:
 class SamplingOptions:
     """Options of methods that train on sampled and rewarded completions.
 
-    The defaults are those of PPO.
+    The defaults are those of PPO; other methods override some of them.
     """
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
@@ -69,7 +69,7 @@ class SamplingOptions:
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """Additional options of the policy gradient methods."""
+    """Additional options of the policy gradient methods PPO and GRPO."""
 
     dual_clip: float | None = option(
         None, "bound on the loss of tokens with a negative advantage; must be above 1 (dual clip)"
@@ -130,10 +130,10 @@ class PolicyOptions(SamplingOptions):
 
     @property
     def correction(self) -> str:
-        """Name of the correction for differences between sampler and actor log-probs.
+        """Name of the correction for differences between the log-probs of sampler and actor.
 
-        This is the value of `sampler_correction`. If the value is "none" and the sampling weights
-        can be stale, the name is "token_truncate".
+        This is the value of `sampler_correction`, except that "none" becomes "token_truncate" if
+        completions can be sampled with older weights (`max_staleness`).
         """
         lags = self.max_staleness and self.sampler_correction == "none"
         return "token_truncate" if lags else self.sampler_correction
@@ -158,7 +158,10 @@ REWARD_VARIABLE = "TRITON_HOST_RM"  # host:port/model of a gRPC server of a rewa
 
 @dataclass
 class SamplingConfig(RunConfig):
-    """Options of a run that trains on sampled and rewarded completions."""
+    """Options of a run that trains on sampled and rewarded completions.
+
+    They include the roles, the rewards, the dataset and the calls.
+    """
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
@@ -218,7 +221,7 @@ class SamplingConfig(RunConfig):
     def missing(self) -> list[str]:
         """Return a description of each required option that is not set.
 
-        A missing source of rewards is also described.
+        A reward function or a reward model is also required.
         """
         model = (
             self.rew.path

@@ -1,4 +1,4 @@
-"""Speeds of devices, from which the duration of steps is estimated.
+"""Speeds of devices, which are used to estimate the duration of steps.
 
 The speeds are constants, so that the estimates are the same each time a run starts. The functions
 are pure.
@@ -18,14 +18,20 @@ GIB = 2.0**30
 class DeviceRates:
     """Speed of one device and of its links to other devices.
 
-    `flops` is the number of floating-point operations per second that a run reaches in the model's
-    dtype. `memory_bandwidth`, `link_bandwidth` (within a machine) and `network_bandwidth` (between
-    machines) are in bytes per second. `latency` is the duration of one exchange of messages,
-    `launch` is the minimum time per layer, and `dispatch` is the duration of a call to another
-    process. All three are in seconds. `capacity` is the number of bytes of device memory that a run
-    can use, and `per_node` is the number of devices per machine. `cores` is the number of CPU cores
-    that the devices of a machine share, or None if they share no cores. Each process
-    uses at most `threads` cores.
+    Attributes:
+        name: Name of the device, such as "H100" or "cpu".
+        flops: Floating-point operations per second that a run reaches in the model's dtype.
+        memory_bandwidth: Bandwidth of the device memory, in bytes per second.
+        link_bandwidth: Bandwidth between devices of one machine, in bytes per second.
+        network_bandwidth: Bandwidth between machines, in bytes per second.
+        latency: Duration of one exchange of messages, in seconds.
+        launch: Minimum time per layer, in seconds.
+        capacity: Device memory that a run can use, in bytes.
+        most_sequences: Maximum number of sequences that are decoded together.
+        per_node: Number of devices per machine.
+        dispatch: Overhead of a call to another process, in seconds.
+        cores: Number of CPU cores that the devices of a machine share, or None for GPUs.
+        threads: Maximum number of cores that each process uses, if the user set it.
     """
 
     name: str
@@ -43,10 +49,10 @@ class DeviceRates:
     threads: int | None = None
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
-        """Return the rates of one process while `working` processes on the same machine compute.
+        """Return the rates of one process while `working` processes of its machine compute.
 
-        `started` is the number of processes on the machine. If the devices share no cores, the
-        rates are unchanged.
+        `started` is the number of processes on the machine. The rates are unchanged for devices
+        that do not share CPU cores.
         """
         if self.cores is None:
             return self
@@ -58,8 +64,7 @@ class DeviceRates:
 
         This is the number of threads of a process, or an equal share of the machine's cores if
         there are not enough cores for all threads. `started` is the number of processes on the
-        machine, which determines the default number of threads. Returns 0 for devices that do not
-        compute on cores, such as GPUs.
+        machine, which determines the default number of threads. Returns 0 for GPUs.
         """
         if self.cores is None:
             return 0.0
@@ -121,7 +126,7 @@ DISPATCH = 4e-3
 def estimate_cpu_rates(
     cores: float, memory_gb: float, per_node: int, threads: int | None = None
 ) -> DeviceRates:
-    """Return the rates of one of `per_node` processes that share the cores of a machine.
+    """Return the rates of one of `per_node` processes that share the CPU cores of a machine.
 
     The machine has `cores` cores, and each process has `memory_gb` GiB of memory. `threads` is the
     number of threads per process, if the user set it (`OMP_NUM_THREADS`).

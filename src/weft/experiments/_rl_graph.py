@@ -34,7 +34,11 @@ SUPPORT_KEYS = ("support", "support_counts")
 
 @dataclass(frozen=True)
 class RLGraphBuilder:
-    """Builder of the roles and nodes of an experiment that trains on sampled completions."""
+    """Builder of the roles and graph nodes of an experiment that trains on sampled completions.
+
+    `options` are the options of the method, and `name` is their option group, such as "ppo".
+    `samples` is the number of completions per prompt. `gen` are the sampling options.
+    """
 
     config: SamplingConfig
     options: SamplingOptions
@@ -96,12 +100,15 @@ class RLGraphBuilder:
 
     @property
     def num_updates(self) -> int:
-        """Number of optimizer steps per batch of completions."""
+        """Number of optimizer steps on each batch of completions, over all epochs."""
         return self.num_minibatches * self.options.ppo_epochs
 
     @property
     def temperature(self) -> float:
-        """Temperature at which log-probs are computed; 1 if sampling is greedy."""
+        """Temperature at which log-probs are computed.
+
+        This is the sampling temperature, or 1 if sampling is greedy.
+        """
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
@@ -116,7 +123,7 @@ class RLGraphBuilder:
 
     @property
     def token_reward_keys(self) -> tuple[str, ...]:
-        """Tuple with the key of the per-token rewards; empty if the run has no such rewards."""
+        """Key of the per-token rewards, as a tuple; empty if the run has no such rewards."""
         if self.config.reward_by_token or self.config.rew_step is not None:
             return ("token_rewards",)
         return ()
@@ -131,19 +138,22 @@ class RLGraphBuilder:
 
     @property
     def correction_keys(self) -> tuple[str, ...]:
-        """Keys that a policy loss reads for the sampler correction; empty if it is disabled."""
+        """Keys that a policy loss reads for the sampler correction; empty if there is none."""
         if _has_option(self.options, "correction"):
             return ("old_logprobs", "sampler_weights")
         return ()
 
     @property
     def covariance_keys(self) -> tuple[str, ...]:
-        """Tuple with the key of the token mask for Clip-Cov or KL-Cov; empty if neither is used."""
+        """Key of the token mask of Clip-Cov or KL-Cov, as a tuple; empty if neither is used."""
         return ("high_covariance",) if _has_option(self.options, "covariance") else ()
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys of the ids that truncated sampling could choose from; empty without truncation."""
+        """Keys of the token ids from which truncated sampling could choose at each position.
+
+        The tuple is empty if sampling is not truncated (by top-k, top-p or min-p).
+        """
         return SUPPORT_KEYS if self.gen.record_support else ()
 
     def build_roles(
@@ -153,10 +163,12 @@ class RLGraphBuilder:
 
         The roles are the actor and, if the run has them, the reference and the reward model. A role
         is in the second mapping if its initial weights are copied from another role. `reference_by`
-        is the option that disables the reference, or None if the run has a reference. The actor's
-        default learning rate is 1e-6. A reference without a path is the initial actor. The reward
-        model's head returns one number per completion, or one per token if the reward model scores
-        steps.
+        is the option setting that removes the reference, such as "ppo.kl_ctl=0", or None if the run
+        has a reference.
+
+        The actor's default learning rate is 1e-6. A reference without a path is the initial actor.
+        The reward model's head returns one number per completion, or one per token if the reward
+        model scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -193,7 +205,7 @@ class RLGraphBuilder:
     ) -> Experiment:
         """Return the experiment with these roles and nodes, after all checks that need no torch.
 
-        A step of the run is one execution of `actor_train`; each call that trains makes
+        A training step is one execution of the node `actor_train`; each call that trains makes
         `num_updates` optimizer steps per batch. `init_from` maps roles to the roles whose initial
         weights they copy. `notes` are lines for the plan that is printed before the run.
         """
@@ -331,9 +343,9 @@ class RLGraphBuilder:
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def build_covariance(self) -> list[Node]:
-        """Return a list with the node that selects the tokens for Clip-Cov or KL-Cov.
+        """Return the node that selects the tokens for Clip-Cov or KL-Cov, as a list.
 
-        The list is empty if neither is used.
+        The list is empty if neither method is used.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.covariance_keys:
@@ -356,7 +368,7 @@ class RLGraphBuilder:
     def build_training(
         self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]
     ) -> MFCDef:
-        """Return the call `node`, which trains `role` on the sampled completions.
+        """Return the training call `node`, which trains `role` on the sampled completions.
 
         `keys` are the inputs of the loss, in addition to prompts and completions. The loss ignores
         tokens that a sample's `loss_mask` excludes.
@@ -415,10 +427,10 @@ class RLGraphBuilder:
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
-        """Return a list with the parameter sync that updates the reference.
+        """Return the weight updates after a step, as a list.
 
-        The sync makes the reference a moving average of the actor. The list is empty if
-        `ref_ema_eta` is not set.
+        If `ref_ema_eta` is set, there is one, which makes the reference a moving average of the
+        actor. Otherwise, the list is empty.
         """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
@@ -480,12 +492,12 @@ SAMPLING_OPTIONS = tuple(
 
 
 def format_epochs(count: int) -> str:
-    """Return a phrase such as "2 epochs"."""
+    """Return the number of epochs as a phrase, such as "2 epochs"."""
     return f"{count} epoch" if count == 1 else f"{count} epochs"
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return a list with a line about the minibatches and epochs of a step, for the printed plan.
+    """Return a line about the minibatches and epochs of a step for the printed plan, as a list.
 
     The list is empty if a step has one minibatch and one epoch. `passes` is the number of epochs.
     """
@@ -522,7 +534,7 @@ def _has_option(options: SamplingOptions, name: str) -> bool:
 def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
     """Return the tuple ("versions",), or an empty tuple if sampling always uses the newest weights.
 
-    The key `versions` has the version of the weights with which each completion was sampled.
+    The key `versions` has the version of the weights that sampled each completion.
     """
     if isinstance(options, PolicyOptions) and options.max_staleness:
         return ("versions",)
@@ -530,9 +542,9 @@ def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
 
 
 def _with_staleness(node: Node, options: SamplingOptions) -> Node:
-    """Return the node with `max_staleness` and `interruptible` set, if it samples completions.
+    """Return the node with the options for sampling ahead of training, if it samples completions.
 
-    Other nodes are returned unchanged.
+    These are `max_staleness` and `interruptible`. Other nodes are returned unchanged.
     """
     if (
         not isinstance(options, PolicyOptions)

@@ -23,8 +23,8 @@ def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[s
     """Return the frozen reference's spec, and {"ref": "actor"} if its initial weights are copied.
 
     The mapping is empty if the weights are read from files. A reference without a path is the
-    initial actor: its weights are copied if the actor has random weights, else read from the same
-    files.
+    initial actor: its weights are copied if the actor has random weights, and otherwise read from
+    the same files.
     """
     own = ref if ref.path is not None else _copy_model(ref, actor)
     copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
@@ -105,7 +105,7 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _find_tokenizer_file(place: str | None) -> Path | None:
-    """Return the vocabulary file of the tokenizer at `place`, or None if it is not found.
+    """Return the vocabulary file of the tokenizer at `place`, or None if there is none.
 
     `place` is a file, a directory or a hub name. For a hub name, the result is None.
     """

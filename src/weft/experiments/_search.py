@@ -2,8 +2,8 @@
 
 As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5), each call has its own devices and layout.
 The duration of a step is simulated: calls that share a device run one after another. If there are
-few placements, all of them are tried. Otherwise coordinate descent and simulated annealing, with a
-fixed seed, try some of them. The functions are pure.
+few placements, all of them are tried. Otherwise, coordinate descent and simulated annealing with a
+fixed seed try some of them. The functions are pure.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ SEED = 1
 
 @dataclass(frozen=True)
 class PlacementUnit:
-    """Calls that are placed together: all calls that train a role, or one other call.
+    """Group of calls that are placed on the same mesh.
 
-    `meshes` are the candidates among which the search chooses.
+    These are all calls that train a role, or a single other call. `meshes` are the candidates among
+    which the search chooses.
     """
 
     role: str
@@ -50,8 +51,13 @@ class PlacementUnit:
 class PlacementEstimate:
     """Estimated step time and memory of a placement.
 
-    `meshes` maps each call to its mesh, and `seconds` maps it to its duration. `transfer_seconds`
-    maps each call to the time to transfer weights to its devices.
+    Attributes:
+        meshes: Mesh of each call.
+        seconds: Duration of each call.
+        transfer_seconds: Time to transfer weights to the devices of each call.
+        step_seconds: Duration of a step.
+        peak_bytes: Memory used on the fullest device.
+        excess_bytes: Memory beyond the capacity of that device; 0 if the placement fits.
     """
 
     meshes: Mapping[str, Mesh]
@@ -70,11 +76,19 @@ PlacementScore = tuple[float, float, int]
 class PlacementProblem:
     """Graph to place on devices, with the data for the estimates.
 
-    `networks` maps roles to the sizes of their models, and `loads` maps calls to their workloads.
-    `order` lists the graph's nodes in the order of execution, and `producers` maps each node to the
-    nodes whose outputs it reads. Both include host functions, which are assumed to take no time.
-    `max_staleness` is the number of steps by which sampling can be ahead of training.
-    `shared_roles` maps a role to the role whose weights it uses if both are on the same mesh.
+    A placement is a sequence with one index per unit: the index of the unit's mesh in its `meshes`.
+    Host functions are nodes of the graph, too, and are assumed to take no time.
+
+    Attributes:
+        units: Groups of calls to place.
+        networks: Sizes of each role's model.
+        loads: Workload of each call.
+        order: Names of the graph's nodes in the order of execution.
+        producers: For each node, the nodes whose outputs it reads.
+        rates: Speed of the devices.
+        num_devices: Number of devices on all machines.
+        max_staleness: Number of steps by which sampling can be ahead of training.
+        shared_roles: For some roles, the role whose weights they use if both are on the same mesh.
     """
 
     units: Sequence[PlacementUnit]
@@ -109,11 +123,10 @@ class PlacementProblem:
         return math.prod(len(unit.meshes) for unit in self.units)
 
     def compute_score(self, choice: Sequence[int]) -> PlacementScore:
-        """Return the score of a placement; a lower score is better.
+        """Return the score of the placement `choice`; a lower score is better.
 
-        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`. The score
-        consists of the bytes beyond the memory capacity, the seconds per step, and the number of
-        devices, which are compared in this order.
+        The score consists of the bytes beyond the memory capacity, the seconds per step, and the
+        number of devices, which are compared in this order.
         """
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         devices = sum(len(self._meshes[number].ranks) for number in numbers)
@@ -124,10 +137,7 @@ class PlacementProblem:
         )
 
     def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
-        """Return the estimated step time and memory of a placement.
-
-        `choice` has, for each unit, the index of its mesh in `PlacementUnit.meshes`.
-        """
+        """Return the estimated step time and memory of the placement `choice`."""
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         most = self._compute_peak_bytes(numbers)
         started = self._count_started(numbers)
@@ -146,22 +156,22 @@ class PlacementProblem:
         )
 
     def is_trained(self, role: str) -> bool:
-        """Return whether one of the calls trains the role."""
+        """Return whether any call trains the role."""
         return self.units[self._home[role]].trains
 
     def _count_started(self, numbers: Sequence[int]) -> int:
         """Return the number of processes of the run.
 
-        There is one process for each device up to the last one that a call uses. `numbers` has the
-        index of each unit's mesh in the list of all meshes.
+        There is one process for each device up to the last one that a call uses. `numbers` has one
+        index per unit: that of its mesh in the list of all meshes.
         """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
     def _estimate_call(self, call: str, number: int, started: int) -> float:
         """Return the duration of a call in seconds, if no other call runs at the same time.
 
-        `number` is the index of the call's mesh in the list of all meshes, and `started` the number
-        of processes of the run.
+        `number` is the index of the call's mesh in the list of all meshes, and `started` is the
+        number of processes of the run.
         """
         seconds = self._seconds.get((call, number, started))
         if seconds is None:
@@ -178,7 +188,7 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return how many processes of one machine work on a call, and how many run on the machine.
+        """Return (number of processes that work on a call, number of all processes) of one machine.
 
         `mesh` is the call's mesh, and `started` is the number of processes of the run.
         """
@@ -188,8 +198,8 @@ class PlacementProblem:
         """Return the time to copy newly trained weights to the devices of a unit, in seconds.
 
         The time is 0 if the role is frozen, or if the unit has the mesh on which the role is
-        trained. `unit` is the unit's index, and `numbers` has the index of each unit's mesh in the
-        list of all meshes.
+        trained. `unit` is the unit's index. `numbers` has one index per unit: that of its mesh in
+        the list of all meshes.
         """
         role = self.units[unit].role
         home = self._home[role]
@@ -208,7 +218,7 @@ class PlacementProblem:
     def _simulate_step(self, numbers: Sequence[int]) -> float:
         """Return the duration of a step in seconds, estimated by simulating the graph's execution.
 
-        `numbers` has the index of each unit's mesh in the list of all meshes.
+        `numbers` has one index per unit: that of its mesh in the list of all meshes.
         """
         # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
@@ -260,7 +270,7 @@ class PlacementProblem:
         """Return the number of bytes used on the fullest device.
 
         The memory of the roles and calls is added up as in `weft.engine.memory.compute_peak`.
-        `numbers` has the index of each unit's mesh in the list of all meshes.
+        `numbers` has one index per unit: that of its mesh in the list of all meshes.
         """
         # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -285,11 +295,11 @@ class PlacementProblem:
     def _estimate_memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
-        """Return the bytes that a role always uses on a device, and the bytes that its calls add.
+        """Return (bytes that a role always uses, bytes that its calls add) per device of a mesh.
 
-        `number` is the index of a mesh in the list of all meshes, and `calls` are the role's calls
-        on that mesh. `own` is true on the mesh that trains the role, or on the first mesh of a
-        frozen role. `shared` is true if the role uses the weights of another role.
+        `number` is the index of the mesh in the list of all meshes, and `calls` are the role's
+        calls on that mesh. `own` is True on the mesh that trains the role, or on the first mesh of
+        a frozen role. `shared` is True if the role uses the weights of another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -305,10 +315,10 @@ class PlacementProblem:
 
 
 def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ranges of neighbouring devices that can form a mesh.
+    """Yield the ranges of adjacent devices on which a mesh can be placed.
 
-    The size of a range divides `per_node`, the number of devices per machine, or is a multiple of
-    `per_node`.
+    The size of a range divides `num_devices`. It also divides `per_node`, the number of devices per
+    machine, or is a multiple of it.
     """
     for size in _list_divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:
@@ -333,7 +343,7 @@ def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
 def list_meshes(
     num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
 ) -> list[Mesh]:
-    """Return every mesh whose layout `allowed` accepts.
+    """Return the meshes that can be placed on the devices, in all layouts that `allowed` accepts.
 
     `allowed` returns the layout to use, which can differ from its argument, or None to exclude the
     layout.
@@ -356,12 +366,12 @@ def _list_divisors(number: int) -> list[int]:
 
 
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
-    """Return the placements in which all movable calls are data-parallel on the first n devices.
+    """Return the placements in which all movable calls are data-parallel on the same devices.
 
-    All calls have the same n. A placement has, for each unit, the index of its mesh. There are up
-    to three placements for each n. In the first, the weights of trained roles are sharded in all
-    calls. In the second, no weights are sharded. In the third, the weights of trained roles are
-    sharded only in the calls that train.
+    These are the first n devices, for each possible n. A placement has, for each unit, the index of
+    its mesh. There are up to three placements for each n. In the first, the weights of trained
+    roles are sharded in all calls. In the second, no weights are sharded. In the third, the weights
+    of trained roles are sharded only in the calls that train.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -391,9 +401,9 @@ def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
 class SearchResult:
     """Result of a search for a placement.
 
-    `best` is the best placement, and `first` the placement from which the search started.
-    `num_tried` is the number of placements that were tried. `is_exhaustive` is true if all
-    placements were tried.
+    `best` is the best placement, and `first` is the placement from which the search started.
+    `num_tried` is the number of placements that were tried. `is_exhaustive` is True if this is
+    every possible placement.
     """
 
     best: PlacementEstimate
@@ -405,7 +415,7 @@ class SearchResult:
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search for the best placement, and return the result.
 
-    The search starts from the placement `start`, a list with the index of each unit's mesh. The
+    The search starts from the placement `start`, which has the index of each unit's mesh. The
     result is never worse than `start`. The search is deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
@@ -430,10 +440,10 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
 def _descend(
     problem: PlacementProblem, start: Sequence[int], look: Callable[[Sequence[int]], PlacementScore]
 ) -> list[int]:
-    """Move one unit at a time to its best mesh, as long as the score improves.
+    """Improve a placement by coordinate descent, and return the result.
 
-    The search starts from the placement `start` and returns the final placement, a list with the
-    index of each unit's mesh. `look` returns the score of a placement.
+    One unit at a time is moved to its best mesh, until no unit can be improved. A placement, such
+    as `start`, has the index of each unit's mesh. `look` returns the score of a placement.
     """
     now = list(start)
     while True:
@@ -480,7 +490,7 @@ def _anneal(
 
 
 def _compute_energy(problem: PlacementProblem, score: PlacementScore) -> float:
-    """Return the objective of annealing: the log of the step time, plus a memory penalty.
+    """Return the value that annealing minimizes: the log of the step time plus a memory penalty.
 
     The penalty is proportional to the bytes that exceed a device's capacity.
     """

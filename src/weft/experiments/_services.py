@@ -1,4 +1,7 @@
-"""Reward models and references on servers, set by `rew.url` and `ref.url` or the environment."""
+"""Reward models and references that run on servers.
+
+Their addresses are set by the options `rew.url` and `ref.url`, or by environment variables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that all experiments share, the options of one call, and how an `Experiment` is built."""
+"""Options of a run and of single calls, and the way a configuration builds an `Experiment`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrackioSpec:
 
 @dataclass
 class LoggerSpec:
-    """Options of the loggers."""
+    """Options of the loggers that record metrics in addition to metrics.jsonl."""
 
     tensorboard: bool = option(False, "write TensorBoard files into the run's directory")
     wandb: WandbSpec = option(WandbSpec(), "Weights & Biases")
@@ -100,7 +100,7 @@ def _check_hooks(hooks: Any) -> str | None:
 
 @dataclass
 class MFCOptions:
-    """Options of one model function call (MFC) in a built-in experiment."""
+    """Options of one model function call (MFC), which replace the settings of the experiment."""
 
     interface: str | None = option(
         None,
@@ -161,10 +161,10 @@ class MFCOptions:
 
 
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Return the hooks that a user wrote as one hook or a list of hooks.
+    """Return the hooks in an option's value, which is one hook or a list of hooks.
 
-    A hook is `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`.
-    Raises `ConfigError` for anything else.
+    Hooks run before or after a call. A hook is `offload`, `offload_optimizer`, a function's name,
+    or `{function: NAME, args: {..}}`. Raises `ConfigError` for anything else.
     """
     if hooks is None:
         return ()
@@ -185,7 +185,10 @@ def _parse_hook(hook: Any) -> Hook:
 
 @dataclass
 class RunConfig(ABC):
-    """Options that all experiments share: devices, length, checkpoints, evaluation, logging."""
+    """Options that all experiments share.
+
+    Examples are devices, duration, checkpoints, evaluation and logging.
+    """
 
     # Other spellings of options (cli/aliases.py) are resolved with these: `learning_rate` sets an
     # option of all trained roles, `beta` an option of the algorithm.
@@ -377,13 +380,15 @@ class RunConfig(ABC):
         Raises `UserError` if an option is invalid. The message names the option, its value and the
         rule that it breaks.
 
-        A run calls `build_experiment(config)`, which prefers a subclass's `initial_setup`.
+        A run does not call this method directly: `build_experiment(config)` calls `initial_setup`
+        instead if a subclass overrides it.
         """
 
     def initial_setup(self) -> Experiment:
         """Return the experiment, as `build` does.
 
-        This is ReaL's name for `build`. A subclass can override either method, but not both.
+        Configurations written for ReaL use this name instead of `build`. A subclass can override
+        either method, but not both.
         """
         return self.build()
 
@@ -448,9 +453,9 @@ and set rew.backend=null instead of a model_worker that loads only a tokenizer""
 def build_experiment(config: ExperimentConfig) -> Experiment:
     """Return the experiment that a configuration describes.
 
-    Calls `initial_setup` if a subclass overrides it, else `build`. Raises `ConfigError` if several
-    required options are missing, or if a subclass overrides both methods or defines methods of
-    ReaL's configurations that weft never calls.
+    Calls `initial_setup` if a user's class overrides it, and otherwise `build`. Raises
+    `ConfigError` if several required options are missing, if a class overrides both methods, or if
+    it defines methods of ReaL's configurations that weft never calls.
     """
     if not isinstance(config, RunConfig):
         return config.build()
@@ -478,11 +483,11 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 
 
 def _build(config: RunConfig) -> Experiment:
-    """Return the experiment, built by the method that the class of `config` overrides.
+    """Return the experiment, built by the method that a user's class overrides.
 
-    This method is `initial_setup` if a user's class overrides it, else `build`. Raises
-    `ConfigError` if a user's class overrides both, or defines a method of ReaL's configurations
-    that weft never calls.
+    This is `initial_setup` if the class overrides it, and otherwise `build`. Raises `ConfigError`
+    if the class overrides both, or if it defines a method of ReaL's configurations that weft never
+    calls.
     """
     # Find the methods of user classes.
     own = []
@@ -511,10 +516,10 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return an error message for user code that uses an attribute of ReaL's objects.
+    """Return an error message for user code that uses an attribute that exists only in ReaL.
 
-    weft's objects do not have this attribute. The message says what to write instead, or where to
-    read about it. `name` is the name of the configuration's class.
+    The message says what to write instead, or where to read about it. `name` is the name of the
+    configuration's class.
     """
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {MIGRATION_HINT}"

@@ -2,7 +2,7 @@
 
 There are two losses. `gkd` compares the next-token distributions of both models (GKD, Agarwal et
 al. 2023, arXiv 2306.13649) on completions that the student samples or that the rows contain. The
-distributions have the teacher's `top_k` likeliest ids, and one event for all other ids.
+distributions cover the teacher's `top_k` most likely ids, and all other ids together as one event.
 `reverse_kl` is a policy gradient ("On-Policy Distillation", Thinking Machines Lab 2025; MiniLLM, Gu
 et al. 2023): the student samples completions, and the advantage of a token is the teacher's
 log-prob minus the student's.
@@ -43,7 +43,7 @@ MIXED_NAMES = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
 
 @dataclass
 class DistillOptions:
-    """Options of distillation."""
+    """Options of distillation (`distill.*`): sampling by the student, the loss and minibatches."""
 
     gen: GenerationSpec = option(
         GenerationSpec(),
@@ -147,11 +147,10 @@ class DistillConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is `actor_gen -> teacher_inf -> actor_train`.
+        """Return the experiment, whose dataflow graph is `actor_gen -> teacher_inf -> actor_train`.
 
         If nothing is sampled, `actor_gen` is left out. With the loss `reverse_kl`, the node
-        `advantages` runs before `actor_train`. Raises `UserError` if an option is invalid. The
-        message names the option, its value and the rule that it breaks.
+        `advantages` runs before `actor_train`. Raises `UserError` if an option is invalid.
         """
         # Check the options and that both models have the same token ids.
         config = check_config(self)
@@ -266,14 +265,15 @@ class _DistillationGraphBuilder:
     def _names(self) -> Mapping[str, str]:
         """New names for the keys that `actor_gen` both reads and writes.
 
-        The nodes after `actor_gen` read its outputs under these names. The mapping is empty if
-        `actor_gen` samples all completions or none.
+        If the student samples only some of the completions, `actor_gen` reads those of the rows and
+        writes the mixture of both under other names. The mapping is empty if `actor_gen` samples
+        all completions or none.
         """
         return MIXED_NAMES if 0.0 < self.share < 1.0 else {}
 
     @property
     def _mask_keys(self) -> tuple[str, ...]:
-        """Tuple with the key of the loss mask; empty if `actor_gen` does not compute one."""
+        """Key of the loss mask, as a tuple; empty if `actor_gen` does not compute one."""
         return ("loss_mask",) if self.share else ()
 
     def build_nodes(self) -> list[Node]:
@@ -356,8 +356,8 @@ class _DistillationGraphBuilder:
     def _build_gkd(self) -> MFCDef:
         """Return the training call for GKD.
 
-        The loss has a cross-entropy term for the completions of the rows. This term is left out if
-        all completions are sampled, as in evaluation.
+        The loss includes the cross-entropy of the completions in the rows, unless all completions
+        are sampled, as in evaluation.
         """
         sft = self.options.sft_coef if self.share < 1.0 else 0.0
         keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))

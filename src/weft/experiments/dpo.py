@@ -1,4 +1,7 @@
-"""DPO and related losses: `ref_inf` scores pairs with the reference, then `actor_train` trains."""
+"""DPO and related losses on pairs of completions.
+
+The call `ref_inf` computes log-probs with the reference, then `actor_train` trains the actor.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from weft.registry import register_quickstart
 
 @dataclass
 class DPOOptions:
-    """Options of DPO and related losses."""
+    """Options of DPO and related losses (`dpo.*`)."""
 
     loss_type: str = option(
         "sigmoid",
@@ -141,11 +144,11 @@ class DPOConfig(RunConfig):
     )
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is `ref_inf -> actor_train`.
+        """Return the experiment, whose dataflow graph is `ref_inf -> actor_train`.
 
         Losses without a reference have no `ref_inf`. KTO, BCO and AOT have further nodes before
         `actor_train`, which compute statistics of the whole batch. Raises `UserError` if an option
-        is invalid. The message names the option, its value and the rule that it breaks.
+        is invalid.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))

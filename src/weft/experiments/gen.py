@@ -26,7 +26,7 @@ from weft.registry import register_quickstart
 
 @dataclass
 class GenOptions(MFCOptions, GenerationSpec):
-    """Options of sampling and of the call that samples."""
+    """Options of the call `gen`: how completions are sampled, and how the call runs."""
 
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
 
@@ -34,7 +34,10 @@ class GenOptions(MFCOptions, GenerationSpec):
 @register_quickstart("gen")
 @dataclass
 class GenConfig(RunConfig):
-    """Generation of completions for a file of prompts, written to generations.jsonl of the run."""
+    """Batch generation: sample completions for a file of prompts.
+
+    The completions are written to generations.jsonl in the directory of the run.
+    """
 
     algorithm: ClassVar[str] = "gen"
     generation: ClassVar[str] = "gen"
@@ -49,10 +52,9 @@ class GenConfig(RunConfig):
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is the single node `gen`.
+        """Return the experiment, whose dataflow graph has a single node, `gen`.
 
-        Raises `UserError` if an option is invalid. The message names the option, its value and the
-        rule that it breaks.
+        Raises `UserError` if an option is invalid.
         """
         # Fill in the defaults of lengths and batch sizes.
         config = check_config(self)

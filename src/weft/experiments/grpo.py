@@ -1,4 +1,7 @@
-"""GRPO and related methods, whose baseline comes from a prompt's completions, not from a critic."""
+"""GRPO and related methods, which have no critic.
+
+The baseline of a reward, if any, is computed from completions of the same prompt.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ GROUP_BASELINES = ("group", "leave_one_out", "opo")
 
 @dataclass
 class GRPOOptions(PolicyOptions):
-    """Options of GRPO and related methods."""
+    """Options of GRPO and related methods (`grpo.*`).
+
+    They select the baseline, the surrogate objective, the KL penalty and the sampling of groups.
+    """
 
     group_size: int = option(
         8,
@@ -168,10 +174,10 @@ class GRPOConfig(PolicyConfig):
     )
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is one step of GRPO.
+        """Return the experiment, whose dataflow graph is one GRPO training step.
 
-        Raises `UserError` if an option is invalid. The message names the option, its value and the
-        rule that it breaks.
+        The nodes sample completions, compute rewards and log-probs of the reference, derive
+        advantages, and train the actor. Raises `UserError` if an option is invalid.
         """
         grpo = self.grpo
         policy = RLGraphBuilder.from_options(self, grpo, "grpo", grpo.group_size)
@@ -354,7 +360,7 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
 
 
 def _build_notes(grpo: GRPOOptions) -> list[str]:
-    """Return a list with a line about dynamic sampling, for the plan printed before the run.
+    """Return a line about dynamic sampling for the plan printed before the run, as a list.
 
     The list is empty if dynamic sampling is disabled.
     """

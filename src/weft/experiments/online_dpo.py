@@ -70,7 +70,7 @@ def _copy_dpo_option(name: str) -> Any:
 
 @dataclass
 class OnlineDPOOptions(SamplingOptions):
-    """Options of online DPO."""
+    """Options of online DPO (`online_dpo.*`): sampling, the choice of pairs and the loss."""
 
     ppo_n_minibatches: int = option(
         1,
@@ -156,9 +156,9 @@ class OnlineDPOConfig(SamplingConfig):
     def build(self) -> Experiment:
         """Return the experiment, which samples completions, ranks them and trains on the pairs.
 
-        The graph's nodes are `actor_gen`, the nodes that compute rewards, `preferences`, `ref_inf`
-        (unless the loss needs no reference) and `actor_train`. Raises `UserError` if an option is
-        invalid. The message names the option, its value and the rule that it breaks.
+        The nodes of the dataflow graph are `actor_gen`, the nodes that compute rewards,
+        `preferences`, `ref_inf` (unless the loss needs no reference) and `actor_train`. Raises
+        `UserError` if an option is invalid.
         """
         options = self.online_dpo
         policy = RLGraphBuilder.from_options(

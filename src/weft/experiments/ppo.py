@@ -1,4 +1,4 @@
-"""PPO: sample completions, reward and score them, then train actor and critic on advantages."""
+"""PPO: sample completions, compute rewards and values, then train actor and critic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from weft.registry import register_quickstart
 
 @dataclass
 class PPOOptions(PolicyOptions):
-    """Options of PPO."""
+    """Options of PPO (`ppo.*`).
+
+    They set clipping, the KL penalty, advantage estimation (GAE) and the critic.
+    """
 
     eps_clip: float = option(0.2, "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip")
     eps_clip_high: float | None = option(
@@ -122,10 +125,10 @@ class PPOConfig(PolicyConfig):
     critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is one step of PPO.
+        """Return the experiment, whose dataflow graph is one PPO training step.
 
-        Raises `UserError` if an option is invalid. The message names the option, its value and the
-        rule that it breaks.
+        The nodes sample completions, compute rewards, reference log-probs and values, derive
+        advantages, and train actor and critic. Raises `UserError` if an option is invalid.
         """
         policy = RLGraphBuilder.from_options(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (

@@ -66,10 +66,9 @@ class RWConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """Return the experiment, whose graph is the single node `train`.
+        """Return the experiment, whose dataflow graph has a single node, `train`.
 
-        Raises `UserError` if an option is invalid. The message names the option, its value and the
-        rule that it breaks.
+        Raises `UserError` if an option is invalid.
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))

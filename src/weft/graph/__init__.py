@@ -1,1 +1,1 @@
-"""Dataflow graph of a run: nodes, edges, scheduling and drawing."""
+"""Dataflow graph of a training run: its nodes and edges, their scheduling, and a drawing."""

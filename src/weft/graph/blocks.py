@@ -1,6 +1,6 @@
-"""State per id, stored once for each block of ids that share the same state.
+"""State per sample id, stored once for each block of ids that share it.
 
-The cost therefore grows with the number of blocks, not with the number of ids.
+Storing and updating states therefore costs per block instead of per id.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class StateBlock(Generic[T]):
-    """Ids of samples that are in the same state, such as having the same keys.
+    """Group of sample ids that share one state, for example because they have the same keys.
 
-    The state is stored once in `state` and is the state of every id of the block.
+    Attributes:
+        ids: Ids in the block, as the keys of a dict, which keeps their order.
+        state: State of every id in the block.
     """
 
     ids: dict[str, None]
@@ -24,9 +26,10 @@ class StateBlock(Generic[T]):
 
 
 class StateBlocks(Generic[T]):
-    """Map from ids to states, in which all ids of a block share one state.
+    """Mapping from sample ids to states, in which all ids of a block share one state object.
 
-    `new` creates the state of new ids. `copy` copies a state when ids are split off from a block.
+    `new` creates the state of newly added ids. `copy` copies a state when some ids are split off
+    from their block.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
@@ -58,7 +61,7 @@ class StateBlocks(Generic[T]):
         return self._all_blocks.keys()
 
     def list_ids(self, blocks: Collection[StateBlock[T]]) -> list[str]:
-        """Return the ids in these blocks, in the order in which they were added."""
+        """Return the ids in these blocks, in the order in which the ids were added."""
         if len(blocks) == 1:
             (block,) = blocks
             return list(block.ids)
@@ -68,7 +71,10 @@ class StateBlocks(Generic[T]):
         return []
 
     def group_by_block(self, ids: Sequence[str]) -> dict[StateBlock[T] | None, list[str]]:
-        """Group the ids by block, in their given order; ids without a block are grouped under None."""
+        """Group the ids by block, keeping their given order.
+
+        Ids without a block are grouped under None.
+        """
         get = self._block_of_id.get
         parts = dict[StateBlock[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
@@ -87,7 +93,7 @@ class StateBlocks(Generic[T]):
         return parts
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
-        """Return the states of these ids, one for each block, for the caller to modify.
+        """Return the states of these ids, one for each block, for the caller to modify in place.
 
         A block that also contains other ids is split first, so that changes to the returned states
         affect only `ids`. New ids get a new block.
@@ -111,7 +117,9 @@ class StateBlocks(Generic[T]):
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
         """Remove the ids, and yield a tuple for each block that contained some of them.
 
-        A tuple has the state of the block, the removed ids, and True if the block is now empty.
+        Each tuple has the state of the block, the ids removed from it, and whether the block is now
+        empty. A block is changed only when the iterator reaches it, so the caller must exhaust the
+        iterator.
         """
         for block, chosen in self.group_by_block(
             [id for id in ids if id in self._block_of_id]

@@ -1,9 +1,9 @@
-"""SVG drawing of a dataflow graph, without graphviz.
+"""SVG drawing of a dataflow graph, without Graphviz.
 
 Model function calls are colored by role, host functions are hexagons, and edges are labeled with
-keys. Solid lines carry keys. Pale lines also carry keys, but lead to a node that can also be
-reached through other nodes; the keys of pale lines are shown on hover. Dashed lines show which
-calls wait for new weights, and dotted lines show parameter syncs.
+the keys that they carry. A pale line leads to a node that can also be reached through other nodes;
+its keys are shown on hover. Dashed lines show which calls wait for new weights, and dotted lines
+show parameter syncs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ Point = tuple[float, float]
 
 
 def to_svg(graph: DataflowGraph) -> str:
-    """Return the graph as a self-contained SVG that follows the viewer's light or dark scheme."""
+    """Return the graph as a self-contained SVG that adapts to a light or dark color scheme."""
     return _GraphDrawing(graph).render_svg()
 
 
 @dataclass(frozen=True)
 class _SideLine:
-    """Line outside the layers that leads from the side of node `source` to the side of `target`."""
+    """Line drawn to the left or right of the graph, between the sides of two nodes.
+
+    Attributes:
+        source: Name of the node at which the line starts.
+        target: Name of the node at which the line ends.
+        style: CSS class of the line: "version" (dashed) or "sync" (dotted).
+        label: Text that is shown on hover.
+    """
 
     source: str
     target: str
@@ -46,7 +53,7 @@ class _SideLine:
 
 
 class _GraphDrawing:
-    """Layout of one graph and its rendering as SVG."""
+    """Layout of a graph, and its rendering as SVG."""
 
     def __init__(self, graph: DataflowGraph) -> None:
         self._graph = graph
@@ -110,7 +117,8 @@ class _GraphDrawing:
     def _compute_ends(self, pair: Pair) -> tuple[Point, Point]:
         """Return the points where an edge leaves its source and reaches its target.
 
-        The edges of a node are spread out in the order of their directions.
+        The ends of all edges at a node are spread out horizontally, ordered by the x coordinate of
+        the next point on each edge.
         """
         source, target = pair
         outs = sorted({self._compute_direction(p, 0) for p in self._edges if p[0] == source})
@@ -144,10 +152,10 @@ class _GraphDrawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """Return the side on which each side line runs: -1 (left) or 1 (right).
+        """Return the side of the drawing on which each side line runs: -1 (left) or 1 (right).
 
-        A line runs on the side that is nearer to its ends or, if both are equally near, on the side
-        with fewer lines.
+        A line runs on the side that is nearer to its ends. If both sides are equally near, it runs
+        on the side with fewer lines.
         """
         sides: list[int] = []
         for lane in self._side_lines:
@@ -257,7 +265,7 @@ class _GraphDrawing:
         return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
 
     def _render_legend(self, y: float) -> Iterator[str]:
-        """Yield the legend entries of the line styles that the drawing uses, at height `y`."""
+        """Yield the legend entries for the line styles that occur in the drawing, at height `y`."""
         kinds = [("edge", "keys")] if self._edges else []
         kinds += [("edge pale", "keys read later")] if self._implied_edges else []
         kinds += (
@@ -291,7 +299,10 @@ class _GraphDrawing:
 
 
 def describe(node: Node | None) -> str:
-    """Describe a node in words, with the keys that it reads and outputs."""
+    """Return a one-line description of a node, with the keys that it reads and outputs.
+
+    None stands for the dataset.
+    """
     if node is None:
         return "dataset: the rows"
     if isinstance(node, HostFunction):
@@ -314,9 +325,9 @@ def shorten_keys(keys: Sequence[str]) -> str:
 
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
-    """Yield one line for each version edge.
+    """Yield a line for each version edge, which links a call to the node that updates its weights.
 
-    If a parameter sync caused the edge, the line represents the sync.
+    If a parameter sync updates the weights, the line is drawn as a sync.
     """
     roles = {}
     for node in graph.nodes:
@@ -344,13 +355,13 @@ def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
 
 
 def _compute_fan_offset(index: int, count: int) -> float:
-    """Return the horizontal offset of line `index` among the `count` lines at a node."""
+    """Return the horizontal offset from a node's center of line `index` among its `count` lines."""
     step = min(16.0, (WIDTH - 60) / max(1, count - 1))
     return (index - (count - 1) / 2) * step
 
 
 def _draw_smooth_path(points: Sequence[Point]) -> str:
-    """Return a smooth SVG path through the points that starts and ends vertically."""
+    """Return the data of a smooth SVG path through the points that starts and ends vertically."""
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if abs(x1 - x0) < 0.5:
@@ -385,7 +396,7 @@ def _draw_cylinder(x: float, y: float) -> str:
 
 
 def _fit(text: str, letter: float) -> str:
-    """Return SVG attributes that squeeze `text` if it is wider than its node, otherwise "".
+    """Return SVG attributes that squeeze `text` to the width of a node, or "" if the text fits.
 
     `letter` is the assumed width of a letter.
     """

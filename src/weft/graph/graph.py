@@ -1,4 +1,8 @@
-"""Dataflow graph: key edges between nodes, and version edges from training nodes to calls."""
+"""Dataflow graph of nodes that are connected by two types of edges.
+
+Key edges carry data between nodes. Version edges link a node that updates weights to the calls that
+use these weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,13 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class KeyEdge:
-    """Edge with the keys that `consumer` reads from `producer`, which is a node or "dataset"."""
+    """Edge along which data flows from one node to another.
+
+    Attributes:
+        producer: Name of the node that outputs the keys, or "dataset".
+        consumer: Name of the node that reads the keys.
+        keys: Keys that the consumer reads from the producer.
+    """
 
     producer: str
     consumer: str
@@ -23,10 +33,14 @@ class KeyEdge:
 
 @dataclass(frozen=True)
 class VersionEdge:
-    """Dependency of the call `consumer` on weights that the node `producer` trains or syncs.
+    """Dependency of a model function call on weights that another node updates.
 
-    When `producer` processes an id, the weights that `consumer` used for that id may be at most
-    `max_staleness` firings of `producer` older than the weights that `producer` starts from.
+    Attributes:
+        producer: Name of the node that trains the weights, or after which a sync updates them.
+        consumer: Name of the call that uses the weights.
+        max_staleness: Maximum age of the weights that the consumer used for a sample, at the time
+            when the producer processes that sample. Counted in firings (executions) of the
+            producer.
     """
 
     producer: str
@@ -36,14 +50,15 @@ class VersionEdge:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Dataflow graph: nodes connected by the keys that they read and output.
+    """Graph of nodes that are connected by the keys they read and output.
 
-    `dataset_keys` are the keys of the dataset's rows. If a node outputs a key with the name of a
-    dataset key, other nodes read the node's output.
+    `dataset_keys` are the keys of the dataset's rows. If a node outputs a key of the same name,
+    other nodes read the node's output instead of the dataset's value.
 
-    The constructor raises `GraphError` for duplicate node names, a key that two nodes output, a key
-    that a node requires but nothing provides (the message lists all keys), a cycle, or a parameter
-    sync that refers to a missing node.
+    The constructor raises `GraphError` if the graph is invalid: for example, if two nodes have the
+    same name or output the same key, if a node requires a key that nothing provides (the message
+    lists all available keys), if the graph has a cycle, or if a parameter sync refers to a missing
+    node.
     """
 
     nodes: Sequence[Node]
@@ -78,12 +93,12 @@ class DataflowGraph:
         raise build_unknown_name_error("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """Return the graph with the node `new` inserted after the node `name`.
+        """Return a copy of the graph with the node `new` inserted after the node `name`.
 
-        If both nodes output the same key, other nodes read the key of `new`. The key of node `name`
-        is then called `{key}_before_{new.name}` on the edges, and `new` reads it under this name.
-        If `new` has `batch_size` 0, it gets the batch size of node `name`. Raises `GraphError` if
-        `new` reads none of the keys of node `name`.
+        If both nodes output the same key, all other nodes read the value from `new`. On the graph's
+        edges, the value from node `name` is then called `{key}_before_{new.name}`, and `new` reads
+        it under this name. If `new` has `batch_size` 0, it gets the batch size of node `name`.
+        Raises `GraphError` if `new` reads none of the outputs of node `name`.
         """
         old = self.get_node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
@@ -113,7 +128,7 @@ class DataflowGraph:
         return replace(self, nodes=nodes)
 
     def find_producers(self, consumer: str) -> tuple[str, ...]:
-        """Return the names of the nodes whose keys `consumer` reads, in topological order.
+        """Return the names of the nodes whose outputs `consumer` reads, in topological order.
 
         The producers of optional keys are included.
         """
@@ -121,14 +136,15 @@ class DataflowGraph:
         return tuple(name for name in self.order if name in producers)
 
     def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
-        """Return the version edges that end at the call named `consumer`."""
+        """Return the version edges whose consumer is the call `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:
-        """Return the first filter with refill rounds on the path of a version edge, or None.
+        """Return the first filter with refill rounds between the two nodes of a version edge.
 
-        The path leads from the edge's call (`consumer`) to its training node (`producer`). In
-        refill rounds, calls process whole batches to replace the ids that the filter removed.
+        The filter is on a path from the call that uses the weights (`edge.consumer`) to the node
+        that trains them (`edge.producer`). In refill rounds, calls process additional whole batches
+        to replace the samples that the filter removed. Returns None if there is no such filter.
         """
         between = self._find_consumers(edge.consumer) & {
             n for n in self.order if edge.producer in self._find_consumers(n)
@@ -140,7 +156,7 @@ class DataflowGraph:
         return filters[0] if filters else None
 
     def _find_consumers(self, name: str) -> set[str]:
-        """Return the nodes that depend on keys of node `name`, directly or through other nodes."""
+        """Return the names of all nodes that directly or indirectly read outputs of node `name`."""
         consumers = set[str]()
         front = [name]
         while front:
@@ -155,7 +171,7 @@ class DataflowGraph:
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))
 
     def find_required_dataset_keys(self) -> dict[str, str]:
-        """Return the keys that the dataset must have, each with the first node that reads the key.
+        """Return the keys that the dataset must provide, each with the first node that reads it.
 
         These are the required keys that no node outputs.
         """
@@ -203,7 +219,7 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def _find_makers(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return, for each key, the name of the node that outputs it.
+    """Return a mapping from each output key to the name of the node that outputs it.
 
     Keys have the names that are used on the graph's edges. Raises `GraphError` if two nodes output
     the same key.
@@ -273,8 +289,9 @@ def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tupl
 def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]) -> GraphError:
     """Return an error that describes a cycle of the graph.
 
-    `waiting` maps each remaining node to its remaining producers. Every such node has at least one
-    producer, so walking backwards from any of these nodes finds a cycle.
+    `waiting` maps each node that could not be sorted to those of its producers that could not be
+    sorted either. Every such node has at least one such producer, so walking backwards from any of
+    them finds a cycle.
     """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:
@@ -288,9 +305,10 @@ def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
-    """Check a sync and return it, with a default for `after` if this field is empty.
+    """Check a parameter sync, and return it with the field `after` filled in if it was empty.
 
-    The default is the node that trains the source role. Raises `GraphError` for an invalid sync.
+    By default, the sync runs after the node that trains the source role. Raises `GraphError` if the
+    sync is invalid.
     """
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")
@@ -318,7 +336,10 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
 def _build_version_edges(
     nodes: Sequence[Node], syncs: Sequence[ParamSync]
 ) -> Iterable[VersionEdge]:
-    """Yield an edge from each node that changes a role's weights to each call that uses them."""
+    """Yield an edge from each node that updates weights to each call that uses these weights.
+
+    Calls that train the weights themselves are left out.
+    """
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     changes = {(n.name, n.role): None for n in calls if n.trains} | {
         (s.after, s.target): None for s in syncs

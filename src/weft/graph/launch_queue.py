@@ -1,10 +1,12 @@
-"""Order in which scheduled firings start. The caller owns clocks and threads.
+"""Queue that determines the order in which scheduled firings (executions of graph nodes) start.
 
-`weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
-starts as soon as its inputs exist. Calls start in the order in which they were decided, so that the
-order of requests to a worker group does not depend on timing. If some calls tolerate staleness
-(`max_staleness`), the order is kept separately for each role; calls that have their own copy of the
-weights are ordered separately from the other calls of their role.
+`weft.graph.ready` decides in advance which nodes run, on which sample ids and in which order. A
+firing starts as soon as its inputs exist. Calls also start in the order in which they were
+scheduled, so that the order of requests to a worker group does not depend on timing. If some calls
+tolerate stale weights (`max_staleness`), this order is kept separately for each role. Calls that
+use a separate copy of the weights are ordered independently of the other calls of their role.
+
+The queue uses neither clocks nor threads.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from weft.graph.ready import Firing, IdBuffer
 
 @dataclass(frozen=True)
 class FiringLaunch:
-    """Firing that can start now.
+    """Firing (one execution of a node) that can start now.
 
-    If the call has its own copy of the weights, `version` is the version of the weights to use,
-    which is the number of firings of the training node that produced them. An interruptible call
-    may use newer weights. `needs_old_weights` is True if the firing trains and waiting calls still
-    need the weights from before it.
+    Attributes:
+        firing: The firing to start.
+        version: Version of the weights to use, as the number of train steps behind them. None
+            unless the call uses a separate copy of the weights. An interruptible call may use newer
+            weights.
+        needs_old_weights: True if the firing trains, and a call that is still queued needs the
+            weights from before this train step.
     """
 
     firing: Firing
@@ -44,12 +49,12 @@ class _QueuedFiring:
 
 
 class LaunchQueue:
-    """Queue of firings that are scheduled but have not started.
+    """Queue of firings that have been scheduled but not started.
 
-    `over[node]` is the number of the node's firings that have finished, including their syncs; the
-    caller updates it. `lanes` maps each call that has its own copy of the weights
-    (`weft.runtime.separate_copies`) to the name of a lane. Calls in one lane start in order,
-    independently of other calls of their role.
+    `over` maps each node to the number of its firings that have finished, including the parameter
+    syncs after them; the caller keeps it up to date. `lanes` maps each call that uses a separate
+    copy of the weights (`weft.runtime.separate_copies`) to the name of a lane. Calls in the same
+    lane start in order, independently of the other calls of their role.
     """
 
     def __init__(
@@ -65,10 +70,10 @@ class LaunchQueue:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: IdBuffer) -> None:
-        """Add a firing after `buffer.start` has recorded it.
+        """Add a firing that `buffer.start` has already recorded.
 
         The firing will start after earlier firings of the same node, after the firings that produce
-        its keys, and after the training steps whose weights it uses.
+        its inputs, and after the train steps whose weights it uses.
         """
         # Finished firings that this one has to wait for.
         node = self._graph.get_node(firing.node)

@@ -13,11 +13,12 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class GraphPositions:
-    """Positions of nodes and edges in a drawing.
+    """Positions of the nodes and edges in a drawing.
 
-    `x` maps each node to the position of its center, and `layer` to its row, counted from 0 at the
-    top. `bends` lists, for each edge, the (x, layer) points through which the edge passes between
-    its ends.
+    Attributes:
+        x: Horizontal position of each node's center.
+        layer: Row of each node, counted from 0 at the top.
+        bends: For each edge, the (x, layer) points that it passes through between its two ends.
     """
 
     x: Mapping[str, float]
@@ -32,11 +33,11 @@ def lay_out_graph(
     node_width: float,
     bend_width: float,
 ) -> GraphPositions:
-    """Lay out an acyclic graph.
+    """Compute the positions of the nodes and edges of an acyclic graph.
 
     `names` are in topological order. `node_width` is the width reserved for a node, and
-    `bend_width` the width reserved for an edge that passes through a layer. Edges in `bundled` with
-    the same source share a trunk and branch above their targets.
+    `bend_width` is the width reserved for an edge that passes through a layer. Edges in `bundled`
+    that have the same source run together and only separate above their targets.
     """
     layer = compute_layers(names, edges)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
@@ -67,7 +68,7 @@ def lay_out_graph(
 
 
 def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node: one below its lowest source, or 0 if the node has no sources."""
+    """Return the layer of each node: one below its lowest source, or 0 if it has no sources."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(
@@ -142,10 +143,10 @@ def _compute_coordinates(
     widths: Mapping[str, float],
     bend_width: float,
 ) -> dict[str, float]:
-    """Return the x coordinate of every node and bend, such that the drawing starts at x = 0.
+    """Return the x coordinate of every node and bend, shifted so that the drawing starts at x = 0.
 
-    Nodes and bends are placed close to the mean position of their neighbors. They keep their order
-    in the row and do not overlap.
+    Nodes and bends are placed close to the weighted mean position of their neighbors. They keep
+    their order in the row and do not overlap.
     """
     room = {}
     for row in rows:
@@ -184,10 +185,10 @@ def _compute_mean(values: Sequence[float], default: float) -> float:
 def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
-    """Set the coordinates `x` of a row as close to `wished` as its order and widths allow.
+    """Set the `x` coordinates of a row's nodes as close to `wished` as possible without overlap.
 
-    The sum of the squared distances is minimized. `room` has the width of each node. Nodes that
-    would overlap are merged into blocks that move together.
+    The nodes keep their order, and the sum of the squared distances is minimized. `room` has the
+    width of each node. Nodes that would overlap are merged into blocks that move together.
     """
     blocks: list[tuple[list[str], float]] = []  # (names, x of the first name)
     for name in row:

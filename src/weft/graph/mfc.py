@@ -13,7 +13,7 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 class Offload:
     """Hook that moves weights or optimizer state (`what`) to host memory after a call.
 
-    If the hook runs before a call, it loads them back to the device instead.
+    In `pre_hooks`, it instead moves them back to the device before the call.
     """
 
     what: Literal["weights", "optimizer"] = "weights"
@@ -21,9 +21,11 @@ class Offload:
 
 @dataclass(frozen=True)
 class Call:
-    """Hook that calls a function with the role's model and the keyword arguments `args`.
+    """Hook that calls a registered function with the role's model.
 
-    `function` is the name under which the function was registered by `register_function`.
+    Attributes:
+        function: Name under which the function was registered with `register_function`.
+        args: Additional keyword arguments for the function.
     """
 
     function: str
@@ -32,9 +34,15 @@ class Call:
 
 @dataclass(frozen=True)
 class ParamSync:
-    """Update of the parameters of role `target` after each firing of the node `after`.
+    """Update of one role's parameters from another role's, after each firing of a node.
 
-    target = eta * source + (1 - eta) * target.
+    The parameters become target = eta * source + (1 - eta) * target.
+
+    Attributes:
+        source: Role whose parameters are read.
+        target: Role whose parameters are updated.
+        eta: Weight of the source, above 0 and at most 1. With 1, the parameters are copied.
+        after: Name of the node after which the sync runs. If empty, the node that trains `source`.
     """
 
     source: str
@@ -60,9 +68,10 @@ def _rename_keys(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ..
 
 
 class EdgeKeyNames:
-    """Names that a node's keys have on the edges of the graph, after the node's remaps.
+    """Base class of nodes that translates their key names to those on the edges of the graph.
 
-    The node's fields, such as `input_keys`, have the names before remapping.
+    Fields such as `input_keys` contain the names that the node itself uses. The remap fields map
+    them to names on the edges.
     """
 
     input_keys: Sequence[str]
@@ -78,7 +87,7 @@ class EdgeKeyNames:
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Optional input keys, which are read if they exist, as named on the graph's edges."""
+        """Input keys that are read only if they exist, as named on the graph's edges."""
         return _rename_keys(self.optional_keys, self.input_key_remap)
 
     @property
@@ -89,18 +98,37 @@ class EdgeKeyNames:
 
 @dataclass(frozen=True)
 class MFCDef(EdgeKeyNames):
-    """Node that calls one method of a role's interface: a model function call.
+    """Model function call: a node that calls one method of a role's model interface.
 
-    `input_keys` and `output_keys` are the names that the interface uses; a remap maps them to names
-    on the graph's edges (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read if the dataset
-    or another node provides them. `batch_size` is the number of ids per firing; with 0, a firing
-    processes one batch of the loader as it is (used for batches laid out by a token budget).
+    Keys have the names that the interface uses. A remap maps them to the names on the graph's
+    edges, for example `{"logprobs": "ref_logprobs"}`.
 
-    `cache` stores the outputs of a frozen role's inference on disk, so that each id is computed
-    once per run, or once for all runs that share `dataset.cache_dir`. `layout` and `device_mesh`
-    override those of the role for this call; a call that trains uses those of the role
-    (`Experiment.get_mesh`). `max_staleness` is the maximum number of train steps by which the
-    weights may be outdated. An `interruptible` call may get newer weights while it runs.
+    Attributes:
+        name: Name of the node.
+        role: Role whose model is called.
+        interface: Name of the registered interface, which is constructed with `args`.
+        method: Method of the interface that is called.
+        batch_size: Number of sample ids per firing (execution of the node). With 0, a firing
+            processes one batch of the data loader as it is, for example a batch that fills a token
+            budget.
+        input_keys: Keys that the method requires.
+        output_keys: Keys that the method returns.
+        optional_keys: Keys that are read if the dataset or another node provides them.
+        args: Keyword arguments of the interface's constructor.
+        input_key_remap: Names on the edges of input keys that are renamed.
+        output_key_remap: Names on the edges of output keys that are renamed.
+        max_tokens_per_microbatch: Maximum number of tokens in one forward pass; None for the
+            default of the run.
+        max_staleness: Maximum number of train steps by which the weights may be outdated.
+        interruptible: Whether the call may switch to newer weights while it runs.
+        pre_hooks: Hooks that run before the call.
+        post_hooks: Hooks that run after the call.
+        deadline_s: Maximum duration of the call in seconds; None for the default deadline.
+        cache: Whether to store the outputs on disk, so that each id is computed once per run, or
+            once for all runs that share `dataset.cache_dir`. Only for inference with a frozen role.
+        layout: Parallel layout of the call, if it differs from that of the role. A call that trains
+            always uses the role's layout (`Experiment.get_mesh`).
+        device_mesh: Devices of the call, if they differ from those of the role.
     """
 
     name: str
@@ -131,16 +159,30 @@ class MFCDef(EdgeKeyNames):
 
 @dataclass(frozen=True)
 class HostFunction(EdgeKeyNames):
-    """Node that runs a CPU function on a whole batch, without a role.
+    """Node that runs a function on the CPU, on a whole batch and without a role.
 
-    `function` is a registered name (see `docs/host-functions.md`). A function that returns fewer
-    ids than it received is a filter; the loader then provides more rows. `tokenizer_role` names the
-    role whose tokenizer is `context.tokenizer`, for functions that read text.
+    A function that returns fewer ids than it received is a filter; the loader then provides more
+    rows.
 
-    `refill_rounds` concerns filters whose preceding calls must sample with the weights of the
-    current step. Such a step runs in rounds until the training node has a full batch. If
-    `refill_rounds` is 0, each round processes only as many ids as are still missing. If it is above
-    0, each round processes a whole batch, and a step has at most `refill_rounds` rounds.
+    Attributes:
+        name: Name of the node.
+        function: Registered name of the function (see `docs/host-functions.md`).
+        batch_size: Number of sample ids per firing (execution of the node). With 0, a firing
+            processes one batch of the data loader as it is.
+        input_keys: Keys that the function requires.
+        output_keys: Keys that the function returns.
+        optional_keys: Keys that are read if the dataset or another node provides them.
+        args: Arguments of the function.
+        input_key_remap: Names on the graph's edges of input keys that are renamed.
+        output_key_remap: Names on the graph's edges of output keys that are renamed.
+        tokenizer_role: Role whose tokenizer the function gets as `context.tokenizer`. By default,
+            it gets the tokenizer of the data.
+        deadline_s: Maximum duration of a firing in seconds; None for the default deadline.
+        refill_rounds: Maximum number of rounds per step in which whole batches are sampled to
+            replace the ids that this filter removes, until the training node has a full batch. With
+            0, the number of rounds is not limited, and each round only processes as many ids as are
+            still missing. Only relevant if the calls before the filter must use the current
+            weights.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Scheduling: finds the nodes that can run next, and the ids to run them on.
+"""Scheduling: selection of the nodes that can run next, and of the sample ids to run them on.
 
-The functions use neither tensors nor clocks.
+Decisions depend only on ids, keys and counters. No tensors or clocks are involved.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from weft.graph.mfc import HostFunction
 
 @dataclass(frozen=True)
 class Firing:
-    """One run of the node `node` on `ids`, which are in loader order.
+    """One execution of a node.
 
-    `step` is the index of this firing among the node's firings.
+    Attributes:
+        node: Name of the node.
+        ids: Ids of the samples that are processed, in the order of the data loader.
+        step: Index of this firing among all firings of the node, from 0.
     """
 
     node: str
@@ -30,11 +33,14 @@ class Firing:
 
 @dataclass
 class IdState:
-    """Progress of an id through the graph.
+    """Progress of a sample through the graph.
 
-    `keys` are the keys that exist for the id. `started` maps each node that has started to process
-    the id to the index of the firing that did so (`Firing.step`), and `finished` lists the nodes
-    that have finished processing it.
+    Attributes:
+        batch: Number of the loader's batch that contained the sample.
+        keys: Keys that exist for the sample.
+        started: Nodes that have started to process the sample, each mapped to the index of the
+            firing that did so (`Firing.step`).
+        finished: Nodes that have finished processing the sample.
     """
 
     batch: int = 0  # number of the loader's batch
@@ -48,11 +54,18 @@ class IdState:
 
 @dataclass
 class IdBuffer:
-    """State of all ids of the current epoch in loader order, without tensors.
+    """Progress of all samples of the current epoch, in the order of the data loader.
 
-    `closed` is True if the loader has returned all ids of the epoch. `num_started` and
-    `num_finished` count the started and finished firings of each node.
-    `started_at_last_firing[node]` is a copy of `num_started` at the last firing of `node`.
+    Attributes:
+        entries: State of each sample id.
+        num_started: Number of firings (executions) that each node has started.
+        num_finished: Number of firings that each node has finished.
+        closed: True if the loader has returned all samples of the epoch.
+        num_batches: Number of batches that the loader has returned.
+        started_at_last_firing: For each node, a copy of `num_started` from when the node last
+            fired.
+        num_ids_started: Number of ids in `entries` that each node has started to process.
+        num_ids_finished: Number of ids in `entries` that each node has finished processing.
     """
 
     entries: StateBlocks[IdState] = field(
@@ -68,7 +81,7 @@ class IdBuffer:
     num_ids_finished: Counter[str] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
-        """Add a batch from the data loader, with `keys` for each id.
+        """Add a batch from the data loader, in which each sample has the keys `keys`.
 
         Ids must be unique within the epoch.
         """
@@ -86,7 +99,7 @@ class IdBuffer:
             own.started = entry.started
             own.finished = entry.finished
 
-    def start(self, firing: Firing) -> None:
+    def record_start(self, firing: Firing) -> None:
         """Record that a node has started to process the ids of `firing`."""
         for entry in self.entries.separate_states(firing.ids):
             entry.started[firing.node] = firing.step
@@ -95,13 +108,13 @@ class IdBuffer:
         self.started_at_last_firing[firing.node] = dict(self.num_started)
 
     def count_rounds(self, node: str, since: str) -> int:
-        """Return the number of firings of `node` since the last firing of the node `since`."""
+        """Return how often `node` has fired since the last firing of the node `since`."""
         return self.num_started.get(node, 0) - self.started_at_last_firing.get(since, {}).get(
             node, 0
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs any more, and that no running firing uses."""
+        """Remove ids that no node needs any more. None of them may be in a running firing."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
@@ -113,14 +126,14 @@ class IdBuffer:
                 self.num_ids_finished[node] -= len(chosen)
             yield entry, chosen
 
-    def finish(
+    def record_finish(
         self, firing: Firing, kept_ids: Collection[str], keys: Iterable[str], num_nodes: int
     ) -> list[str]:
         """Record that a firing has finished; return the ids that no node needs any more.
 
-        `keys` are the output keys of the firing, which now exist for its ids. Ids that are not in
-        `kept_ids` were filtered out. `num_nodes` is the number of nodes in the graph: an id is no
-        longer needed when all of them have finished processing it.
+        An id is no longer needed if it is not in `kept_ids`, because a filter removed it, or if all
+        `num_nodes` nodes of the graph have finished processing it. `keys` are the output keys of
+        the firing, which its ids now have.
         """
         output_keys = set(keys)
         keep = set(kept_ids)
@@ -179,14 +192,16 @@ def find_ready_firings(
 ) -> list[Firing]:
     """Return all firings that can start now, sorted by their oldest ids, then by the graph's order.
 
-    A node can fire when its inputs exist for `batch_size` ids and its version edges allow these
-    ids; it processes the oldest such ids. A smaller batch is allowed only if nothing is running, no
-    batch is full, and more rows from the loader would not help (`needs_rows`). In that case, the
-    first node in the graph's order that can process any ids fires. This happens at the end of an
-    epoch, and when ids dropped by a filter are replaced.
+    A node can fire when `batch_size` ids have the keys that it reads and its version edges allow
+    processing them with the current weights. It processes the oldest such ids.
 
-    `versions[node]` counts the firings of `node` whose weights are available. A node in `running`
-    does not fire again before it has finished. The arguments are not modified.
+    A smaller batch is allowed only if nothing is running, no node has a full batch, and more rows
+    from the loader would not help (`needs_rows`). In that case, only the first node in the graph's
+    order that can process any ids fires. This happens at the end of an epoch, and when ids removed
+    by a filter are replaced.
+
+    `versions` maps each node to the number of its firings whose updated weights are available. A
+    node in `running` does not fire again before it has finished. The arguments are not modified.
     """
     busy = {firing.node for firing in running}
     reaches = {name: _find_available_ids(graph, buffer, versions, name) for name in graph.order}
@@ -210,9 +225,9 @@ def needs_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Return whether a node that reads only the loader's rows could fire after the next batch.
+    """Return whether the loader's next batch could let a node fire that reads only dataset keys.
 
-    `among` restricts the nodes that are considered.
+    If `among` is given, only these nodes are considered.
     """
     names = graph.order if among is None else among
     return any(_find_available_ids(graph, buffer, versions, name).needs_rows for name in names)
@@ -220,10 +235,12 @@ def needs_rows(
 
 @dataclass(frozen=True)
 class _AvailableIds:
-    """Oldest ids that a node can process now.
+    """Sample ids that a node can process now.
 
-    `is_full` is True if these ids are a complete batch. `needs_rows` is True if more rows from the
-    loader could complete the batch.
+    Attributes:
+        ids: The oldest such ids, at most one batch.
+        is_full: True if these ids are a complete batch.
+        needs_rows: True if more rows from the loader could complete the batch.
     """
 
     ids: tuple[str, ...]
@@ -276,7 +293,7 @@ def _find_available_ids(
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
     """Return the maximum number of ids that a call may process before it needs newer weights.
 
-    Returns 0 if the loader's batches determine the batch size.
+    Returns 0 if the training node has no fixed batch size, but processes the loader's batches.
     """
     return (edge.max_staleness + 1) * graph.get_node(edge.producer).batch_size
 
@@ -289,13 +306,15 @@ def _count_allowed(
     able: Sequence[str],
     another: int = 0,
 ) -> int:
-    """Return the number of ids of `able` that a node may process before its weights are too old.
+    """Return how many of the ids in `able` a node may process before its weights are too old.
 
-    `able` are the ids whose inputs exist, and `edges` are the node's version edges. If `another` is
-    1, one id of the loader's next batch is counted after those in `able`. The limit is the number
-    of ids that the training node can still process before the weights are too old. Ids that the
-    node has started to process, but the training node has not, count towards this limit, and so do
-    firings of the training node whose weights are not yet available.
+    `able` are the ids whose inputs exist, oldest first, and `edges` are the node's version edges.
+    If `another` is 1, one id of the loader's next batch is counted as well.
+
+    For each edge, the limit is the number of ids that its training node can still process before
+    the weights are older than `max_staleness`. Ids that the node has started to process, but the
+    training node has not, count towards this limit. So do firings of the training node whose
+    weights are not available yet.
     """
     count = len(able) + another
     for edge in edges:
@@ -319,7 +338,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the consumer of `edge` has started, but the producer has not."""
+    """Return the blocks of ids that the edge's consumer has started, but its producer has not."""
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -339,12 +358,13 @@ def _count_refill(
     missing: int,
     pending: Sequence[StateBlock[IdState]],
 ) -> int:
-    """Return how many ids a call may process for a training node that lacks `missing` ids.
+    """Return how many ids a call may process for a training node that still needs `missing` ids.
 
-    The result is `missing`, unless a filter between the call and the training node refills in whole
-    batches. With such a filter, the result is `missing` only in the first round. In later rounds,
-    it is 0 as long as the filter still has ids to process, and at least a whole batch as soon as it
-    has none. After the last round, it is 0.
+    The result is `missing`, unless a filter between the call and the training node has refill
+    rounds, in which whole batches are processed to replace removed ids. In that case, the first
+    round gets `missing` ids. Each later round gets at least a whole batch, but only once the filter
+    has processed all ids of the earlier rounds; until then, the result is 0. After the last round,
+    it is 0 as well.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:

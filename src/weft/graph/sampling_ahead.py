@@ -1,7 +1,9 @@
 """Sampling ahead of training, for calls that tolerate stale weights.
 
-With `max_staleness=k`, batches 0 to k are sampled, batch 0 trains, batch k + 1 is sampled, batch 1
-trains, and so on. Samples thus come from weights that are k steps old, independent of timing.
+With `max_staleness=k`, batches 0 to k are sampled before the first train step. Then training on
+batch 0 is followed by sampling batch k + 1, training on batch 1 by sampling batch k + 2, and so on.
+Apart from the first ones, samples thus always come from weights that are k steps old, independent
+of timing.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ def can_run_ahead(graph: DataflowGraph) -> bool:
 def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
     """Return the firings to schedule first.
 
-    If any of `firings` are calls that tolerate staleness, only these are returned, since other
+    If any of `firings` are calls that tolerate stale weights, only these are returned, since other
     calls of their role would delay them. Otherwise the firings that do not train are returned,
-    since calls that are scheduled after a training step wait for its weights. If all firings train,
-    all of them are returned.
+    since calls that are scheduled after a train step wait for its weights. If all firings train,
+    all are returned.
     """
     lagging = _find_stale_calls(graph)
     sampling = [firing for firing in firings if firing.node in lagging]
@@ -37,10 +39,10 @@ def may_load(
     follow: str,
     steps_left: int | None,
 ) -> bool:
-    """Return whether another batch of rows would let a call run further ahead of training.
+    """Return whether loading another batch would let a call run further ahead of training.
 
-    Returns False if the loaded rows suffice for the `steps_left` remaining firings of node
-    `follow`.
+    `follow` is the node whose firings define the steps of the run. Returns False if the loaded rows
+    suffice for its `steps_left` remaining firings. None for `steps_left` means no limit.
     """
     size = graph.get_node(follow).batch_size
     waiting = []
@@ -58,9 +60,9 @@ def may_load(
 
 
 def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
-    """Return the firing with the oldest ids, or the first of several with equally old ids.
+    """Return the firing with the oldest ids, or the first one if several are equally old.
 
-    Scheduling this firing first prevents sampling ahead from delaying training.
+    Handling this firing first prevents sampling ahead from delaying training.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

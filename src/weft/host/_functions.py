@@ -1,4 +1,7 @@
-"""Host functions that `register_advantage` and `register_filter` make from one plain function."""
+"""Wrappers that turn a plain Python function into a host function.
+
+`register_advantage` and `register_filter` use them.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ PER = ("completion", "token")
 
 @dataclass(frozen=True)
 class HostFunctionBuilder:
-    """Registered plain function, from which `build` makes a host function with the given options.
+    """Builder that wraps a registered plain function as a host function with the given options.
 
     `build` returns `host_class(function, input_names, args, **extra_arguments)`. The parameters of
-    the function that have no default are the inputs (`input_names`); those with a default are the
+    `function` without a default are its inputs (`input_names`); those with a default are its
     options.
     """
 
@@ -40,8 +43,9 @@ class HostFunctionBuilder:
     ) -> HostFunctionBuilder:
         """Return a builder for `function`, which is registered as `name`.
 
-        `kind` is the class of the host function to build, and `more` are extra arguments of this
-        class. Raises `ConfigError` if `function` has *args, **kwargs or positional-only parameters.
+        `kind` is the class of the host function to build, and `more` holds extra keyword arguments
+        for its constructor. Raises `ConfigError` if `function` has *args, **kwargs or
+        positional-only parameters.
         """
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -72,16 +76,17 @@ class HostFunctionBuilder:
 def build_advantage_function(
     function: Callable[..., Any], name: str, *, per: str = "completion"
 ) -> HostFunctionBuilder:
-    """Return a builder of a host function that computes `advantages` [L] by calling `function`.
+    """Return a builder for a host function that computes `advantages` by calling `function`.
 
-    `function` returns one number per completion or, with `per="token"`, one number per token.
-    Tokens that are not trained get the advantage 0.
+    `function` returns one number per completion or, with `per="token"`, one number per completion
+    token. The key always has one value per completion token; it is 0 for tokens that are not
+    trained.
 
-    Each parameter of `function` without a default is an input: `group` (int64 [S], the index of
-    each completion's prompt), `lengths` (int64 [S], in tokens), `mask` ([T], 1 for trained tokens),
-    `context`, or the name of a key. S is the number of completions and T the number of their
-    tokens. The values of a key are float64: [S] if the key has one value per completion or prompt,
-    [T] if it has one per token.
+    Each parameter of `function` without a default is an input. The names `group` (int64 [S], the
+    index of each completion's prompt), `lengths` (int64 [S], in tokens), `mask` ([T], 1 for trained
+    tokens) and `context` have a fixed meaning; any other name is a key of the batch. S is the
+    number of completions and T the total number of their tokens. The values of a key are float64:
+    [S] if the key has one value per completion or prompt, [T] if it has one per token.
     """
     if per not in PER:
         raise build_unknown_name_error(f"per of advantage {name!r}", per, PER)
@@ -89,20 +94,21 @@ def build_advantage_function(
 
 
 def build_filter_function(function: Callable[..., Any], name: str) -> HostFunctionBuilder:
-    """Return a builder of a filter that keeps the prompts for which `function` returns true.
+    """Return a builder for a filter that keeps the prompts for which `function` returns true.
 
-    The filter returns the key `kept` [1] for the ids of these prompts only. The loader supplies new
-    prompts in place of the dropped prompts.
+    The filter outputs the key `kept`, which is 1, for the ids of these prompts and omits all other
+    ids. The loader supplies new prompts in place of the dropped ones.
 
     `function` is called once per prompt. Each parameter of `function` without a default is an
-    input: a key (float64, only the values of this prompt), a column of the data, or `context`.
+    input: a key of the batch (float64, only the values of this prompt), a column of the data, or
+    `context`.
     """
     return HostFunctionBuilder.from_function(FilterFunction, function, name)
 
 
 @dataclass
 class AdvantageFunction(StatelessHostFunction):
-    """Host function that computes advantages; see `build_advantage_function`."""
+    """Host function that calls a plain function for advantages; see `build_advantage_function`."""
 
     function: Callable[..., Any]
     input_names: tuple[str, ...]
@@ -142,7 +148,7 @@ class AdvantageFunction(StatelessHostFunction):
         return rows.build_token_sample(advantages=advantages)
 
     def _check_size(self, advantages: Vector, rows: CompletionRows) -> None:
-        """Raise `UserError` if an advantage is NaN, or is so large that the loss overflows."""
+        """Raise `UserError` if an advantage is NaN, or is so large that the loss would overflow."""
         wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
         if len(wrong):
             completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
@@ -156,7 +162,7 @@ class AdvantageFunction(StatelessHostFunction):
 
 @dataclass
 class FilterFunction(StatelessHostFunction):
-    """Host function that drops some ids; see `build_filter_function`."""
+    """Host function that filters prompts with a plain function; see `build_filter_function`."""
 
     function: Callable[..., Any]
     input_names: tuple[str, ...]

@@ -37,9 +37,9 @@ Task = tuple[Any, ...]
 class RewardReply:
     """Outcome of a task that was sent to a worker.
 
-    `value` depends on the status: the rewards and metrics ("ok"), the error message ("error"), or
-    the exit code of the process ("died"). `index` is the index of the completion that an error
-    refers to.
+    `value` depends on the status: the rewards and metrics ("ok"), the error message ("error"), the
+    exit code of the process ("died"), or None ("timeout"). `index` is the index of the completion
+    that an error refers to, or None.
     """
 
     status: Literal["ok", "error", "timeout", "died"]
@@ -49,7 +49,7 @@ class RewardReply:
 
 @dataclass
 class RewardWorker:
-    """Worker process with the connection to it.
+    """Handle of a worker process, with the connection for sending it tasks.
 
     The process leads its own process group, so that its children can be killed with it.
     """
@@ -59,9 +59,10 @@ class RewardWorker:
 
     @classmethod
     def start(cls, targets: Sequence[RewardTarget]) -> RewardWorker:
-        """Start a worker process, and send it this process's import path and the targets.
+        """Start a process that imports the reward functions `targets` and then waits for tasks.
 
-        The process imports the functions of the targets and then waits for tasks.
+        The process gets this process's `sys.path`, so that the same modules can be imported.
+        Returns without waiting for the imports.
         """
         ours, theirs = multiprocessing.Pipe()
         # An empty PYTHONPATH is left out: an empty entry would mean the working directory.
@@ -78,7 +79,7 @@ class RewardWorker:
         return cls(process, ours)
 
     def compute(self, task: Task) -> RewardReply:
-        """Send a task and return the reply.
+        """Send a task to the worker, wait for the reply and return it.
 
         The reply has the status "died" if the process ends before answering.
         """
@@ -109,7 +110,7 @@ class RewardWorker:
 class RewardWorkerThread:
     """State of a thread that sends tasks to one worker.
 
-    `lock` guards the fields that other threads also use; `start_lock` is locked while the worker
+    `lock` guards the fields that other threads also use; `start_lock` is held while the worker
     starts.
     """
 
@@ -121,7 +122,7 @@ class RewardWorkerThread:
     start_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, targets: Sequence[RewardTarget]) -> None:
-        """Start the worker unless it is running.
+        """Start the worker unless it is running, and wait until it has imported the functions.
 
         Raises `UserError` if a function cannot be imported.
         """
@@ -137,7 +138,7 @@ class RewardWorkerThread:
                     self.worker = worker
 
     def serve(self, jobs: Jobs, targets: Sequence[RewardTarget]) -> None:
-        """Compute the queued jobs until the queue returns None, then kill the worker."""
+        """Run queued jobs on the worker until the queue yields None, then kill the worker."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
@@ -167,7 +168,7 @@ class RewardWorkerThread:
         return reply
 
     def _finish_job(self) -> None:
-        """Forget the current job, and kill the worker if the job was dropped in the meantime."""
+        """Clear the current job, and kill the worker if the job was dropped while running."""
         with self.lock:
             if self.is_job_dropped:
                 self._release_worker()
@@ -181,7 +182,7 @@ class RewardWorkerThread:
                 self.worker = None
 
     def stop(self, job: Future[RewardReply] | None = None) -> None:
-        """Kill the worker. If `job` is given, do so only if the worker is computing this job."""
+        """Kill the worker. If `job` is given, do so only if the worker is running this job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return
@@ -248,7 +249,7 @@ class RewardPool:
     def close(self) -> None:
         """Kill all workers and cancel the queued tasks.
 
-        New workers are started if a task is submitted later.
+        The pool can still be used afterwards: submitting a task starts new workers.
         """
         _cancel_queued_jobs(self._jobs)
         for lane in self._worker_threads:
@@ -265,22 +266,25 @@ class RewardPool:
                 list(starts.map(lambda lane: lane.start(self.targets), absent))
 
     def submit(self, task: Task) -> Future[RewardReply]:
-        """Queue a task for the next free worker, and return a future of the reply."""
+        """Queue a task for the next free worker, and return a future for the reply."""
         reply: Future[RewardReply] = Future()
         self._jobs.put((task, reply))
         return reply
 
     def drop(self, replies: Iterable[Future[RewardReply]]) -> None:
-        """Cancel the queued tasks of `replies`, and kill the workers of the running tasks."""
+        """Cancel the tasks that belong to `replies`.
+
+        Tasks that are still queued are removed. If a task is running, its worker is killed.
+        """
         for reply in replies:
             if not reply.cancel():
                 for lane in self._worker_threads:
                     lane.stop(reply)
 
     def collect(self, replies: Sequence[Future[RewardReply]], seconds: float) -> list[RewardReply]:
-        """Wait at most `seconds` for the replies, and return them.
+        """Wait at most `seconds` for the replies, and return them in the same order.
 
-        Tasks that have not finished in this time are cancelled, and their replies have the status
+        Tasks that have not finished by then are cancelled, and their replies have the status
         "timeout".
         """
         late = wait(replies, seconds).not_done

@@ -1,4 +1,4 @@
-"""Validation of reward functions' results, in the process that computed them.
+"""Validation of what reward functions return, in the process that called them.
 
 This module does not import torch.
 """
@@ -33,10 +33,10 @@ class InvalidRewardResult(Exception):
 
 @dataclass(frozen=True)
 class RewardResultCheck:
-    """Check of the result that a reward function returns for some completions.
+    """Validator for what a reward function returns for a list of completions.
 
     `texts` and `ids` are the texts and token ids of these completions. With `by_token`, the
-    function may also return rewards of tokens and steps.
+    function may also return rewards for single tokens or steps of a completion.
     """
 
     texts: Sequence[str]
@@ -44,11 +44,13 @@ class RewardResultCheck:
     by_token: bool
 
     def validate(self, result: Any) -> tuple[list[Value], dict[str, float]]:
-        """Return the rewards, one per completion, and the metrics of a function's result.
+        """Check the result of a reward function, and return its rewards and metrics.
 
-        `result` is a list of rewards, or a pair of such a list and a mapping of metrics. A valid
-        reward is None, a finite number that is not too large or, with `by_token`, a list or mapping
-        that is a valid `Value`. Raises `InvalidRewardResult` for any other reward.
+        The rewards are returned as a list with one entry per completion. `result` is such a list,
+        or a tuple of such a list and a mapping of metrics. A reward is a finite number of absolute
+        value at most `MOST_REWARD`, or None. With `by_token`, it can also be a list with one number
+        or None per token, or a mapping from the end positions of steps (in characters of the
+        completion) to numbers. Raises `InvalidRewardResult` for anything else.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):

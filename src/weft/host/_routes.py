@@ -1,4 +1,4 @@
-"""Routing of completions to reward functions, by the option `reward` or by a column of the data."""
+"""Selection of the reward functions for each completion, by the option `reward` or a data column."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 @dataclass(frozen=True)
 class RoutedFunction:
-    """One reward function of a route, with its weight.
+    """One of the reward functions of a route, with its weight.
 
-    `target` is the function's index in `RewardRoutes.targets`. `args` has the arguments that are
-    given in the data's row.
+    `target` is the function's index in `RewardRoutes.targets`. `args` holds the keyword arguments
+    that the data's row sets for the function.
     """
 
     target: int
@@ -31,9 +31,9 @@ class RoutedFunction:
 
 @dataclass(frozen=True, eq=False)
 class RewardRoute:
-    """Reward functions whose weighted sum is the reward of some completions.
+    """Set of reward functions whose weighted sum is the reward of a completion.
 
-    Rows that specify the same reward share one route.
+    Rows of the data that specify the same reward share one route.
     """
 
     functions: tuple[RoutedFunction, ...]
@@ -46,8 +46,8 @@ class RewardRoutes:
     verifiers, because rows can name verifiers in that column. `labels` are the names of the targets
     in metrics.
 
-    A row can only name verifiers, because data must not be able to call arbitrary functions. The
-    constructor raises `ConfigError` if a function cannot be found.
+    A row can only name registered verifiers, so that a data file cannot make weft call arbitrary
+    functions. The constructor raises `ConfigError` if a function cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
@@ -74,7 +74,7 @@ class RewardRoutes:
     def find_routes(
         self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]
     ) -> list[RewardRoute]:
-        """Return the reward route that each id's row selects by its value in the column `column`.
+        """Return the reward route of each id, as specified in the column `column` of the id's row.
 
         A row with an empty value uses the functions of the option `reward`, and so do all rows if
         `column` is None. Raises `DataError` if the column is missing, if a value specifies anything
@@ -106,7 +106,7 @@ class RewardRoutes:
         return self._parsed_routes[key]
 
     def _parse(self, value: Any, id: str) -> RewardRoute:
-        """Return the route that a row's `value` in the column `column` specifies.
+        """Return the route that is specified by `value`, a row's entry in the column `column`.
 
         Raises `DataError`, naming the row's `id`, if the value is not valid.
         """
@@ -145,7 +145,7 @@ class RewardRoutes:
 
 
 def _make_distinct(labels: Sequence[str]) -> list[str]:
-    """Return the labels, made distinct: the second function `f` gets the label `f_2`."""
+    """Return the labels with a number appended to repeated ones: f, f, f become f, f_2, f_3."""
     seen: dict[str, int] = {}
     distinct_labels = []
     for label in labels:

@@ -1,4 +1,4 @@
-"""A batch as vectors over tokens and completions, and the shaping of rewards."""
+"""View of a batch as vectors over tokens or completions, and shaping of rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CompletionRows:
-    """Batch as float64 vectors: [T] over all completion tokens, or [S] over completions."""
+    """View of a batch as flat NumPy vectors.
+
+    A vector of shape [T] has one entry per completion token, over all completions; one of shape [S]
+    has one entry per completion. Values are float64 unless stated otherwise.
+    """
 
     batch: SequenceSample
 
@@ -32,7 +36,7 @@ class CompletionRows:
     def read_tokens(self, key: str) -> Vector:
         """Return the values of a key that has one value per completion token, [T].
 
-        Raises `DataError` if the key's lengths differ from the completions' lengths.
+        Raises `DataError` if the key has a different number of values for some completion.
         """
         if not np.array_equal(self.batch.lengths[key], self.lengths):
             raise DataError(f"key {key!r} must have one value per completion token")
@@ -55,7 +59,8 @@ class CompletionRows:
     def read_rewards(self) -> Vector:
         """Return the values of the key "rewards", one per completion, [S].
 
-        Raises `DataError`, naming the id, if a reward is so large that the loss overflows float32.
+        Raises `DataError`, naming the id, if a reward is so large that the loss would overflow
+        float32.
         """
         values = self.read_sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
@@ -70,7 +75,7 @@ class CompletionRows:
         return values
 
     def read_tokens_or_sequences(self, key: str) -> Vector:
-        """Return the values of a key: [S] if there is one per completion or id, and [T] otherwise.
+        """Return the values of a key: [S] if it has one per completion or id, and [T] otherwise.
 
         Raises `DataError` if the batch does not have the key.
         """
@@ -92,7 +97,8 @@ class CompletionRows:
     def mask(self) -> Vector:
         """Mask of the trained tokens [T]: `loss_mask` if present, else 1 for all tokens.
 
-        The first token of a completion is never trained (0) if the prompt is empty.
+        If the prompt is empty, the first token of the completion is not trained (0), because no
+        token precedes it.
         """
         if "loss_mask" in self.batch.data:
             mask = self.read_tokens("loss_mask")
@@ -127,7 +133,8 @@ class CompletionRows:
 class RewardShape:
     """Shaping of rewards: clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty.
 
-    The penalty is subtracted for truncated completions only. Nothing is clipped if `clip` is None.
+    The penalty is subtracted only from the rewards of truncated completions. If `clip` is None, the
+    rewards are not clipped.
     """
 
     clip: float | None
@@ -150,11 +157,11 @@ class RewardShape:
 def compute_kl_rows(
     rows: CompletionRows, mask: Vector, estimator: str, context: HostContext
 ) -> Vector:
-    """Return the estimated KL from the reference at each token [T], in nats, times `mask`.
+    """Return the estimated KL divergence from the reference model at each token [T], in nats.
 
-    Records two metrics: `kl_{estimator}`, the mean over tokens, and
-    `kl_{estimator}_per_completion`, the mean of the completions' sums. (The metric `kl` is recorded
-    by policy nodes.)
+    The values are multiplied by `mask`. Records two metrics: `kl_{estimator}`, the mean over
+    tokens, and `kl_{estimator}_per_completion`, the mean of the completions' sums. (The metric `kl`
+    is recorded by policy nodes.)
     """
     kl = (
         estimate_kl(rows.read_tokens("logprobs"), rows.read_tokens("ref_logprobs"), estimator)

@@ -20,7 +20,7 @@ RESERVED = ("prompts", "completions", "completion_ids")  # arguments that column
 
 @dataclass(frozen=True)
 class CompletionTexts:
-    """Completions of a batch, decoded to text only when a call needs them."""
+    """Prompts, completions and data columns of a batch, decoded to text only when needed."""
 
     names: list[str]  # names of the completions in messages: "id[k]" is completion k of an id
     group: npt.NDArray[np.int64]  # index of each completion's prompt [S]
@@ -31,7 +31,7 @@ class CompletionTexts:
 
     @classmethod
     def from_batch(cls, batch: SequenceSample, tokenizer: Tokenizer) -> CompletionTexts:
-        """Return the completions of a batch.
+        """Collect the prompts, completions and data columns of a batch.
 
         Columns with a reserved name, such as "prompts", are left out.
         """
@@ -54,9 +54,10 @@ class CompletionTexts:
         )
 
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Return the prompt token ids, completion token ids and columns of some completions.
+        """Return prompt token ids, completion token ids and columns of some completions.
 
-        `chunk` has the indices of the completions. Each returned list has one entry per completion.
+        `chunk` contains indices of completions. Each of the two lists and each column has one entry
+        per completion.
         """
         groups = self.group[list(chunk)].tolist()
         columns = {}
@@ -69,9 +70,10 @@ class CompletionTexts:
         )
 
     def build_task(self, chunk: Sequence[int]) -> Task:
-        """Return the prompts, completions, completion token ids and columns of some completions.
+        """Return prompts, completions, completion token ids and columns of some completions.
 
-        `chunk` has the indices of the completions. The texts do not contain special tokens.
+        `chunk` contains indices of completions. Prompts and completions are decoded to text without
+        special tokens.
         """
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.select_inputs(chunk)
@@ -86,11 +88,11 @@ class CompletionTexts:
     def spread_over_tokens(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """Return the reward of each token of a completion, float64 [L], or NaN if it has none.
+        """Return the reward of each token of a completion, float64 [L]; NaN if it has none.
 
-        `place` is the index of the completion. `value` is either a list with one reward or None per
-        token, or a mapping from the end of each step, as a character offset in the text, to the
-        step's reward. The last token of a step gets the step's reward.
+        `place` is the index of the completion. `value` is either a list with one number or None per
+        token, or a mapping from the end of each step (a character offset in the completion) to the
+        step's reward, which goes to the last token of the step.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

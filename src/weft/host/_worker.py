@@ -34,7 +34,10 @@ SHOWN_FRAMES = 4  # number of frames, from the last one, that a message shows of
 
 
 def main(descriptor: int) -> None:
-    """Serve tasks on the connection `descriptor` until the parent process closes it."""
+    """Import the reward functions, then answer tasks until the parent closes the connection.
+
+    `descriptor` is the file descriptor of the connection.
+    """
     # Redirect the standard streams, and end with the parent.
     connection = Connection(descriptor)
     threading.Thread(target=_kill_group_at_end_of_parent, args=(os.dup(0),), daemon=True).start()
@@ -104,7 +107,7 @@ def _call_and_catch(work: Callable[..., Any], *arguments: Any) -> WorkerAnswer:
 
 
 def load(target: RewardTarget) -> Callable[..., Any]:
-    """Import and return the function that a target specifies.
+    """Import and return the function at the location `target`.
 
     Raises `InvalidRewardResult` if the function does not exist, cannot be called, or does not
     accept the target's arguments.
@@ -139,10 +142,10 @@ def load(target: RewardTarget) -> Callable[..., Any]:
 def merge_arguments(
     function: Callable[..., Any], target: RewardTarget, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a reward function's arguments: the data's columns, and the target's own arguments.
+    """Return the keyword arguments for a reward function: the data columns and the target's `args`.
 
-    A target's argument replaces the column of the same name. For a verifier, a column with the name
-    of one of the verifier's options is omitted.
+    An argument in `args` takes precedence over a column of the same name. For a verifier, columns
+    that have the name of one of its options are left out.
     """
     options: set[str] = set()
     if target.verifier:
@@ -164,8 +167,8 @@ def call_reward_function(
 ) -> tuple[list[Value], dict[str, float]]:
     """Call a reward function on some completions, and return its validated rewards and metrics.
 
-    `expected` has the completions, and `given` has the keyword arguments. If the function is async,
-    its coroutine is run to completion in `loop`.
+    `expected` holds the completions and validates the result. `given` holds the keyword arguments.
+    If the function is async, its coroutine is run to completion in `loop`.
     """
     result = function(prompts, expected.texts, **select_accepted_columns(function, given))
     if inspect.isawaitable(result):
@@ -180,7 +183,7 @@ async def _await_result(result: Any) -> Any:
 def select_accepted_columns(
     function: Callable[..., Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the columns that a function accepts as arguments.
+    """Return the columns that a reward function accepts as keyword arguments.
 
     Raises `InvalidRewardResult` if a column that the function requires is missing.
     """

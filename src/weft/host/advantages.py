@@ -1,4 +1,4 @@
-"""Advantages over a whole batch, for PPO and for GRPO and related algorithms.
+"""Host functions that compute advantages over a whole batch, for PPO, GRPO and related algorithms.
 
 The KL controller and the running statistics of values are part of the state of `gae_advantages`.
 """
@@ -44,19 +44,20 @@ from weft.registry import register_function
 @register_function("gae_advantages")
 @dataclass
 class GAEAdvantages:
-    """Computes PPO's `advantages` and `returns` [L] by GAE from rewards, KL and critic values.
+    """Host function that computes PPO's `advantages` and `returns` for each completion token.
 
     The reward of token t is
 
         r_t = -kl_coef * KL_t (+ shaped reward at the last trained token of a completed text)
 
-    Generalised advantage estimation is applied to these rewards over the trained tokens. The
-    advantages are then whitened over the whole batch if `adv_norm` is set.
+    where KL_t is the estimated KL divergence from the reference model. The advantages are computed
+    from these rewards and the critic's values by generalised advantage estimation (GAE) over the
+    trained tokens. They are then whitened over the whole batch if `adv_norm` is set.
 
-    Input keys: the lengths of `completion`, `rewards` [1], `values` [L + 1], `finished` [1];
-    `logprobs` and `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present. The key
-    `token_rewards` [L], if present, has the part of the reward that belongs to single tokens, and
-    NaN for tokens without such a reward.
+    Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
+    `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` if `kl_ctl` is
+    above 0; `loss_mask` and `prompt` if present. The key `token_rewards` [L], if present, has the
+    part of the reward that belongs to single tokens, and NaN for tokens without such a reward.
 
     `truncated` determines the reward of a truncated completion. With "bootstrap", the critic's
     value of the next state replaces the reward, because the text is incomplete (ReaLHF). With
@@ -186,10 +187,10 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        Each token gets its scaled entry in `token_rewards`, if present, minus the KL `penalty`. The
-        last trained token of a completion also gets the rest of the completion's reward: the reward
-        minus its token rewards, after shaping. If `ended` is false for a completion, this token
-        gets the negative missing-eos penalty instead of the rest.
+        Each token gets its scaled value of the key `token_rewards`, if present, minus the KL
+        `penalty`. The last trained token of a completion also gets the rest of the completion's
+        reward: the reward minus the sum of its token rewards, after shaping. If `ended` is false
+        for a completion, this token gets the negative missing-eos penalty instead of the rest.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -231,7 +232,10 @@ def _scatter(values: Vector, where: npt.NDArray[np.bool_]) -> Vector:
 
 
 def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the index of each completion's last trained token, or -1 if it has none, int64 [S]."""
+    """Return the position in `mask` of each completion's last trained token, int64 [S].
+
+    The position is -1 for a completion without trained tokens.
+    """
     last = np.full(len(lengths), -1, dtype=np.int64)
     rows = np.flatnonzero(mask != 0.0)
     owner = np.repeat(np.arange(len(lengths)), lengths)[rows]
@@ -242,35 +246,45 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(StatelessHostFunction):
-    """Computes `advantages` [L] from the rewards of each group (GRPO and related algorithms).
+    """Host function that computes advantages within groups (GRPO and related algorithms).
 
-    A group consists of the completions of one prompt. The reward is shaped (bias, scale, clip,
-    missing-eos penalty, DAPO's soft overlong penalty, minus `kl_coef` times the KL to the
-    reference). Then `baseline` is subtracted, and the difference is divided by `scale` (both in
+    It outputs the key `advantages`, with one value per completion token. A group consists of the
+    completions of one prompt. The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's
+    soft overlong penalty, minus `kl_coef` times the KL to the reference). Then `baseline` is
+    subtracted, and the difference is divided by `scale` (both are described in
     `weft.algorithms.advantages`). The result is the advantage of all trained tokens of the
     completion. If `whiten` is set, it is whitened over all trained tokens of the batch.
 
-    Values of `baseline` and `scale` for known algorithms: GRPO: group, group. Dr. GRPO: group,
-    none. RLOO: leave_one_out, none. ReMax: given, none. REINFORCE++: none, none, whiten (its
-    variant with a baseline: group, none, whiten). OPO: opo, none. GPG: group, none,
-    `rescale_informative`. `pass_k` replaces baseline and scale: it rewards that at least one of k
-    completions passes, that is, has a reward above `pass_reward`. `part_weights` normalises each
-    part of the reward separately (GDPO).
+    Settings for known algorithms:
+
+    - GRPO: baseline="group", scale="group"
+    - Dr. GRPO: baseline="group", scale="none"
+    - RLOO: baseline="leave_one_out", scale="none"
+    - ReMax: baseline="given", scale="none"
+    - REINFORCE++: baseline="none", scale="none", whiten=True (its variant with a baseline:
+      baseline="group")
+    - OPO: baseline="opo", scale="none"
+    - GPG: baseline="group", scale="none", rescale_informative=True
+
+    `pass_k` replaces baseline and scale: prompts are rewarded if at least one of k completions
+    passes (has a reward above `pass_reward`). `part_weights` normalises each part of the reward
+    separately (GDPO).
 
     Without a baseline, the KL penalty of a token reduces the advantages of this token and of those
     before it (REINFORCE++). With a baseline, the total KL of the completion is subtracted from its
     reward (verl, TRL's RLOO).
 
-    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]; `logprobs` and
-    `ref_logprobs` for the KL; `loss_mask` and `prompt` if present. The baseline "given" needs
-    `baseline_rewards` [1], `baseline_finished` [1] and the lengths of `baseline_completion`, one
-    per id; these rewards are shaped and penalised like those of the samples. `part_weights` needs
-    `reward_parts` [1, parts]. The key `token_rewards` [L], if present, has the rewards of steps
-    (NaN except at the last token of a step); each step gets its own advantage.
+    Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
+    `rewards` [1], `finished` [1]; `logprobs` and `ref_logprobs` for the KL; `loss_mask` and
+    `prompt` if present. The baseline "given" needs `baseline_rewards` [1], `baseline_finished` [1]
+    and the lengths of `baseline_completion`, one per prompt; these rewards are shaped and penalised
+    like those of the samples. `part_weights` needs `reward_parts` [1, parts]. The key
+    `token_rewards` [L], if present, has the rewards of steps (NaN except at the last token of a
+    step); each step gets its own advantage.
 
     `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 disables the overlong
-    penalty. `mask_truncated` also makes a `loss_mask` that excludes truncated completions (DAPO's
-    overlong filtering).
+    penalty. With `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated
+    completions (DAPO's overlong filtering).
     """
 
     baseline: str = "group"
@@ -392,7 +406,7 @@ class GroupAdvantages(StatelessHostFunction):
         return each
 
     def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
-        """Return the shaped reward of the baseline completion that belongs to each completion, [S].
+        """Return the shaped reward of the baseline completion for each completion, [S].
 
         All completions of a prompt share one baseline completion. The overlong penalty is computed
         from the length of the baseline completion.
@@ -414,7 +428,7 @@ class GroupAdvantages(StatelessHostFunction):
         )(rewards, finished, context)
 
     def _compute_overlong_penalty(self, lengths: npt.NDArray[np.int64]) -> Vector:
-        """Return the soft overlong penalty of completions with these lengths, at most 0."""
+        """Return DAPO's soft overlong penalty (0 or negative) for the given lengths [S]."""
         if not (self.overlong_buffer and self.max_new_tokens):
             return np.zeros(len(lengths))
         return self.overlong_penalty * compute_overlong_penalty(

@@ -1,6 +1,6 @@
-"""Host functions: nodes of the graph that run no model.
+"""Interfaces of host functions, the nodes of the graph that run CPU code instead of a model.
 
-They run CPU code on a whole batch, and can have state and a deadline.
+A host function processes a whole batch, and can have state and a deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.registry import functions
 
 @dataclass
 class HostContext:
-    """Inputs of a host function other than its batch.
+    """Everything that a host function receives in addition to its batch.
 
     Metrics recorded by `record` are logged as `{node}/{name}`.
     """
@@ -31,13 +31,14 @@ class HostContext:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def record(self, name: str, value: float) -> None:
-        """Set the metric `name` of the node."""
+        """Set the node's metric `name` to `value`."""
         self.metrics[name] = float(value)
 
     def require_tokenizer(self, function: str) -> Tokenizer:
-        """Return the tokenizer.
+        """Return the tokenizer of the node.
 
-        Raises `UserError` if the node has none; the message contains the name `function`.
+        Raises `UserError` if there is none. `function` is the name of the host function in the
+        message.
         """
         if self.tokenizer is None:
             raise UserError(
@@ -55,7 +56,7 @@ class HostCallable(Protocol):
     keeps.
 
     `state_dict` returns nested plain values and numpy arrays, which are saved in every recovery
-    point.
+    point. `load_state_dict` restores them.
     """
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
@@ -68,14 +69,14 @@ class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
     As soon as a running model function call has completed some ids, `begin` is called with a batch
-    of these ids. The batch has the keys `begins_with`, under the names that the function uses.
-    `begin` runs in threads, possibly in parallel with itself and with `__call__` on another batch.
-    It is never called if the keys `begins_with` are made by two nodes or by a host function.
+    of these ids. The batch has only the keys in `begins_with`, which are named as in the function's
+    input. `begin` runs in threads, possibly in parallel with itself and with `__call__` on another
+    batch. It is never called if these keys come from two nodes or from a host function.
 
     `__call__` with these ids starts after `begin` has returned. If `begin` raised an error,
     `__call__` raises it. The result of `__call__` must not depend on `begin`, because `__call__`
-    may never get these ids, or may get them with other values. In `begin`, `context.step` is not
-    known yet (0), and recorded metrics are not logged.
+    may never get these ids, or may get them with other values. In `begin`, `context.step` is always
+    0, because the step is not known yet, and recorded metrics are not logged.
     """
 
     begins_with: Sequence[str]
@@ -109,9 +110,9 @@ class StatelessHostFunction:
 
 @runtime_checkable
 class ShortHostFunction(Protocol):
-    """Interface of builders, each of which makes a host function from one plain function.
+    """Interface of builders that make a host function from a plain function.
 
-    The implementation is in `weft.host._functions`.
+    The implementation is `weft.host._functions.HostFunctionBuilder`.
     """
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
@@ -129,9 +130,10 @@ class PlainFunction(StatelessHostFunction):
 
 
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
-    """Return the host function registered as `name` (or at `module:thing` or `FILE.py:thing`).
+    """Return a new instance of the host function registered as `name`.
 
-    A class is constructed with `args`; a plain function gets `args` in every call.
+    `name` can also be `module:thing` or `FILE.py:thing`. A class is constructed with `args`; a
+    plain function gets `args` in every call.
 
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """

@@ -16,7 +16,8 @@ from weft.registry import register_filter
 def dynamic_sampling(rewards: Vector) -> bool:
     """Return whether the completions of a prompt differ in reward (DAPO, section 3.2).
 
-    Completions with equal rewards have zero advantage under a group baseline.
+    Prompts whose completions all have the same reward are dropped, because the advantages are zero
+    under a group baseline.
 
     `rewards` has the rewards of one prompt's completions, before any shaping. Raises `ConfigError`
     if there is only one completion, because the prompt would always be dropped.

@@ -18,13 +18,15 @@ from weft.registry import register_function
 @register_function("high_covariance")
 @dataclass
 class HighCovariance(StatelessHostFunction):
-    """Sets `high_covariance` [L] to 1 for the tokens that Clip-Cov or KL-Cov acts on, else to 0.
+    """Host function that marks the tokens that Clip-Cov or KL-Cov acts on.
 
-    `weft.algorithms.covariance` describes both methods. `share` is the fraction of all trained
-    tokens to select. Clip-Cov draws these tokens at random from those with a covariance between
-    `low` and `high`.
+    The key `high_covariance` is 1 for these completion tokens and 0 for all others. Both methods
+    are described in `weft.algorithms.covariance`. `share` is the fraction of all trained tokens to
+    select. Clip-Cov draws these tokens at random from those with a covariance between `low` and
+    `high`.
 
-    Input keys: `logprobs` and `advantages` [L], and `loss_mask` and `prompt` if present.
+    Input keys: `logprobs` and `advantages`, with one value per completion token, and `loss_mask`
+    and `prompt` if present.
     """
 
     method: str
@@ -60,10 +62,10 @@ class HighCovariance(StatelessHostFunction):
     def _draw_random_order(
         self, batch: SequenceSample, rows: CompletionRows, context: HostContext
     ) -> Vector:
-        """Return a random number per token [T], independent of the order and layout of the batch.
+        """Return a uniform random number for each completion token [T].
 
-        The number depends on the seed, the step, the id, the completion's index and the token's
-        position.
+        The number depends only on the seed, the step, the id, the completion's index and the
+        token's position, not on the order and layout of the batch.
         """
         draws = []
         index = dict.fromkeys(batch.ids, 0)

@@ -1,4 +1,4 @@
-"""Shared parts of HTTP requests to other servers: validation of URLs and keys, retry policy."""
+"""Helpers for HTTP requests to other servers: validation of URLs and keys, retry policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def split_base_url(
 ) -> SplitResult:
     """Split the base URL of a server into its components.
 
-    Raises `ConfigError` for an invalid URL, and for one with credentials, a query or a fragment:
+    `option` and `example` are the option's name and a valid value, for error messages. Raises
+    `ConfigError` for an invalid URL, and for one with credentials, a query or a fragment:
     credentials belong in the environment variable `key_variable`.
     """
     if any(mark in str(url) for mark in "@?#"):
@@ -111,10 +112,10 @@ def is_retryable_status(status: int) -> bool:
 
 
 def compute_retry_delay(attempt: int, after: float, jitter: random.Random) -> float:
-    """Return the delay in seconds before a request is sent again.
+    """Return the seconds to wait before a retry, by exponential backoff with jitter.
 
     `attempt` is the index of the failed attempt, from 0. The delay is at least `after`, the delay
-    that the server asks for.
+    in seconds that the server asks for.
     """
     return max(after, min(MAX_DELAY_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 

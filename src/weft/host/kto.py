@@ -1,12 +1,16 @@
-"""KTO's z0, the divergence of the policy from the reference on mismatched completions.
+"""Host functions for KTO's z0, the KL divergence from the reference on mismatched completions.
 
-z0 is a statistic of the whole batch, so the loss reads it as a key, which these nodes compute:
+z0 is a statistic of the whole batch, so it is computed before the loss, which reads it as the key
+`kl_baseline`. The graph has these nodes, with their inputs and outputs:
 
     kto_mismatch   prompt, completion               -> kl_completion, kl_mask
     kl_actor_inf   actor, completion:=kl_completion -> kl_logprobs
     kl_ref_inf     ref, completion:=kl_completion   -> kl_ref_logprobs
     kto_baseline   kl_logprobs, kl_ref_logprobs, kl_mask -> kl_baseline
     actor_train    loss dpo, loss_type=kto; reads label, ref_logprobs, kl_baseline
+
+Here, `completion:=kl_completion` means that the node reads `kl_completion` in place of
+`completion`.
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ from weft.registry import register_function
 
 @register_function("kto_mismatch")
 def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """Pair every prompt with the next id's completions, and the last prompt with the first id's.
+    """Pair each prompt with the completions of the next prompt, and the last with the first.
 
     These completions are returned as `kl_completion`, and their `loss_mask` as `kl_mask` (ones if
     there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such mismatched pairs.
     TRL forms the pairs in the same way, but within each micro-batch; weft forms them over the whole
-    batch. A batch of one id, such as the last batch of an epoch, has no mismatched completions, so
-    the mask and z0 are 0.
+    batch. A batch of one prompt, such as the last batch of an epoch, has no mismatched completions,
+    so the mask and z0 are 0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}
@@ -49,7 +53,7 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
 
 @register_function("kto_baseline")
 def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """Compute KTO's z0 in nats, as `kl_baseline` [1] with the same value for every id.
+    """Return KTO's z0 in nats as the key `kl_baseline`, which has the same value for every id.
 
     z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs), where
     the sum is over the tokens that `kl_mask` includes. Raises `DataError` if the two log-probs

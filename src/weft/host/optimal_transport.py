@@ -1,6 +1,6 @@
-"""Comparison values of AOT: for each score, the score of equal rank on the other side.
+"""Host function for AOT (alignment via optimal transport), which compares scores of equal rank.
 
-A rank is a position among all scores of the batch.
+The rank of a score is its position in the sorted scores of the batch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Compute `partner` [1] of each completion, the counterpart that AOT compares it with.
+    """Return the key `partner` [1] of each completion, the value that AOT compares its score with.
 
-    With "aot", the better completion of a pair gets the reference's margin that has the same rank
-    as the pair's margin under the policy; the worse completion gets 0. With "aot_unpaired", a
-    better completion gets the log-ratio of the same rank among the worse completions, and a worse
-    completion gets the log-ratio of the same rank among the better ones. See
-    `weft.algorithms.transport`.
+    With `loss_type="aot"`, scores are margins, the differences in log-prob between the better and
+    the worse completion of a pair. The better completion gets the reference's margin that has the
+    same rank as the pair's margin under the policy; the worse completion gets 0. With
+    "aot_unpaired", scores are log-ratios of policy and reference. A better completion gets the
+    log-ratio of the same rank among the worse completions, and a worse completion gets the
+    log-ratio of the same rank among the better ones. See `weft.algorithms.transport`.
 
     Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
     `ref_logprobs` [L], `rank`, and `comparison`, `loss_mask` and `prompt` if present. Raises
@@ -54,7 +55,7 @@ def optimal_transport(
 
 
 def _find_pairs(batch: SequenceSample, rows: CompletionRows) -> tuple[Index, Index]:
-    """Return the indices of each pair's better and worse completions, each int64 [P].
+    """Return the indices of the better and the worse completions of all P pairs, each int64 [P].
 
     Raises `DataError` if a completion is not in exactly one pair.
     """

@@ -1,4 +1,4 @@
-"""Metrics of solved prompts: avg@k and pass@k."""
+"""Host function for the metrics of solved prompts, avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.registry import register_function
 @register_function("pass_rates")
 @dataclass
 class PassRates(StatelessHostFunction):
-    """Records avg@k and pass@k as metrics, and returns no keys.
+    """Host function that records avg@k and pass@k as metrics, and outputs no keys.
 
     The metrics are computed over prompts with `count` = k completions each. `avg@k` is the mean
     reward of the completions. `pass@k` is the fraction of prompts for which at least one completion
-    passes, that is, has a reward above `pass_reward`. If k is more than 1, `pass@1` is also
-    recorded, the fraction of completions that pass.
+    passes, which means that its reward is above `pass_reward`. If k is more than 1, `pass@1`, the
+    fraction of completions that pass, is also recorded.
 
     Input key: `rewards` [1] of each completion.
     """

@@ -1,4 +1,4 @@
-"""Preference pairs from the rewards of a prompt's sampled completions."""
+"""Host function that makes preference pairs from the rewards of a prompt's sampled completions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ Index = npt.NDArray[np.int64]
 @register_function("preferences_by_reward")
 @dataclass
 class PreferencesByReward(StatelessHostFunction):
-    """Makes `rank` and `comparison` [1] of each completion from the rewards of its group.
+    """Host function that ranks the sampled completions of each prompt by reward to form pairs.
 
-    `RowBatch.pairs` reads these keys.
+    It outputs the keys `rank` and `comparison`, with one value per completion. `RowBatch.pairs`
+    reads them: two completions of a prompt form a pair if they have the same `comparison` and
+    different ranks.
 
     With `pairs="best_worst"`, the best completion of a prompt (rank 0) is compared with the worst
-    one (rank 1); every other completion gets a comparison of its own, so that it is in no pair.
-    With `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
+    one (rank 1); every other completion gets a unique `comparison`, so that it is in no pair. With
+    `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
     settings, completions with equal rewards have equal ranks and form no pair. If several
     completions are best, the first one is used; if several are worst, the last one. With two
     completions, the settings do not differ.
@@ -88,12 +90,12 @@ class PreferencesByReward(StatelessHostFunction):
 
 
 def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return ranks [n], comparison indices [n] and margin [1] of one prompt's completions.
+    """Return ranks [n], comparison indices [n] and the margin [1] of one prompt's completions.
 
-    This is the setting "best_worst". The best completion has rank 0, and the worst one has rank 1.
-    Both have comparison index 0, so that they form a pair. Every other completion has a comparison
-    index of its own, and so is in no pair. If all rewards are equal, the margin and all ranks are
-    0, and there is no pair.
+    This implements the setting "best_worst". The best completion has rank 0, and the worst one has
+    rank 1. Both have comparison index 0, so that they form a pair. Every other completion has a
+    unique comparison index, and so is in no pair. The margin is the difference of the best and the
+    worst reward. If all rewards are equal, the margin and all ranks are 0, and there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -107,10 +109,10 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
     """Return ranks [n], comparison indices [n] and margins [C(n, 2)] of one prompt's completions.
 
-    This is the setting "all". All completions have comparison index 0, so that any two of them with
-    different ranks form a pair. The completion with the highest reward has rank 0, and equal
-    rewards have equal ranks. The margins are the absolute differences of the rewards of any two
-    completions, including those with equal rewards.
+    This implements the setting "all". All completions have comparison index 0, so that any two of
+    them with different ranks form a pair. The completion with the highest reward has rank 0, and
+    equal rewards have equal ranks. The margins are the absolute differences of the rewards of any
+    two completions, including those with equal rewards.
     """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
     one, other = np.triu_indices(len(rewards), 1)

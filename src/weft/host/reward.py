@@ -39,9 +39,10 @@ CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 @register_function("reward")
 @dataclass
 class RewardFunction(StatelessHostFunction):
-    """Computes `rewards` [1] of each completion, the weighted sum of the functions in `reward`.
+    """Host function that computes rewards as weighted sums of reward functions.
 
-    If present, the `scores` of a reward model are added, too, with the weight `scores_weight`.
+    It outputs the key `rewards`, one value per completion. If the batch has the `scores` of a
+    reward model, they are added with the weight `scores_weight`.
 
     `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
     list of these forms, of `[NAME, WEIGHT]` and of `{name, weight, args}`. Each function
@@ -55,24 +56,28 @@ class RewardFunction(StatelessHostFunction):
     long as the run. Without a `chunk_size`, it is called on a prompt as soon as all completions of
     the prompt are available, while others are still being sampled.
 
-    `column` names a column of the data whose rows specify their verifiers, in the forms of
-    `reward`; `reward` then applies to rows that are empty in this column. With `by_token`, the
-    reward of a completion may be a list with one number or None per token, or a mapping from the
-    end positions of steps (in characters of the completion) to rewards. The node then also makes
-    `token_rewards` [L], which is NaN for tokens without a reward; `rewards` includes the rewards of
-    tokens. `keep_parts` also makes `reward_parts` [1, parts], the unweighted parts: NaN for parts
-    that do not apply, and the reward model's score last.
+    `column` names a column of the data whose rows specify their verifiers, in the same forms as
+    `reward`; rows that are empty in this column use `reward`. With `by_token`, a function may
+    return, for a completion, a list with one number or None per token, or a mapping from the end
+    positions of steps (in characters of the completion) to rewards. The node then also outputs
+    `token_rewards`, one value per completion token, which is NaN for tokens without a reward;
+    `rewards` includes the rewards of tokens. With `keep_parts`, the node also outputs
+    `reward_parts`, the unweighted parts of each completion's reward: NaN for parts that do not
+    apply, and the reward model's score last.
 
-    `timeout_s` limits the time for the whole batch, measured from the time when all completions are
-    available. If a call has not returned by then, the run stops or, if `on_timeout` is set, the
-    call's completions get the value `on_timeout` for this part and are counted in the metric
-    `timeouts`. The process of the call is killed with all its children.
+    `timeout_s` limits the time for the whole batch in seconds, measured from the time when all
+    completions are available. If a call has not returned by then, the run stops or, if `on_timeout`
+    is set, the call's completions get the value `on_timeout` for this part and are counted in the
+    metric `timeouts`. The process of the call is killed with all its children.
 
-    Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
-    prompt's completions (of the whole batch, if prompts have one each); `frac_reward_zero_std`, the
-    fraction of prompts whose completions all have the same reward; `reward/{part}`, the mean of a
-    part over the completions to which it applies; `reward/{part}/{name}`, a metric that the part
-    returned.
+    Metrics:
+
+    - `reward`: mean reward
+    - `reward_std`: mean over prompts of the standard deviation among a prompt's completions (or the
+      standard deviation of the whole batch, if prompts have one completion each)
+    - `frac_reward_zero_std`: fraction of prompts whose completions all have the same reward
+    - `reward/{part}`: mean of a part over the completions to which it applies
+    - `reward/{part}/{name}`: a metric that the part's function returned
 
     The constructor raises `UserError` for functions that cannot be found or imported. Calls of the
     object raise `UserError` if a function raises an error, hangs, or returns anything but finite
@@ -172,10 +177,10 @@ class RewardFunction(StatelessHostFunction):
         return sample
 
     def _check_size(self, rewards: Vector, texts: CompletionTexts) -> None:
-        """Raise `UserError` if the weighted sum of a completion's rewards is too large.
+        """Raise `UserError` if the total reward of a completion is too large.
 
-        This is possible even if no single reward is too large. Scores of a reward model that are
-        not finite are not checked here, because training reports them.
+        The weighted sum can be too large even if no single reward is. Scores of a reward model that
+        are not finite are not checked here, because training reports them.
         """
         large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
         if len(large):
@@ -187,11 +192,12 @@ class RewardFunction(StatelessHostFunction):
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
-        """Return the calls for all completions, each for at most `chunk_size` prompts.
+        """Return the reward calls for all completions, and submit those that are missing.
 
-        A call covers prompts with the same route, in the order of the batch. A prompt whose call
-        was submitted by `begin` keeps this call if its inputs have not changed. Without a
-        `chunk_size`, the size is chosen so that all workers are busy.
+        A call covers at most `chunk_size` prompts of the same route (set of reward functions), in
+        the order of the batch. A prompt whose call was submitted by `begin` keeps this call if its
+        inputs have not changed. Without a `chunk_size`, the size is chosen so that all workers are
+        busy.
         """
         # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
@@ -236,7 +242,7 @@ class RewardFunction(StatelessHostFunction):
         )
 
     def _cancel_prefetched(self, ids: Iterable[str]) -> None:
-        """Cancel the prefetched calls of these ids, if any."""
+        """Cancel the calls that `begin` has submitted for these ids, if any."""
         for id in ids:
             if (call := self._prefetched_calls.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
@@ -244,10 +250,11 @@ class RewardFunction(StatelessHostFunction):
     def _read_reply(
         self, reply: RewardReply, label: str, names: Sequence[str]
     ) -> tuple[Sequence[Value], Mapping[str, float]]:
-        """Return the rewards and metrics of one call.
+        """Return the rewards and metrics from the reply to one call.
 
-        `label` and `names` identify the function and the completions in error messages. Raises
-        `UserError` or `RunError` if the call failed.
+        If the call timed out and `on_timeout` is set, all rewards are `on_timeout`. `label` and
+        `names` identify the function and the completions in error messages. Raises `UserError` or
+        `RunError` if the call failed.
         """
         if reply.status == "ok":
             values, metrics = reply.value
@@ -280,9 +287,9 @@ class RewardFunction(StatelessHostFunction):
         return [self.on_timeout] * len(names), {}
 
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
-        """Return each completion's weighted sum of parts, plus the reward model's score if present.
+        """Return each completion's weighted sum of rewards, plus the model's score if present.
 
-        Raises `UserError` if no part applies to a completion, unless there are scores.
+        Raises `UserError` if no reward function applies to a completion, unless there are scores.
         """
         sums.record_metrics(context)
         if "scores" in batch.data:
@@ -307,9 +314,9 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Pending calls of a route's reward functions for some completions of a batch.
+    """Pending calls of all reward functions of a route for some completions of a batch.
 
-    A route is the list of reward functions whose weighted sum is the reward of these completions.
+    A route is the set of reward functions whose weighted sum is the reward of these completions.
     """
 
     positions: list[int]  # indices of the completions in the batch

@@ -1,4 +1,4 @@
-"""Correction of the mismatch between the sampler's log-probs and those of the trained network."""
+"""Host function that corrects for the mismatch between the sampler and the trained network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(StatelessHostFunction):
-    """Computes `sampler_weights` [L], the weights of tokens in the policy loss.
+    """Host function that computes `sampler_weights`, importance weights in the policy loss.
 
-    `weft.algorithms.sampler` describes the method.
+    The weights correct for differences between the log-probs of the sampler and those of the
+    trained network; see `weft.algorithms.sampler`.
 
-    Input keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
-    weights, and `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
-    `weight_max`, the mean and maximum before weights are bounded; `bounded_fraction`, the fraction
-    of weights that are truncated or set to 0; `effective_fraction` = (sum of weights)^2 / (tokens *
-    sum of squared weights).
+    Input keys, with one value per completion token: `logprobs` by the sampler, `old_logprobs` by
+    the trained network with the same weights, and `loss_mask` and `prompt` if present. Metrics over
+    trained tokens: `weight` and `weight_max`, the mean and maximum before weights are bounded;
+    `bounded_fraction`, the fraction of weights that are truncated or set to 0; `effective_fraction`
+    = (sum of weights)^2 / (tokens * sum of squared weights).
     """
 
     correction: str = "token_truncate"

@@ -42,12 +42,12 @@ class RewardTarget:
     """Location of a reward function, from which another process can import it.
 
     The function is called `attribute`, and is defined in either `module` or `file`. `label` is the
-    name of the part in metrics and messages. With `by_token`, the function may return rewards of
-    tokens.
+    name of the reward part in metrics and messages. With `by_token`, the function may return
+    rewards of tokens.
 
     A verifier's parameters with a default are options that only `args` can set: a column of the
     data with the name of an option is ignored. In a user's function, a parameter with a default can
-    also be a column.
+    also be filled by a column.
     """
 
     label: str
@@ -130,12 +130,12 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
-    """Return the location of a registered verifier: the module or file that defines it.
+    """Return the location of the function that a part names, so that another process can import it.
 
-    The location is needed because a verifier can be in user code that other processes have not
-    imported. Raises `ConfigError` if the name is not registered, or if another process cannot
-    import the verifier. With `checked`, it is also raised if the verifier does not have the given
-    options.
+    The name is that of a registered verifier, `module:function` or `FILE.py:function`. Raises
+    `ConfigError` if the verifier, the package or the file does not exist, if the file does not
+    define the function, or if another process cannot import the verifier. With `checked`, it is
+    also raised if a verifier does not have the given options.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -161,10 +161,10 @@ def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
 
 
 def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
-    """Raise `ConfigError` if a file cannot define the function.
+    """Raise `ConfigError` if a Python file does not define the function `attribute`.
 
-    The file is parsed, not run, because it could import anything, and because neither a dry run nor
-    `weft config validate` runs reward code. A file that defines names only when it is run, for
+    The file is parsed but not run, because running it could import anything, and neither a dry run
+    nor `weft config validate` runs reward code. A file that defines names only when it is run, for
     example by `import *`, is accepted here; the process that computes rewards checks it.
     """
     try:
@@ -197,8 +197,9 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
     """Return the location of a registered verifier: the module or file that defines it.
 
     The location is needed because a verifier can be in user code that other processes have not
-    imported. Raises `ConfigError` if the name is not registered or another process cannot import
-    the verifier and, if `checked`, for options that the verifier does not have.
+    imported. Raises `ConfigError` if the name is not registered, or if another process cannot
+    import the verifier. With `checked`, it is also raised for options that the verifier does not
+    have.
     """
     if part.name.endswith(".py"):
         raise ConfigError(
@@ -240,8 +241,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
     """Raise `ConfigError` for arguments that are not options of the verifier `function`.
 
-    A built-in verifier is also called without completions, because this call raises an error for
-    invalid values.
+    A built-in verifier is also called with empty lists, so that it raises an error for invalid
+    values of its options.
     """
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]

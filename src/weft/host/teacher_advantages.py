@@ -1,4 +1,4 @@
-"""Advantages of policy-gradient distillation, from a teacher's log-probs of sampled tokens."""
+"""Host function for policy-gradient distillation: advantages from a teacher's log-probs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from weft.registry import register_function
 @register_function("teacher_advantages")
 @dataclass
 class TeacherAdvantages(StatelessHostFunction):
-    """Computes `advantages` [L] from the difference of the teacher's and the student's log-probs.
+    """Host function that computes advantages from a teacher's log-probs of the sampled tokens.
 
-    The advantage of token t is the sum over trained tokens s >= t of discount^(s - t) (log
-    pi_teacher - log pi_student)(token s).
+    The key `advantages` has one value per completion token. For token t, it is the sum over trained
+    tokens s >= t of discount^(s - t) (log pi_teacher - log pi_student)(token s), where pi_teacher
+    and pi_student are the probabilities under teacher and student.
 
-    The reward of a token is log pi_teacher - log pi_student, the negative of the token's sampled
-    term in KL(student || teacher). With `discount` 0, as in "On-Policy Distillation" (Thinking
-    Machines Lab 2025), only a token's own reward counts, and the expected gradient is that of each
-    position's own KL. With `discount` 1, all later rewards count too, and the gradient is that of
-    the KL between whole completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv
-    2306.08543, section 2.2) does this, and reduces the variance by methods that are not implemented
-    here (length normalisation, a separate first step, samples mixed with the teacher's).
+    The reward of a token is thus log pi_teacher - log pi_student, the negative of the token's
+    sampled term in KL(student || teacher). With `discount` 0, as in "On-Policy Distillation"
+    (Thinking Machines Lab 2025), only a token's own reward counts, and the expected gradient is
+    that of each position's own KL. With `discount` 1, all later rewards count too, and the gradient
+    is that of the KL between whole completions, with a much larger variance. MiniLLM (Gu et al.
+    2023, arXiv 2306.08543, section 2.2) does this, and reduces the variance by methods that are not
+    implemented here (length normalisation, a separate first step, samples mixed with the
+    teacher's).
 
-    Input keys: the lengths of `completion`, `logprobs` [L] as sampled, `teacher_logprobs` [L], and,
-    if present, `teacher_top1` [L] (1 if the token is the teacher's most likely), `loss_mask` and
-    `prompt`. Metrics over trained tokens: `kl_k1`, the mean of log pi_student - log pi_teacher, an
-    unbiased estimate of the KL that can be negative; `kl_k1_per_completion`, the mean of the
-    completions' sums; `teacher_agreement`, the mean of `teacher_top1`; `advantage_std`.
+    Input keys, with one value per completion token: `logprobs` of the sampler, `teacher_logprobs`
+    and, if present, `teacher_top1` (1 if the token is the teacher's most likely) and `loss_mask`;
+    also the lengths of `completion`, and `prompt` if present. Metrics over trained tokens: `kl_k1`,
+    the mean of log pi_student - log pi_teacher, an unbiased estimate of the KL that can be
+    negative; `kl_k1_per_completion`, the mean of the completions' sums; `teacher_agreement`, the
+    mean of `teacher_top1`; `advantage_std`.
     """
 
     discount: float = 0.0

@@ -1,1 +1,1 @@
-"""Model interfaces: implementations of the model function calls on a role."""
+"""Model interfaces, which implement model function calls such as generation and training."""

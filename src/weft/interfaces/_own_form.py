@@ -1,7 +1,7 @@
-"""Convert a batch for a role with another tokenizer or chat template than the data.
+"""Conversion of a batch for a role whose tokenizer or chat template differs from the data's.
 
-A reward model or judge whose tokenizer or chat template differs from the data's reads prompts and
-completions in the text form that it was trained on, and in its own tokens.
+Such a role, for example a reward model or judge, must read prompts and completions in the text
+format that it was trained on, encoded with its own tokenizer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Ids = list[int]
 
 
 def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers map the same ids to the same tokens.
+    """Return whether two tokenizers have the same vocabulary.
 
-    They may differ in chat templates and other settings.
+    They may still differ in chat templates and other settings.
     """
     return (
         one is other
@@ -37,8 +37,8 @@ def have_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
     """Return whether the batch must be converted before the role can read it.
 
-    True if the role's vocabulary differs from the data's, or if the prompts are messages and the
-    role has a chat template that differs from the data's.
+    This is the case if the role's vocabulary differs from the data's, or if the prompts are
+    messages and the role has a chat template that differs from the data's.
     """
     if not have_same_tokens(model.tokenizer, model.data_tokenizer):
         return True
@@ -53,17 +53,18 @@ def has_own_tokens(model: Model, batch: SequenceSample) -> bool:
 def convert_to_own_tokens(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:
-    """Return the batch in the role's own tokens, with the same ids and numbers of completions.
+    """Return the batch re-encoded for the role's tokenizer and chat template.
 
-    Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
-    and their completions as the assistant's turn, unless `prefix` or `suffix` is set. All other
-    prompts are treated as plain text between `prefix` and `suffix`. Only completions that ended get
-    an end token. The key `finished` marks them; without this key, a completion has ended if its
-    last token is a stop token.
+    Sample ids and numbers of completions are unchanged; each id must have one prompt. Prompts that
+    are messages are rendered with the role's chat template, and their completions as the
+    assistant's turn. All other prompts, or all prompts if `prefix` or `suffix` is set, are encoded
+    as plain text between `prefix` and `suffix`. Only completions that ended get an end token. The
+    key `finished` marks these; without this key, a completion has ended if its last token is a stop
+    token.
 
-    The metadata `left_out` lists, for each id, the parts of its messages that the role's template
-    does not render. Raises `ConfigError`, which names the role and the id, if the role has no
-    template, or if its template rejects the messages or omits a part on which a reply depends.
+    The metadata column `left_out` lists, for each id, the parts of its messages that the role's
+    template does not render. Raises `ConfigError` naming the role and the id if the role has no
+    template, or if its template rejects the messages or omits a part that a reply depends on.
     """
     # Collect the completions of each id, and whether they ended.
     owner = batch.group_of("completion")
@@ -113,10 +114,10 @@ def convert_to_own_tokens(
 def _encode_as_text(
     tokenizer: Tokenizer, prompt: str, completions: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
-    """Return the ids of a prompt and of its completions, encoded as plain text.
+    """Return the token ids of a prompt and of its completions, encoded as plain text.
 
     `completions` has the text of each completion and whether it ended. Completions that ended get
-    the role's EOS token.
+    the tokenizer's EOS token.
     """
     completion_ids = []
     for text, ended in completions:
@@ -128,9 +129,10 @@ def _encode_as_text(
 def _render_prompt(
     model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
 ) -> tuple[Ids, frozenset[str]]:
-    """Return (prompt rendered with the role's template, message parts that the template omits).
+    """Render a prompt with the role's chat template.
 
-    Raises `ConfigError` if the role has no template or if the template rejects the messages.
+    Returns its token ids and the names of the message parts that the template omits. Raises
+    `ConfigError` if the role has no template or if the template rejects the messages.
     """
     if model.tokenizer.chat_template is None:
         raise ConfigError(
@@ -158,11 +160,12 @@ def _render_as_turns(
     tools: Any,
     completions: Sequence[tuple[str, bool]],
 ) -> tuple[Ids, list[Ids]]:
-    """Return the ids of a prompt and of its completions, rendered with the role's template.
+    """Return the token ids of a prompt and of its completions, rendered with the role's template.
 
-    `completions` has the text of each completion and whether it ended. White space that the data's
-    own template adds around a reply is not part of the reply and is removed from the text. Text
-    that the role's template adds after the end token of the last turn is cut off.
+    `prompt` has the token ids of the rendered `messages`, and `completions` has the text of each
+    completion and whether it ended. White space that the data's own template adds around a reply is
+    removed from the text. Text that the role's template adds after the end token of the last turn
+    is cut off.
     """
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)
@@ -186,10 +189,10 @@ def _find_template_blanks(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def _cut_at_end_token(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
-    """Return the ids of a conversation up to the end token of its last turn.
+    """Return the token ids of a conversation up to the end token of its last turn.
 
-    The search for the end token begins at the index `start`. The end token is kept if the turn
-    `ended`.
+    The end token is searched for from the index `start`. It is kept if the turn `ended`, and
+    otherwise removed.
     """
     if tokenizer.turn_end is None:
         stop = None

@@ -1,6 +1,6 @@
 """Protocol of model interfaces, and the types of their arguments and results.
 
-An interface implements only the methods that it supports.
+A model interface only has to implement the methods that it supports.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ T = TypeVar("T")
 class PendingUpdates(Protocol):
     """Requests to a role's devices, mostly to load new weights, that arrive during a call.
 
-    An interruptible call polls for requests between its steps. Requests that it does not handle are
-    handled after the call. Ranks that step together poll together and get the same answer.
+    An interruptible call checks for requests between its steps. Requests that it does not handle
+    run after the call. Ranks that step together check together and get the same answer.
     """
 
     def are_waiting(self) -> bool: ...
     def take(self, *, left: bool) -> bool:
         """Run the waiting requests if any rank has work left; return whether the call continues.
 
-        All ranks call this together, while no generator or other engine resource is open. `left` is
-        True if this rank has work left. If any rank passes True, all ranks run the requests and
-        return True; otherwise all return False.
+        All ranks call this method together, while no generator or other engine resource is open.
+        `left` is True if this rank has work left. If any rank passes True, all ranks run the
+        requests and return True; otherwise all return False.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Model:
-    """Handle of a role that is passed to the methods of its interfaces.
+    """Handle through which the methods of a model interface use a role's model.
 
     `tokenizer` is the role's own tokenizer, and `data_tokenizer` is the one that produced the token
-    ids of the batch. Both are the same object unless the role has another tokenizer.
+    ids of the batch. Both are the same object unless the role has a tokenizer of its own.
     """
 
     role: str
@@ -69,9 +69,9 @@ class Model:
     def gather(self, own: T) -> list[T]:
         """Return the values of all ranks that have a part of the batch, in the order of the parts.
 
-        `own` is the value of this rank, made of plain Python values. Metrics over the whole batch
-        are computed with this method. Every rank must call this method, because it is a collective
-        operation. On one device, the result is [own].
+        Interfaces use this to compute metrics over the whole batch. `own` is the value of this
+        rank, made of plain Python values. Every rank must call this method, because it is a
+        collective operation. On one device, the result is `[own]`.
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -79,11 +79,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Minibatches:
-    """Division of a training call's batch into minibatches.
+    """Settings for splitting the batch of a training call into minibatches.
 
-    The batch is split into `count` minibatches or, if `size` is set, into minibatches of `size`
-    completions. Training makes `epochs` passes over the batch. If `unit` is "group", all
-    completions of an id are in the same minibatch.
+    Attributes:
+        count: Number of minibatches per pass over the batch, unless `size` is set.
+        size: Number of completions per minibatch.
+        epochs: Number of passes over the batch.
+        unit: Smallest unit that is not split: a "sequence" (completion), or a "group" of all
+            completions of one id.
     """
 
     count: int = 1
@@ -94,15 +97,15 @@ class Minibatches:
     def count_requested(self, completions: int) -> int:
         """Return the number of minibatches per epoch for a batch of `completions` completions.
 
-        The batch is assumed to have enough ids for this number.
+        The batch is assumed to be large enough for this number.
         """
         return self.count if self.size is None else -(-completions // self.size)
 
     def count_for_batch(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch into which this batch is split.
 
-        The number is smaller than requested if the batch has too few ids or, depending on `unit`,
-        too few completions.
+        This is less than requested if the batch has too few ids or, if `unit` is "sequence", too
+        few completions.
         """
         if self.count == 1 and self.size is None:
             return 1
@@ -117,9 +120,11 @@ class Minibatches:
 class MFCResult:
     """Result of a model function call.
 
-    `outputs` has the new keys of each id, or is None if the call has no outputs. Each of the
-    `metrics` is logged as `{node}/{metric}`. `seen` has the network's outputs for a few ids
-    (`StepStats.seen`), which are shown with the samples of a step.
+    Attributes:
+        outputs: New keys of each id, or None if the call has no outputs.
+        metrics: Metrics of the call, each of which is logged as `{node}/{metric}`.
+        seen: Log-probs or scores that the network computed for a few ids (`StepStats.seen`), to be
+            shown with the samples of a step.
     """
 
     outputs: SequenceSample | None = None
@@ -128,9 +133,10 @@ class MFCResult:
 
 
 class ModelInterface(Protocol):
-    """Protocol of model interfaces, which are constructed as `cls(**args)` with the args of a node.
+    """Protocol of model interfaces, which are constructed from the `args` of a node.
 
-    A graph is rejected if it calls a method that the node's interface does not implement.
+    An interface implements only some of these methods. A graph is rejected if it calls a method
+    that the node's interface does not implement.
 
     `check_tokens` is called before the run starts, with the tokenizers of the role and of the data.
     It raises `UserError` if the interface does not support this combination. `train_step` gets the

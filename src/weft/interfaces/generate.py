@@ -1,7 +1,7 @@
-"""Interface `generate`: sample completions of prompts, with log-probs and weight versions.
+"""Interface `generate`: samples completions of prompts, with log-probs and weight versions.
 
-Several nodes can generate with one role. For example, ReMax's greedy baseline is a second node with
-`greedy=true`, `samples_per_prompt=1` and its outputs mapped to other key names.
+Several nodes can generate with the same role. For example, ReMax's greedy baseline is a second node
+with `greedy=true` and `samples_per_prompt=1`, whose outputs are mapped to other key names.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from weft.registry import register_interface
 class GenerateInterface:
     """Interface that samples `samples_per_prompt` completions of every prompt.
 
-    The other arguments are the fields of `GenerationSpec` (`gen.*`).
+    `record_support` adds the token ids that the sampling limits allowed to the outputs. The other
+    keyword arguments are the fields of `GenerationSpec` (options `gen.*`).
 
-    With a `share` below 1, only this share of the ids, chosen at random, is sampled; the other ids
-    keep the completions of their dataset rows. If the call is interruptible, new weights can be
-    loaded between two tokens: completions continue at the same position, and `versions` records the
-    weights that sampled each token. Random draws depend only on the run's seed, the index of the
-    call, the id and the index of the completion.
+    With a `share` below 1, completions are sampled only for this share of the ids, chosen at
+    random; the other ids keep the completions of their dataset rows. If the call is interruptible,
+    new weights can be loaded between two tokens: completions continue at the same position, and
+    `versions` records the weights that sampled each token. Random draws depend only on the run's
+    seed, the index of the call, the id and the index of the completion.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class GenerateInterface:
         self.spec = replace(spec, record_support=record_support)
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if the role's tokenizer has other token ids than the data's."""
+        """Raise `ConfigError` if the role's vocabulary differs from that of the data."""
         if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} generates with another tokenizer than the one that made the "
@@ -77,19 +78,23 @@ class GenerateInterface:
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Sample `samples_per_prompt` completions of each id's `prompt`.
 
-        The result has these keys with one value per token, including the end token: `completion`
-        int64, `logprobs` float32, `versions` int64 and `loss_mask` float32 (all 1). `finished`
-        float32 has one value per completion: 1 if it ended by itself, 0 if it was truncated at the
-        length limit. With `record_support`, there are two more keys: `support` int64 has the ids
-        within the sampling limits, concatenated over the tokens of a completion, and
-        `support_counts` int64 has the number of such ids at each token (0 if no id was excluded).
-        The outputs of an id are passed to `model.announce` as soon as all its completions have
-        ended.
+        The result has these keys:
+
+        - `completion` (int64), `logprobs` (float32), `versions` (int64) and `loss_mask` (float32,
+          all 1), with one value per token, including the end token.
+        - `finished` (float32), with one value per completion: 1 if it ended by itself, 0 if it was
+          truncated at the length limit.
+        - With `record_support`: `support` (int64), the token ids that the sampling limits allowed,
+          concatenated over the tokens of a completion, and `support_counts` (int64), the number of
+          these ids at each token (0 if no id was excluded).
+
+        As soon as all completions of an id have ended, its outputs are passed to `model.announce`.
 
         With a `share` below 1, the call also reads `completion`, and `loss_mask` if present. It
-        then returns only these two keys and `sampled` float32 with one value per completion: 1 if
-        it was sampled, 0 if it was taken from the dataset row. `model.announce` is not called.
-        Raises `ConfigError` if the token ids of the role differ from those of the batch.
+        returns only these two keys and `sampled` (float32), with one value per completion: 1 if it
+        was sampled, 0 if it was taken from the dataset row. `model.announce` is not called.
+
+        Raises `ConfigError` if the role's tokenizer and the data's have different vocabularies.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
@@ -98,9 +103,9 @@ class GenerateInterface:
         return MFCResult(sample, _compute_metrics(model.gather(own)))
 
     def _sample_share(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Sample completions for a share of the ids, and use the data's completions for the rest.
+        """Sample completions for a random share of the ids.
 
-        The ids to sample are chosen at random.
+        For the other ids, the completions of their dataset rows are returned.
         """
         purpose = f"share/{model.role}"
         draws = []
@@ -177,7 +182,7 @@ class GenerateInterface:
     def _run(
         self, model: Model, generator: Generator, progress: _GenerationProgress
     ) -> list[Partial]:
-        """Sample until all completions have ended or updates are waiting.
+        """Sample until all completions have ended or an update of the weights is waiting.
 
         Returns the unfinished completions.
         """
@@ -205,10 +210,10 @@ class GenerateInterface:
     def _build_outputs(
         self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]
     ) -> SequenceSample:
-        """Return a sample with the completions, the same number for each of the `ids`.
+        """Return a sample with the completions of `ids` and the keys that `generate` describes.
 
-        `rows` has the tokens of each completion, in the order of `ids`. The keys are those that
-        `generate` describes.
+        `rows` has the tokens of each completion, in the order of `ids`, with `samples_per_prompt`
+        consecutive completions for each id.
         """
         events = []
         for row in rows:
@@ -242,9 +247,9 @@ class GenerateInterface:
 
 
 def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
-    """Return the completions in the dataset rows of a batch, marked as not sampled.
+    """Return the completions that the dataset rows of a batch contain, marked as not sampled.
 
-    If the batch has no `loss_mask`, all tokens of these completions are trained.
+    If the batch has no `loss_mask`, the mask is set to 1 for all tokens.
     """
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     completions = batch.select(keys=keys)
@@ -257,9 +262,9 @@ def _extract_own_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample:
-    """Return the keys `completion` and `loss_mask` of the completions, and the key `sampled`.
+    """Return the keys `completion` and `loss_mask` of a sample, with the additional key `sampled`.
 
-    The argument `sampled` is the value that this key has for all completions.
+    The argument `sampled` is the value of this key for all completions.
     """
     marks = np.full(completions.num_sequences(), sampled, dtype=np.float32)
     return completions.select(keys=["completion", "loss_mask"]).update(
@@ -271,8 +276,9 @@ def _mark_sampled(completions: SequenceSample, sampled: float) -> SequenceSample
 class _GenerationProgress:
     """Progress of a generation call.
 
-    `rows` has the tokens so far of each completion, by id and index of the completion. `ended` has
-    the number of completions of each id that have ended.
+    Attributes:
+        rows: Tokens sampled so far, keyed by (id, index of the completion).
+        ended: Number of completions of each id that have ended.
     """
 
     rows: dict[tuple[str, int], list[TokenEvent]]
@@ -281,11 +287,14 @@ class _GenerationProgress:
 
 @dataclass(frozen=True)
 class GenerationCounts:
-    """Counts of one rank's generation, for the metrics.
+    """Statistics of one rank's generation, from which metrics are computed.
 
-    `lengths` has the number of tokens of each completion, `num_truncated` is the number of
-    truncated completions, `seconds` is the duration, and `interruptions` is the number of
-    interruptions (None if the call is not interruptible).
+    Attributes:
+        lengths: Number of tokens of each completion.
+        num_truncated: Number of completions that were truncated at the length limit.
+        seconds: Duration of the generation.
+        interruptions: Number of interruptions for updates of the weights, or None if the call is
+            not interruptible.
     """
 
     lengths: list[int]
@@ -297,9 +306,11 @@ class GenerationCounts:
 def _compute_metrics(ranks: Sequence[GenerationCounts]) -> dict[str, float]:
     """Return the metrics of a generation over all ranks, or no metrics if nothing was sampled.
 
-    `response_length` and `response_length_max` are in tokens. `truncated_fraction` is the share of
-    completions that were truncated at the length limit. `tokens_per_second` is the speed. For
-    interruptible calls, `interruptions_max` is the maximum over the ranks.
+    `response_length` and `response_length_max` are the mean and maximum number of tokens of a
+    completion. `truncated_fraction` is the share of completions that were truncated at the length
+    limit. `tokens_per_second` is the total number of tokens divided by the duration of the slowest
+    rank. For interruptible calls, `interruptions_max` is the maximum number of interruptions on a
+    rank.
     """
     lengths = []
     for rank in ranks:

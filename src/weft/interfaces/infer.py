@@ -1,8 +1,8 @@
-"""Interface `infer`: log-probs, entropy, values or scores of given completions.
+"""Interface `infer`: computes log-probs, entropy, values or scores of given completions.
 
-If a role's tokenizer or prompt form differs from the data's, the text of prompts and completions is
-converted to the role's form and tokenized again (`_own_form.py`). Such a role can return one score
-per completion, but no values per token.
+If a role's tokenizer or prompt format differs from the data's, the text of prompts and completions
+is converted to the role's format and tokenized again (`_own_form.py`). Such a role can return one
+score per completion, but no values per token.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 @register_interface("infer")
 class InferInterface:
-    """Interface that computes the `outputs` of a role's network, each as a key of the same name.
+    """Interface that runs a role's network on completions and returns `outputs`, each as a key.
 
     `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
-    `top_ids` and `top_logprobs`.
+    the outputs `top_ids` and `top_logprobs`.
 
-    `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the form that
+    `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the format that
     the role's model was trained on. Without them, prompts that are messages are rendered with the
     role's own chat template. The key `finished` marks completions that ended; without this key, a
     completion has ended if its last token is a stop token.
@@ -62,10 +62,10 @@ class InferInterface:
         self.prompt_suffix = prompt_suffix
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if the role cannot compute an output for the data's tokens.
+        """Raise `ConfigError` if an output needs the data's tokens, but the role reads others.
 
-        This is the case if an output has values per token and the role's tokenizer or prompt form
-        differs from the data's.
+        Outputs with values per token need the data's tokens. The role reads other tokens if its
+        tokenizer or prompt format differs from the data's.
         """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
         if tokenwise and (self._has_form or not have_same_tokens(own, data)):
@@ -78,10 +78,14 @@ class InferInterface:
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Return the requested outputs, one key each.
 
-        For a completion of L tokens, `logprobs`, `entropy` and `top1` have the shape [L], `values`
-        [L + 1], `top_ids` [L, K] and `top_logprobs` [L, K + 1]; `scores` has one value. Top ids are
-        chosen among the ids of the data's tokenizer. Raises `ConfigError` if an output has values
-        per token and the role's tokenizer or prompt form differs from the data's.
+        For a completion of L tokens, `logprobs`, `entropy` and `top1` (1 where the token is the
+        most likely one, otherwise 0) have the shape [L], `values` has [L + 1], and `scores` has one
+        value. With K ids per token, `top_ids` has the shape [L, K] and `top_logprobs` [L, K + 1],
+        where the last value is for all other ids together. Top ids are chosen among the ids of the
+        data's tokenizer.
+
+        Raises `ConfigError` if an output has values per token and the role's tokenizer or prompt
+        format differs from the data's.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
@@ -103,10 +107,10 @@ class InferInterface:
     def _choose_top_ids(self, model: Model) -> TopIds | None:
         """Return the number K of top ids and their upper bound, or None if `top_k` is not set.
 
-        The bound is the size of the data's tokenizer, and only ids below it are chosen. A network
-        can have outputs for more ids, and networks that share a tokenizer can differ in this
-        number. K is at most the number of tokens minus 1, so that at least one id always remains
-        for "any other id".
+        Only token ids below the bound, which is the vocabulary size of the data's tokenizer, are
+        chosen. A network can have outputs for more ids, and networks that share a tokenizer can
+        differ in their number of outputs. K is at most the vocabulary size minus 1, so that at
+        least one id always remains for "any other id".
         """
         known = model.data_tokenizer.vocab_size
         if self.top_k is None:
@@ -120,12 +124,15 @@ class InferInterface:
 
 @dataclass(frozen=True)
 class OutputSums:
-    """Sums over one rank's part of the batch, for the metrics.
+    """Sums over one rank's part of a batch, from which metrics are computed.
 
-    `sums` maps each output with values per token to (sum of the values, number of values). `owners`
-    has the id that each of the `scores` belongs to, and `ids` is the number of ids. `cut` is the
-    number of ids for which the role's template omits a part of the prompt, or None if it omits
-    nothing.
+    Attributes:
+        sums: For each output with values per token, the sum and the number of the values.
+        scores: Score of each completion, or None if the call computes no scores.
+        owners: Sample id that each score belongs to.
+        ids: Number of sample ids.
+        cut: Number of ids for which the role's template omits a part of the prompt, or None if it
+            omits nothing.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -136,7 +143,7 @@ class OutputSums:
 
     @classmethod
     def from_outputs(cls, outputs: SequenceSample, left_out: Sequence[Sequence[str]]) -> OutputSums:
-        """Return the sums over the outputs of one rank.
+        """Compute the sums over the outputs of one rank.
 
         `left_out` lists, for each id, the message parts that the role's template omits.
         """
@@ -163,11 +170,12 @@ class OutputSums:
 
 
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
-    """Return the metrics of an inference call: the mean of each output over all ranks.
+    """Return the metrics of an inference call over all ranks.
 
-    If the call computes scores, the metrics that `record_rewards` records, such as `reward_std`,
-    are added. `prompts_in_part` is the fraction of prompts that the role's template does not render
-    completely; this metric is omitted if all prompts are rendered completely.
+    These are the mean of each output with summed values and, if the call computes scores, the
+    metrics of `record_rewards`, such as `reward_std`. `prompts_in_part` is the fraction of prompts
+    that the role's template does not render completely; it is omitted if all prompts are rendered
+    completely.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -1,4 +1,4 @@
-"""Interface `process_reward`: a reward for every step of a completion.
+"""Interface `process_reward`: a reward for each reasoning step of a completion.
 
 The reward of a step is the output of a process reward model's head at the step's last token.
 """
@@ -22,10 +22,11 @@ from weft.registry import register_interface
 
 @register_interface("process_reward")
 class ProcessRewardInterface:
-    """Interface that scores each step of a completion with a process reward model.
+    """Interface that scores each reasoning step of a completion with a process reward model.
 
-    The model's head has one output per token. `step` is the text that ends a step; the last step
-    ends with the completion (Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050).
+    The model's head has one output per token. `step` is the text that ends a step, such as a blank
+    line; the last step ends with the completion. See Lightman et al. 2023, "Let's Verify Step by
+    Step", arXiv 2305.20050.
     """
 
     def __init__(self, step: str) -> None:
@@ -37,7 +38,7 @@ class ProcessRewardInterface:
         self.step = step
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if the role's tokenizer has other token ids than the data's."""
+        """Raise `ConfigError` if the role's vocabulary differs from that of the data."""
         if not have_same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} has another tokenizer than the data, so it cannot give rewards at "
@@ -46,11 +47,12 @@ class ProcessRewardInterface:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Return the keys `token_rewards` and `scores`.
+        """Return the rewards of each completion's steps and their sum.
 
-        `token_rewards` [L] is NaN except at the last token of each step. `scores` has the sum of
-        each completion's step rewards, or 0 for a completion without steps. Raises `ConfigError` if
-        the role's tokenizer has other token ids than the data's.
+        The key `token_rewards` has the shape [L] for a completion of L tokens, and is NaN except at
+        the last token of each step. The key `scores` has the sum of each completion's step rewards,
+        or 0 for a completion without steps. Raises `ConfigError` if the role's tokenizer and the
+        data's have different vocabularies.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         # Forward pass: one value before each token and one after the last.
@@ -76,7 +78,7 @@ class ProcessRewardInterface:
         return MFCResult(_build_sample(batch, rewards, scores), context.metrics)
 
     def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
-        """Return the index of each step's last token, in the concatenation of all completions."""
+        """Return the index of each step's last token in the concatenated completions."""
         indices = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]

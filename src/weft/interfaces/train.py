@@ -1,4 +1,4 @@
-"""Interface `train`: one optimizer step on a loss for every minibatch of a batch."""
+"""Interface `train`: takes one optimizer step on a loss for every minibatch of a batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TrainInterface:
     """Interface that trains a role on the registered loss `loss`, constructed with `loss_args`.
 
     A batch is split into `num_minibatches` minibatches, or into minibatches of `mini_batch_size`
-    completions. Training makes `epochs` passes over the batch. `temperature` divides the logits, as
-    in the sampler.
+    completions if this is set. Training makes `epochs` passes over the batch. `temperature` divides
+    the logits, as in the sampler.
 
-    If the role's schedule has frozen steps, the calls within these steps do not train. If a batch
-    has `versions` [L], the versions of the weights that sampled its tokens, two metrics are logged:
-    `staleness` and `staleness_max` are the mean and the maximum, over trained tokens, of the number
-    of train steps by which the trained weights are newer.
+    If the role's schedule begins with frozen steps, calls during these steps do not train. If a
+    batch has the key `versions`, the version of the weights that sampled each token, two metrics
+    are logged: `staleness` and `staleness_max` are the mean and the maximum, over the trained
+    tokens, of the number of train steps by which the trained weights are newer.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class TrainInterface:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
-        """Return the division of batches into minibatches that the options specify."""
+        """Return the settings for splitting batches into minibatches."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
-        """Take one optimizer step per minibatch.
+        """Take one optimizer step for each minibatch.
 
         The result has metrics over all minibatches, and no outputs.
         """
@@ -89,7 +89,7 @@ class TrainInterface:
         return MFCResult(metrics=metrics)
 
     def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Return the number of optimizer steps, over all epochs, that the options request."""
+        """Return the number of optimizer steps over all epochs that the options request."""
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:
@@ -122,7 +122,10 @@ def compute_staleness(model: Model, minibatches: Sequence[SequenceSample]) -> di
 
 
 def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
-    """Return the boolean mask of the trained tokens."""
+    """Return a boolean mask of the tokens that are trained.
+
+    These are all tokens if the batch has no `loss_mask`.
+    """
     if "loss_mask" not in part.data:
         return np.ones(len(part.data["versions"]), bool)
     return to_host_array(part.data["loss_mask"]) != 0
@@ -131,10 +134,10 @@ def _find_trained_tokens(part: SequenceSample) -> npt.NDArray[np.bool_]:
 def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     """Combine the metrics of several optimizer steps into one value per metric.
 
-    Metrics in `ADDED` are summed. The first value is used for metrics in `FIRST`, the last value
-    for metrics in `LAST`, the maximum for names that end in `_max`, and the mean for all others.
-    The result also has `tokens_per_second` if the duration is known, and `skipped_updates`, the
-    number of skipped updates, if there are any.
+    Metrics in `ADDED` are summed. The first value is kept for metrics in `FIRST`, the last value
+    for metrics in `LAST`, and the maximum for names that end in `_max`. All other metrics are
+    averaged. The duration in seconds is replaced by `tokens_per_second`, if it is known. If any
+    steps were skipped, their number is added as `skipped_updates`.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):

@@ -2,9 +2,9 @@
 
 `models/` imports this module and none of its submodules; docs/kernels.md describes what each
 function guarantees. Most functions accept any tensor: they use a kernel if it supports the type,
-dtype and device of the tensor, else torch, and the results are equal up to rounding. For a function
-that exists only as a kernel, the caller must first check that the kernel supports the tensors, with
-the corresponding function `serves`.
+dtype and device of the tensor, and torch otherwise. The results are equal up to rounding. For a
+function that exists only as a kernel, the caller must first call the corresponding function
+`serves`, which returns whether the kernel supports the tensors.
 """
 
 from weft.kernels.activations import activate

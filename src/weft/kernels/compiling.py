@@ -1,4 +1,4 @@
-"""Compilation of whole parts of a network by torch, for any number of rows."""
+"""Compilation of parts of a network by torch, so that they run with any number of rows."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class CopyQueue(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy; one of the two tensors must be a buffer from `allocate_buffer`.
+        """Queue a copy of `source` to `target`, one of which must be an `allocate_buffer` buffer.
 
         Until a mark confirms that the copy is done, neither tensor may be written, and `target` may
         not be read.
@@ -57,7 +57,7 @@ class CopyQueue(Protocol):
     def mark(self) -> CopyMark: ...
 
     def allocate_buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized host tensor [count] that can be the source or target of copies."""
+        """Return an uninitialized host tensor [count], as the source or target of copies."""
         ...
 
 
@@ -102,7 +102,10 @@ class ImmediateCopyQueue:
     has_separate_memory: bool = False
 
     def follow_device(self) -> None:
-        """Do nothing: the device has finished its work, or keeps copies in order itself."""
+        """Do nothing, because no copy can overtake the device's work.
+
+        The device has finished its work, or keeps copies and other work in order itself.
+        """
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)

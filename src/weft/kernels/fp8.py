@@ -19,7 +19,7 @@ NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, 
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return the reason why the device does not support fp8 matrix multiplication, or None."""
+    """Return the reason why the device cannot multiply matrices in fp8, or None if it can."""
     if (
         device.type != "cuda"
         or torch.version.hip is not None
@@ -35,8 +35,8 @@ class Fp8Product:
     The product is differentiable in x and weight. In each of the three products of a layer
     (forward, and the gradients with respect to x and to weight), the inputs are rounded to 8 bits.
     Scales are computed from the largest element of the whole tensor or of each row, depending on
-    the torchao `recipe`. Sums and gradients have the wider dtype. With `emulate`, products of the
-    rounded inputs are computed in the wider dtype, on any device.
+    the torchao `recipe`. Results and gradients are not rounded to 8 bits. With `emulate`, the
+    rounded inputs are multiplied in a wider dtype, which works on any device.
 
     Raises `ImportError` if torchao is not installed.
     """

@@ -1,10 +1,10 @@
 """Operations between the matrix products of a block, as autograd functions that save memory.
 
-For the backward pass, the RMS norm saves its input and one number per token. The second half of the
-MLP saves the output of the first matrices and computes the activation again. torch saves two to
-three times as much for the same formulas. On a GPU, each function is one kernel, which is compiled
-from the formulas in `weft.kernels.formulas`, if kernels can be compiled. Under torch's compiler,
-the plain formulas are used.
+For the backward pass, the RMS norm saves its input and one number per token. The activation of an
+MLP saves only its input, and is computed again in the backward pass. torch saves two to three times
+as much for the same formulas. On a GPU, each function is one kernel, which is compiled from the
+formulas in `weft.kernels.formulas`, if kernels can be compiled. Under torch's compiler, the plain
+formulas are used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), the RMS norm over the last dimension.
 
     Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). For Gemma, whose weights
-    are relative to 1, `offset` is 1, and the result is rounded to the dtype of x after scaling. For
-    other families, values are rounded before scaling, except in torch's own kernel, which rounds
-    only once.
+    are stored minus 1, `offset` is 1, and the result is rounded to the dtype of x after scaling.
+    For other families, values are rounded before scaling, except in torch's own kernel, which
+    rounds only once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]

@@ -1,10 +1,11 @@
 """Matrix products by the fastest available kernel.
 
 On a CPU, float32 products use weft's own kernels, which reach more than four fifths of the
-processor's peak rate in training. Without a compiler to build these, oneDNN's kernels in torch are
-used. torch's default, MKL, does not use the wide vector units of AMD's processors. The result of a
-row has the same bits whatever the other rows are. For products of very few rows, torch uses
-other kernels, whose results would differ, so the inputs of such products are padded.
+processor's peak rate in training. Without a compiler to build these, torch's oneDNN kernels are
+used, because torch's default, MKL, does not use the wide vector units of AMD's processors.
+
+The result of a row has the same bits regardless of the other rows. For products of very few rows,
+torch uses other kernels, whose results would differ, so the inputs of such products are padded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WIDE = ("cuda", "meta")
 
 
 class GradientSum:
-    """Sum of a weight's gradients in float32, in the `grad` of a parameter of the same shape.
+    """Float32 sum of a weight's gradients, stored in the `grad` of a parameter of the same shape.
 
     Gradients are added to the sum as they are computed, so autograd does not return a gradient for
     the weight.
@@ -68,8 +69,8 @@ def linear(
     """Return x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
 
     The result can be differentiated once with respect to `x`, `weight` and `bias`. If there is a
-    `gradient_sum`, the gradient of the weight is added to it. Under torch's compiler, which passes
-    no `gradient_sum`, torch's own function is used.
+    `gradient_sum`, the gradient of the weight is added to it. Under torch's compiler, torch's own
+    function is used, and there must be no `gradient_sum`.
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
@@ -104,7 +105,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 def prepare_wide(right: Tensor) -> Tensor | None:
     """Return the float32 copy of `right` that each call of `wide_product` would otherwise make.
 
-    Returns None if `wide_product` needs no copy. Use this for matrices that are used often.
+    Returns None if `wide_product` needs no copy. Prepare matrices that are multiplied many times.
     """
     if right.dtype in HALF and right.device.type not in WIDE:
         return right.detach().float()
@@ -114,7 +115,7 @@ def prepare_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """Compute `product` in float32 if left [n, k] and right [m, k] have half precision.
+    """Return the same as `product`, in float32 if left [n, k] and right [m, k] have half precision.
 
     The sums are then not rounded to half precision. `wide_right` is the result of
     `prepare_wide(right)`.

@@ -15,7 +15,9 @@ class AttentionSpec:
     """Parameters of attention.
 
     The attention weights are softmax(scale * q k^T) over the visible keys. With a `softcap`, they
-    are softmax(softcap * tanh(scale * q k^T / softcap)).
+    are softmax(softcap * tanh(scale * q k^T / softcap)). `window` is the number of keys that a
+    position sees, including itself; None means no limit. `dropout` is the dropout rate of the
+    attention weights in passes with dropout.
     """
 
     scale: float
@@ -28,7 +30,8 @@ class AttentionSpec:
 class AttentionState:
     """Attention outputs of rows over some of their keys, and the log-sum-exp of the scores.
 
-    Two states of the same rows over different keys can be merged exactly.
+    `out` is [..., rows, dim], and `lse` is [..., rows]. Two states of the same rows over different
+    keys can be merged exactly.
     """
 
     out: Tensor  # [..., rows, dim]
@@ -42,12 +45,12 @@ class AttentionState:
 class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
-    Segments are int64 [S, 4] on the host: first row, number of rows, first key, number of keys. In
-    a segment of `own`, attention is causal: the last row attends to all keys of the segment, and
-    each row attends to one key fewer than the next row. With a `window`, a row attends only to the
-    last `window` of these keys. In a segment of `across`, all rows additionally attend to all keys
-    of the segment. Segments of `own` have no row or key in common, and the same is true for
-    `across`.
+    `own` and `across` list segments as int64 [S, 4] on the host: first row, number of rows, first
+    key, number of keys. In a segment of `own`, attention is causal: the last row attends to all
+    keys of the segment, and each row attends to one key fewer than the next row. With a `window`, a
+    row attends only to the last `window` of these keys. In a segment of `across`, all rows
+    additionally attend to all keys of the segment. No two segments of `own` share a row or key, and
+    neither do two of `across`.
     """
 
     own: Tensor
@@ -59,6 +62,8 @@ class VarlenSegments:
 class VarlenLengths:
     """Lengths of the queries and keys of concatenated sequences.
 
+    `queries` and `keys`, int32 [S + 1], are the boundaries of the sequences in the queries and
+    keys. `most_queries` and `most_keys` are the largest numbers of queries and keys of a sequence.
     If a sequence has fewer queries than keys, the queries are those of the last tokens.
     """
 
@@ -70,7 +75,11 @@ class VarlenLengths:
 
 @dataclass(frozen=True)
 class SoftmaxStatistics:
-    """Statistics of the softmax over each row of logits."""
+    """Statistics of the softmax over each row of logits, for R rows.
+
+    `lse` [R] is the log-sum-exp of the logits, and `entropy` [R] is in nats. `best`, int64 [R], is
+    the most likely id, or the first of several. `entropy` and `best` are None if not requested.
+    """
 
     lse: Tensor  # [R]: log of the sum of exp
     entropy: Tensor | None  # [R], in nats

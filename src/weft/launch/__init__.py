@@ -1,4 +1,7 @@
-"""Functions that run experiments: `run`, `dry_run`, `start` for registered experiments, and `stop`."""
+"""Functions that run, plan, start and stop experiments.
+
+`start` runs an experiment registered by name.
+"""
 
 from weft.launch.run import RunResult, dry_run, run
 from weft.launch.start import build_registered, build_scheduling, check_machines, start

@@ -1,4 +1,4 @@
-"""Construction of a run's session from an experiment. Cheap checks come before expensive ones."""
+"""Construction of a run's session from an experiment, with cheap checks before expensive ones."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def assemble(
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
 ) -> Session:
-    """Build the session of a run from the components that `build_parts` returns.
+    """Build the session of a run: all of its components and the terminal output.
 
     `show` configures the terminal output. If the run uses device processes, its plan is shown
-    before the engines are built.
+    before the engines are built. `build_parts` describes the other parameters.
     """
     show = show or DisplayOptions()
     announce = None if is_restart else show.announce
@@ -104,14 +104,14 @@ def build_parts(
     announce: Callable[[RunPlan, str], None] | None = None,
     cluster: RayCluster | None = None,
 ) -> SessionParts:
-    """Build all components of a session.
+    """Build all components of a session: data, engines, evaluator and others.
 
-    With `mode` "local" and one device, the run uses this process. Otherwise each device gets its
-    own process, which starts while the data are read. With `is_restart`, lost devices are replaced.
-    `quiet` hides the progress of reading the data. `announce` is called with the plan and a line on
-    the start of the device processes, if any. `cluster` is a running Ray cluster for the processes,
-    closed on errors. Raises `UserError` for every problem that can be detected before the first
-    step. Writes nothing.
+    With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
+    separate process, which starts while the data are read. With `is_restart`, lost devices are
+    replaced. `quiet` hides the progress of reading the data. If there are device processes,
+    `announce` is called with the plan and a line on their start. `cluster` is a running Ray cluster
+    for these processes, which is closed on errors. Raises `UserError` for every problem that can be
+    detected before the first step. Writes nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -202,10 +202,10 @@ def build_parts(
 def check_without_data(
     experiment: Experiment, device: torch.device
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
-    """Check everything that needs no data; return the experiment with dtypes, and the tokenizers.
+    """Run all checks that need no data, and load the tokenizers.
 
-    Every role of the returned experiment has a dtype. The tokenizers are in a mapping from role to
-    tokenizer. Also configures torch. Raises `UserError` if a check fails.
+    Returns the experiment, in which every role has a dtype, and a mapping from role to tokenizer.
+    Also configures torch (determinism and TF32). Raises `UserError` if a check fails.
     """
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
@@ -224,7 +224,7 @@ def _launch_devices(
     *,
     is_restart: bool,
 ) -> DeviceLaunch:
-    """Start the device processes.
+    """Start the device processes, or new ones in place of lost ones with `is_restart`.
 
     Registers a callback with `undo` that closes the Ray cluster of the processes.
     """
@@ -237,7 +237,7 @@ def _launch_devices(
 
 
 def _get_cache_folder(experiment: Experiment, directory: RunDirectory) -> Path:
-    """Return the folder for cached outputs of calls.
+    """Return the folder in which the outputs of model function calls are cached.
 
     The folder is `outputs` in `dataset.cache_dir` if that is set, else `cache` in the run's
     directory.
@@ -273,7 +273,7 @@ def build_early_plan(
 
 
 def format_start_line(experiment: Experiment) -> str:
-    """Return a line that says how many device processes are about to start."""
+    """Return a line for the user that says how many device processes are about to start."""
     count = experiment.num_devices
     if count > 1:
         return f"starting {count} processes, one for each device"
@@ -283,8 +283,8 @@ def format_start_line(experiment: Experiment) -> str:
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     """Return a copy of the experiment in which every role has a dtype.
 
-    The default is the dtype of the role that reads the data, so that a policy and its reference
-    model have equal dtypes.
+    Roles without a dtype get that of the role that reads the data, so that a policy and its
+    reference model have equal dtypes.
     """
     main = experiment.roles[experiment.data_role]
     if main.path is None or main.backend in NO_NETWORK:
@@ -299,9 +299,10 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
 
 
 def check_layouts(experiment: Experiment) -> None:
-    """Check that every role's backend supports the layouts of the role and of the role's calls.
+    """Raise `ConfigError` if a backend does not support a layout that the run uses.
 
-    Raises `ConfigError`, naming the layout's option, if a layout is not supported.
+    A layout describes how a model is distributed over devices. Roles and their calls can each have
+    one. The message names the layout's option.
     """
     wanted = dict(experiment.build_meshes())
     for call in experiment.list_calls():
@@ -332,11 +333,10 @@ def check_layouts(experiment: Experiment) -> None:
 
 
 def check_longest_sequence(experiment: Experiment, rows: int) -> None:
-    """Check that every call can process the longest sequence.
+    """Raise `ConfigError` if a call cannot process the longest sequence.
 
-    The longest sequence consists of a row of `rows` tokens and the tokens sampled after it. Raises
-    `ConfigError` if the sequence exceeds a call's maximum number of tokens or does not fit in the
-    KV cache.
+    The longest sequence consists of a row of `rows` tokens and the tokens sampled after it. It must
+    not exceed any call's maximum number of tokens per micro-batch, and must fit in the KV cache.
     """
     check_kv_cache(experiment, rows)
     calls = experiment.graph.list_model_calls()
@@ -363,10 +363,9 @@ def check_longest_sequence(experiment: Experiment, rows: int) -> None:
 
 
 def check_kv_cache(experiment: Experiment, rows: int) -> None:
-    """Check that the KV cache of one sequence fits in `gen.kv_cache_gb`.
+    """Raise `ConfigError` if the KV cache of a single sequence does not fit in `gen.kv_cache_gb`.
 
-    `rows` is the number of tokens of the longest row. Raises `ConfigError` if the cache is too
-    small.
+    `rows` is the number of tokens of the longest row.
     """
     for call in collect_calls(experiment).values():
         limit_gb = call.args.get("kv_cache_gb")
@@ -395,9 +394,9 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
 
 
 def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Check that all stop ids are in the model's vocabulary.
+    """Raise `ConfigError` if a stop id is not in the model's vocabulary.
 
-    Raises `ConfigError`, with the vocabulary's size in the message, if an id is out of range.
+    The message contains the size of the vocabulary.
     """
     for call in collect_calls(experiment).values():
         spec = experiment.roles[call.role]
@@ -416,7 +415,10 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
 
 
 def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Load and check every role's tokenizer. Raises `UserError` if a tokenizer is not usable."""
+    """Load every role's tokenizer, and check that it fits the run.
+
+    Raises `UserError` if a tokenizer is not usable.
+    """
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
     check_stop_ids(experiment, tokenizers)
@@ -424,11 +426,11 @@ def load_checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 
 
 def check_configs(experiment: Experiment) -> None:
-    """Check that every role's config.json describes a network.
+    """Raise `CheckpointError` if a role's config.json does not describe a network.
 
-    Raises `CheckpointError`, which names the option and the file, if a config.json is not valid.
-    Must be called before the tokenizers are loaded: the library that loads them also reads
-    config.json, and would report a problem in it as a problem with the tokenizer.
+    The message names the option and the file. Must be called before the tokenizers are loaded: the
+    library that loads them also reads config.json, and would report a problem in it as a problem
+    with the tokenizer.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
@@ -441,10 +443,11 @@ def check_configs(experiment: Experiment) -> None:
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Load every role's tokenizer. Roles with equal tokenizer options and paths share one object.
+    """Load and return every role's tokenizer, in a mapping from role to tokenizer.
 
-    Raises `ConfigError` for a role without a path, and `UserError` if a config.json does not
-    describe a network or a tokenizer cannot be loaded.
+    Roles with equal tokenizer options and paths share one object. Raises `ConfigError` for a role
+    without a path, and `UserError` if a config.json does not describe a network or a tokenizer
+    cannot be loaded.
     """
     check_configs(experiment)
     shared: dict[str, Tokenizer] = {}
@@ -465,7 +468,7 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def load_fixed_prompts(
     experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
 ) -> SequenceSample | None:
-    """Return the tokenized prompts of the file `eval_prompts`; None if the run has no such file.
+    """Return the tokenized prompts of the file `eval_prompts`, or None if the run has no such file.
 
     Raises `DataError` if the file cannot be used.
     """

@@ -1,4 +1,7 @@
-"""Launch of a run's devices, in a private Ray cluster on this machine or in an existing cluster."""
+"""Start of a run's device processes, in a private Ray cluster or in an existing one.
+
+A private cluster runs on this machine only.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
 def relaunch_devices(experiment: Experiment, mode: str) -> DeviceLaunch:
-    """Start devices in place of lost ones.
+    """Start device processes in place of lost ones.
 
     In an existing cluster, retries until the cluster has enough devices. Raises `RunError` if the
     cluster still has too few devices after `RETURN_SECONDS`.
@@ -64,7 +67,7 @@ def launch_devices(
 ) -> DeviceLaunch:
     """Start a process for each device of the experiment.
 
-    `cluster` is the Ray cluster from `start_early`, or None if the run did not start early. Raises
+    `cluster` is the Ray cluster from `start_early`, or None if no cluster has been started. Raises
     `ConfigError` before any process starts if there are too few devices. Closes the cluster on
     errors.
     """
@@ -110,10 +113,11 @@ def launch_devices(
 
 
 def can_start_early(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run's Ray cluster can be started while torch is still loading.
+    """Return whether the run's Ray cluster can be started while torch is still being imported.
 
-    It can if the run is local and its several devices are all CPUs: then torch is not needed to
-    find GPUs. GPUs are detected by their device files.
+    This is possible if the run is local and uses several devices, all of them CPUs, because torch
+    is then not needed to find GPUs. Whether the machine has GPUs is determined by their device
+    files.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
@@ -133,9 +137,9 @@ def start_early(experiment: Experiment) -> RayCluster:
 
 
 def check_ray(experiment: Experiment) -> None:
-    """Check that ray is installed, and set the environment variables that ray reads when imported.
+    """Raise `ConfigError` if the package ray is not installed.
 
-    Raises `ConfigError` if ray is not installed.
+    Also sets the environment variables that ray reads when it is imported.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -157,9 +161,9 @@ def _start_cluster(resources: tuple[int, int]) -> RayCluster:
 
 
 def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
-    """Return the numbers of CPUs and GPUs for a private Ray cluster on this machine.
+    """Return the numbers of CPUs and GPUs that a private Ray cluster on this machine should have.
 
-    Raises `ConfigError` if there are too few for `count` devices of type `kind`.
+    Raises `ConfigError` if this machine cannot provide `count` devices of the type `kind`.
     """
     if kind == "cpu":
         check_processes(count)
@@ -217,7 +221,8 @@ def get_device_kind(experiment: Experiment) -> str:
 def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> None:
     """Raise `ConfigError` if the machines of the cluster together have fewer than `count` devices.
 
-    The message lists the devices of each machine.
+    `kind` is the type of the devices, `cuda` or `cpu`. The message lists the devices of each
+    machine.
     """
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     num_available = sum(
@@ -234,7 +239,7 @@ def check_enough_devices(count: int, kind: str, nodes: Sequence[RayNode]) -> Non
 
 
 def collect_environment() -> Mapping[str, str]:
-    """Return this process's environment variables that are passed on to device processes."""
+    """Return the environment variables of this process that are passed on to device processes."""
     environment = {}
     for name, value in os.environ.items():
         if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES):

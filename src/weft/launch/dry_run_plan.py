@@ -2,8 +2,8 @@
 
 The plan is made without reading weights and without using the run's devices.
 `build_plan_lines(experiment, "local")` returns the lines that a run prints before its first step,
-and whether the run fits in memory. With `data=False`, as for `--dry-run=config`, only options and
-config.json are read.
+and a line that says whether the run fits in memory. With `data=False`, as for `--dry-run=config`,
+only options and config.json are read.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def build_plan_lines(
     """
     roles = experiment.roles.items()
     control = experiment.control
+    # Check the experiment as a run does, without weights and devices.
     experiment = replace(
         experiment,
         roles={name: choose_backend(replace(spec, planned=True)) for name, spec in roles},
@@ -61,6 +62,7 @@ def build_plan_lines(
         check_configs(experiment)
     experiment = with_dtypes(experiment, target.device)
     check_layouts(experiment)
+    # Read the real batches, or assume one of the configured size.
     read: LoadedData | None = None
     horizon: RunLength | None = None
     notes: list[str] = []
@@ -79,6 +81,7 @@ def build_plan_lines(
         batch, note = build_assumed_batch(experiment)
         batches = [batch]
         notes = [note]
+    # Predict time and memory.
     facts = predict_facts(experiment, target.device, tokenizers)
     target, expected = _forecast(experiment, facts, batches, target)
     plan = build_plan(experiment, horizon, facts, {"hardware": target.description}, read, expected)
@@ -92,8 +95,7 @@ def build_plan_lines(
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     """Return the plan without its lines on memory.
 
-    These lines are not needed, because the verdict on memory, which follows the plan, has the same
-    numbers.
+    The verdict on memory, which is printed after the plan, has the same numbers.
     """
     return replace(
         plan,
@@ -103,9 +105,9 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 
 
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """Return a batch of the longest rows that the options allow, and a note on their length.
+    """Return a batch of the longest rows that the options allow, and a note for the user on it.
 
-    This batch is used if no data are read.
+    The batch replaces the data's largest batches in the memory forecast if no data are read.
     """
     written = experiment.config.get("dataset") or {}
     search = experiment.config.get("search") or {}
@@ -159,7 +161,7 @@ def _forecast(
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
-    """Return the largest memory that a device needs, in bytes, and the forecast for this device."""
+    """Return the memory in bytes of the device that needs the most, and its forecast."""
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

@@ -1,4 +1,4 @@
-"""Predicted descriptions of engines, made from config.json before the engines are built."""
+"""Predicted descriptions of engines, from config.json, for use before the engines are built."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def predict_facts(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the predicted description of each role's engine.
 
-    A description has the key `copies`, which maps the mesh of each copy of the role to the
-    predicted description of the copy.
+    In addition, each description has the key `copies`. It maps the mesh (group of devices) of each
+    copy of the role to the predicted description of this copy.
     """
     meshes = experiment.build_meshes()
     facts_by_role = dict[str, Mapping[str, Any]]()

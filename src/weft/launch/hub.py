@@ -1,4 +1,4 @@
-"""Check, without torch, that the hub has the models and data that this machine does not have."""
+"""Check, without torch, that the hub has the models and data that are missing on this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from weft.experiments._models import find_option_role
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
     """Check that the hub has all missing models and data, and download missing config.json files.
 
-    Missing files are those that this machine does not have. Returns whether any file was
-    downloaded. If so, the caller must build the experiment again, with the values in the files.
-    Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
-    or `DataError`, naming the option, if the hub does not have the model or dataset or does not
-    answer.
+    Missing means that this machine does not have them. Returns whether any file was downloaded. If
+    so, the caller must build the experiment again, with the values in the files. Without `data`,
+    only models are checked, not tokenizers and datasets. Raises `CheckpointError` or `DataError`,
+    naming the option, if the hub does not have the model or dataset or does not answer.
     """
     fileroot = experiment.control.fileroot
     fetched = False
@@ -47,7 +46,7 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
 
 
 def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the option and the path of every dataset that is specified by a path."""
+    """Yield the option and the path of every dataset that is given by a path."""
     dataset = experiment.dataset
     for option in ("train_path", "valid_path", "path"):
         path = getattr(dataset, option)

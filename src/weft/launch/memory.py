@@ -1,4 +1,4 @@
-"""Forecast of a run's memory from its configuration and rows, and comparison with the measured use."""
+"""Forecast of a run's memory from its configuration and data, and comparison with the actual use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with the number of data-parallel and of context-parallel ranks of the role.
+    """Device of a role, with the role's numbers of data- and context-parallel ranks.
 
     `capacity` is the memory in bytes of a device that is not on this machine. It is None if this
     memory is unknown, or if the device is on this machine.
@@ -79,7 +79,7 @@ class MemoryForecast:
 
     @property
     def total(self) -> float:
-        """Total memory in bytes at the peak."""
+        """Total memory at the peak, in bytes."""
         whole = memory.compute_peak(self.roles)
         held = sum(role.permanent for role in self.roles.values())
         if self.device.type != "cpu":
@@ -92,7 +92,8 @@ class MemoryForecast:
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
         """Yield the plan's lines on the memory of each role, of each KV cache and of each device.
 
-        `on` maps devices to their roles; without it, all roles are on one device.
+        `on` maps the rank of each device to the names of its roles; without it, all roles are on
+        one device.
         """
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
@@ -126,13 +127,17 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Words that qualify the total: "at most", or the roles whose activations are not included."""
+        """Qualifier of the total in messages.
+
+        This is "at most" or, if some roles are incomplete, "without activations of" and their
+        names.
+        """
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
     def compute_needed(self, most: float) -> float:
-        """Return the memory in GiB that the run itself needed; `most` is the measured peak in GiB.
+        """Return the memory in GiB that the run itself needed; `most` is the measured peak.
 
         The memory used before the engines were built is subtracted. For a run in one process on a
         CPU, file pages are subtracted too: the code pages of torch's libraries vary with the
@@ -142,7 +147,7 @@ class MemoryForecast:
         return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)
 
     def format_comparison(self, most: float) -> str:
-        """Return a line that compares the measured peak, in GiB, with the forecast."""
+        """Return a line that compares the measured peak `most`, in GiB, with the forecast."""
         used = self.compute_needed(most) * GIB
         scope = f" {self.scope}" if self.incomplete else ""
         return (
@@ -153,7 +158,7 @@ class MemoryForecast:
 
 
 def measure_held_memory(device: torch.device) -> float:
-    """Return the memory that this process uses now, in GiB.
+    """Return the memory that this process currently uses, in GiB.
 
     On a GPU, this is the memory allocated by torch. On a CPU, it is the resident size without file
     pages.
@@ -175,11 +180,12 @@ def forecast(
     baseline: float = 0.0,
     capacity: float | None = None,
 ) -> MemoryForecast:
-    """Forecast the memory of a run.
+    """Forecast the memory that a run needs.
 
-    `facts` maps roles to the descriptions of their engines and copies. `given` are the batches that
-    need the most memory. `baseline` is the GiB that the process used before the engines were built.
-    `capacity` is the memory in bytes of a GPU that is not on this machine.
+    `facts` maps roles to the descriptions of their engines, including those of copies. `given` are
+    the batches that are expected to need the most memory. `baseline` is the memory in GiB that the
+    process used before the engines were built. `capacity` is the memory in bytes of a GPU that is
+    not on this machine.
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = [_add_completions(experiment, batch) for batch in given]
@@ -257,7 +263,10 @@ def _collect_works(
 
 
 def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
-    """Split a batch over `ranks` data-parallel ranks, and return the part with the most tokens."""
+    """Split a batch over `ranks` data-parallel ranks, and return the part with the most tokens.
+
+    A prompt is counted once for each of its completions.
+    """
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
@@ -291,12 +300,12 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """Return which of a role's weights and optimizer state are offloaded after the role's calls.
+    """Return whether a role's weights and optimizer state are offloaded between the role's calls.
 
-    The optimizer state is included if every training call offloads it. Weights are included if
-    every call offloads them and the option `offload` is set. Without this option, the weights are
-    on the device before the first call, together with the weights of all other roles, and therefore
-    count as not offloaded.
+    The result contains "weights", "optimizer", both or neither. The optimizer state is offloaded if
+    every training call offloads it. Weights are offloaded if every call offloads them and the
+    option `offload` is set. Without this option, the weights are on the device before the first
+    call, together with the weights of all other roles, and therefore count as not offloaded.
     """
     after = []
     for call in calls:
@@ -320,7 +329,7 @@ def build_case(
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
 ) -> MemoryCase:
-    """Return the input of the memory estimate for one role.
+    """Return the input for estimating the memory of one role.
 
     `facts` is the description of the role's engine, and `works` are the memory demands of the
     role's calls. `leaves` contains "weights" or "optimizer" if the weights or the optimizer state
@@ -364,7 +373,7 @@ def _build_settings(
 
 
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """Return the batch with as many completions as generation adds, each of the maximum length.
+    """Return the batch with the completions that generation would add, each of the maximum length.
 
     If some completions of a prompt come from the dataset, and the longest of them exceeds the
     maximum length, all completions of the prompt get the length of the longest.
@@ -394,11 +403,12 @@ def _iterate_works(
     place: RoleDevice,
     shared: Mapping[str, Any],
 ) -> Iterator[CallDemand]:
-    """Yield the memory demands of a call on its role's network, one per micro-batch.
+    """Yield the memory demands of a model function call on its role's network.
 
-    `shared` says when a prompt that several sequences have in common is computed only once: if no
-    sequence is longer than `shared["longest"]` tokens and, in training, `shared["in_training"]` is
-    True. If `shared` is empty, each sequence is computed separately.
+    Generation has one demand; other calls have one per micro-batch. `shared` describes when a
+    prompt that several sequences have in common is computed only once: if no sequence is longer
+    than `shared["longest"]` tokens and, in training, `shared["in_training"]` is True. If `shared`
+    is empty, each sequence is computed separately.
     """
     if "completion" not in batch.data:
         return

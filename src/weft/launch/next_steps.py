@@ -14,7 +14,7 @@ REPORT = "report.html"
 
 
 def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
-    """Return a line with the path of the report, and follow-up commands.
+    """Return the lines for the end of a run: the path of its report, and follow-up commands.
 
     Returns an empty list if the run saves no model.
     """
@@ -78,7 +78,11 @@ def _build_quickstart(name: str, trial: str, control: Control) -> str:
 
 
 def _find_free_trial(control: Control, name: str) -> str:
-    """Return an unused trial name in the experiment's folder: `name`, else `name-2` and so on."""
+    """Return an unused trial name in the experiment's folder.
+
+    The name is `name` itself or, if that exists, the first free one of `name-2`, `name-3` and so
+    on.
+    """
     folder = Path(control.fileroot).expanduser() / control.experiment_name
     return next(
         each

@@ -1,7 +1,7 @@
 """Detection of torchrun, accelerate and deepspeed.
 
-weft starts its processes itself. A run that one of these has started fails with an error message
-that contains the equivalent weft command.
+weft starts its processes itself. If it has been started by one of these launchers, it fails with an
+error message that contains the equivalent weft command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 
 @dataclass(frozen=True)
 class OtherLauncher:
-    """Launcher, such as torchrun, that started this process as rank `rank` of `world` processes."""
+    """Launcher other than weft, such as torchrun, that has started this process.
+
+    This process is number `rank` of the `world` processes that the launcher has started.
+    """
 
     launcher: str
     rank: int
@@ -38,7 +41,10 @@ class OtherLauncher:
         return max(1, self.world // self.per_node)
 
     def build_command(self, words: Sequence[str]) -> str:
-        """Return the equivalent weft command; `words` are the command-line words after `weft`."""
+        """Return the weft command that replaces the launcher's command.
+
+        `words` are the command-line words after `weft`.
+        """
         arguments = []
         for word in words:
             if not LAUNCHER_OPTIONS.fullmatch(word):
@@ -64,7 +70,11 @@ class OtherLauncher:
         return shlex.join(mask_words(["weft", *arguments, *options]))
 
     def format_message(self, words: Sequence[str]) -> str:
-        """Return the error message, with the weft command that is equivalent to `words`."""
+        """Return the error message, which contains the weft command to use instead.
+
+        `words` are the command-line words after `weft`; they are empty for a run started from
+        Python.
+        """
         many = "one process" if self.world == 1 else f"{self.world} processes"
         if words:
             command = self.build_command(words)
@@ -111,9 +121,9 @@ def detect_launcher(environ: Mapping[str, str]) -> OtherLauncher | None:
 
 
 def check_started_directly(environ: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if another launcher started this process.
+    """Raise `ConfigError` if a launcher such as torchrun has started this process.
 
-    Called for runs that are started from Python.
+    This check is for runs that are started from Python.
     """
     launcher = detect_launcher(environ)
     if launcher is not None:

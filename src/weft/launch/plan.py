@@ -1,4 +1,4 @@
-"""Plan of a run, as a short table with details: nodes, data, counts, models, devices and memory."""
+"""Plan of a run as a short table with details: nodes, data, counts, models, devices and memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def build_plan(
 ) -> RunPlan:
     """Return the plan of a run.
 
-    `facts` maps roles to the descriptions of their engines. `numerics` maps `hardware` to a line of
-    text and, if known, `threads` to the number of threads and `memory` to the memory in bytes.
-    `expected` is the memory forecast. `data` and `horizon` are None if the data were not read.
+    `facts` maps roles to the descriptions of their engines. `numerics` describes the devices:
+    `hardware` is a line of text, `threads` the number of threads, and `memory` the memory in bytes;
+    the last two can be missing. `expected` is the memory forecast. `data` and `horizon` (the length
+    of the run) are None if the data were not read.
     """
     # Rows above the models: nodes, data and counts.
     rows = [("nodes", " -> ".join(", ".join(names) for names in _group_into_levels(experiment)))]
@@ -84,7 +85,7 @@ def build_plan(
 
 
 def _collect_model_notes(experiment: Experiment) -> list[str]:
-    """Return the notes on all models, for example on the run that a model comes from.
+    """Return the notes on all models, such as which run a model comes from.
 
     The plan always shows these notes.
     """
@@ -95,7 +96,7 @@ def _collect_model_notes(experiment: Experiment) -> list[str]:
 
 
 def _group_into_levels(experiment: Experiment) -> list[list[str]]:
-    """Group the nodes into levels, in the order in which the levels run.
+    """Group the names of the graph's nodes into levels, in execution order.
 
     The nodes of one level do not depend on each other.
     """
@@ -133,9 +134,9 @@ def _iterate_sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
 
 
 def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the plan's table that show the work per step, per epoch and in total.
+    """Yield the rows of the plan's table that count the work per step, per epoch and in total.
 
-    The work is counted in steps, completions and optimizer steps.
+    Steps, completions and optimizer steps are counted.
     """
     # Per step.
     sampling = list(_iterate_sampling(experiment))
@@ -204,7 +205,7 @@ def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[s
 
 
 def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
-    """Return at most `most` table rows, one per model.
+    """Return at most `most` table rows that describe the models.
 
     Roles with the same model share a row. If there are too many rows, first the frozen models are
     merged into one row. If there are still too many, the last rows are merged as well.
@@ -228,7 +229,7 @@ def _build_model_rows(experiment: Experiment, facts: Facts, most: int) -> list[t
 def _merge_rows(
     rows: Sequence[tuple[list[str], str]], num_kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
-    """Return the first `num_kept` rows, and one row that summarizes the remaining rows."""
+    """Return the first `num_kept` rows, followed by one row that summarizes the others."""
     names = []
     for roles, _ in rows[num_kept:]:
         names.extend(roles)
@@ -267,10 +268,11 @@ def _shorten_model(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 def format_memory_row(
     expected: MemoryForecast, on: Mapping[int, Sequence[str]], room: int
 ) -> str | None:
-    """Format the text of the row in the plan's table that shows the memory needed per device.
+    """Format the row of the plan's table that shows the memory needed per device.
 
-    `on` maps devices to their roles. `room` is a device's memory in bytes, or the memory that all
-    CPU devices share. Returns None for a single device that needs less than a tenth of its memory.
+    `on` maps the rank of each device to the names of its roles. `room` is a device's memory in
+    bytes, or the memory that all CPU devices share. Returns None for a single device of whose
+    memory less than a tenth is needed.
     """
     parts = {rank: expected.select_roles(names).total for rank, names in on.items()}
     several = len(on) > 1
@@ -297,8 +299,9 @@ def format_memory_row(
 def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
     """Return a function that formats the measured peak memory, in GiB, at the end of a run.
 
-    The function returns a line of text, and whether this line should be shown because the run
-    needed a considerable part of the memory. `room` is the device's memory in bytes.
+    The function returns a line of text and a Boolean, which is true if the line should be shown
+    because the run needed a considerable part of the memory. `room` is the device's memory in
+    bytes.
     """
     return lambda most: (
         expected.format_comparison(most),
@@ -333,7 +336,7 @@ def _format_layouts(experiment: Experiment) -> str:
 
 
 def _format_degrees(layout: Layout) -> str:
-    """Format a layout without the degrees that are 1.
+    """Format a layout without the parallelism degrees that are 1.
 
     For example, `d2f2t1p1c1e1` becomes `d2f2`, and `d2f1t1p1c1e1` becomes `d2`.
     """
@@ -402,7 +405,7 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield lines on the numbers of completions and optimizer steps of single nodes.
+    """Yield lines on individual nodes for the plan's details.
 
     If there are several generation calls, each has a line with its number of completions per
     prompt. A training node has a line if it takes no optimizer step in the first epochs.
@@ -427,7 +430,7 @@ def _iterate_roles(
 ) -> Iterator[str]:
     """Yield a line for each role with the details that the table leaves out.
 
-    The details are long paths, learning rates, and the models of merged table rows.
+    These are long paths, learning rates, and the models of merged table rows.
     """
     merged = []
     for roles, text in models:

@@ -14,11 +14,11 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 
 
 class RestartingRun:
-    """Run that is restarted after a loss of devices, if `restarts_automatically` is True.
+    """Run that restarts itself after a loss of devices, if `restarts_automatically` is True.
 
-    A restart replaces `session` by the session that `create_session()` returns. After a failure
-    with non-finite numbers, `damaged()` is called to find the cause. It returns the error to raise
-    instead, or None if it finds no cause.
+    For a restart, `create_session()` must return a new session, which replaces `session`. After a
+    failure with non-finite numbers, `damaged()` is called to find the cause. It returns the error
+    to raise instead, or None if it finds no cause.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class RestartingRun:
         self._last_step = -1
 
     def run(self, *, resumes: bool) -> list[dict[str, Any]]:
-        """Run to the end and return the lines of metrics.jsonl.
+        """Run to the end and return the metrics: one mapping per line of metrics.jsonl.
 
-        With `resumes`, an earlier run in the same directory is resumed. The outcome of the run is
-        recorded in any case. If recording fails, the error is added as a note to the error that
-        ended the run.
+        With `resumes`, an earlier run in the same directory is resumed. The outcome of the run
+        (finished, stopped or failed) is recorded in any case. If recording fails, a note on this is
+        added to the error that ended the run.
         """
         try:
             self._run_session(resumes=resumes)
@@ -77,8 +77,8 @@ class RestartingRun:
     def _restart(self, lost: DevicesLost) -> None:
         """Replace the session that lost its devices with a new one.
 
-        The new session resumes from the last recovery point. Raises `RunError` after too many
-        restarts.
+        The new session resumes from the last recovery point. `lost` is the error that reported the
+        loss. Raises `RunError` after too many restarts.
         """
         while True:
             self._count_restart(lost)
@@ -100,7 +100,11 @@ class RestartingRun:
             return
 
     def _count_restart(self, lost: DevicesLost) -> None:
-        """Count a restart. Raises `RunError` after `MOST_RESTARTS` restarts without a new step."""
+        """Count a restart.
+
+        Raises `RunError` after `MOST_RESTARTS` restarts during which the run completed no further
+        step.
+        """
         if self._session.step > self._last_step:
             self._restarts_left = MOST_RESTARTS
             self._last_step = self._session.step

@@ -1,4 +1,7 @@
-"""Run a configuration in this process. All checks that do not need torch are made first."""
+"""Functions that run a configuration in this process, or return its plan.
+
+All checks that do not need torch are made before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,16 @@ MODES = ("local", "ray", "slurm")
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a finished run: its metrics, with one mapping per step, and its directory."""
+    """Result of a finished run.
+
+    `metrics` has one mapping of metrics per step, and `directory` is the run's directory.
+    """
 
     metrics: list[dict[str, Any]]
     directory: Path
 
     def checkpoint(self, role: str) -> Path:
-        """Return the directory of a role's newest checkpoint, in Hugging Face format.
+        """Return the directory of a role's latest checkpoint, in Hugging Face format.
 
         Raises `CheckpointError` if the role has no checkpoint.
         """
@@ -120,7 +126,7 @@ def dry_run(
 def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
     """Return a copy of the configuration in which all models are marked as planned.
 
-    The weights of planned models are not read.
+    The weights of such models are not read.
     """
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
@@ -135,15 +141,13 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
 def _build_checked(
     config: ExperimentConfig | Experiment, mode: str | None, *, data: bool = True
 ) -> tuple[Experiment, str]:
-    """Return the experiment and the mode, after all checks that don't need torch.
+    """Build the experiment and return it with the mode, after all checks that don't need torch.
 
     Without `data`, tokenizers and datasets are not checked.
     """
     other_launchers.check_started_directly(os.environ)
     experiment = build_with_choices(config)
-    if mode is not None:
-        mode = mode
-    else:
+    if mode is None:
         mode = str(experiment.config.get("mode", "local"))
     check_mode(mode)
     check_no_masks(experiment)
@@ -176,10 +180,10 @@ def build_with_files(
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
-    """Build the experiment of `config`, and record the options for which weft has chosen a value.
+    """Build the experiment of `config`, and record which values weft has chosen itself.
 
-    These are options that `config` leaves unset or `auto`. Their names are listed in the
-    experiment's field `chosen`.
+    These are the values of options that `config` leaves unset or `auto`. The names of the options
+    are listed in the experiment's field `chosen`.
     """
     if isinstance(config, Experiment):
         return resolve_roles(config)
@@ -211,9 +215,10 @@ def check_devices(experiment: Experiment) -> None:
 
 
 def check_no_masks(experiment: Experiment) -> None:
-    """Raise `ConfigError` if an option's value is a mask instead of a secret.
+    """Raise `ConfigError` if an option contains a mask instead of a secret.
 
-    The configuration that a run stores has such masks, because secrets are not stored.
+    A run stores its configuration with masks in place of secrets, so this happens if a stored
+    configuration is used again.
     """
     hidden = list(iterate_masked_options(experiment.config))
     if hidden:
@@ -225,7 +230,7 @@ def check_no_masks(experiment: Experiment) -> None:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `ConfigError` if the mode is unknown, or is `slurm`, which needs a command line to run."""
+    """Raise `ConfigError` for an unknown mode, and for `slurm`, which needs a command line."""
     if mode not in MODES:
         raise build_unknown_name_error("mode", mode, MODES)
     if mode == "slurm":

@@ -1,8 +1,8 @@
-"""`mode=slurm`: an sbatch script that starts Ray on a job's nodes and runs the command there.
+"""Support for `mode=slurm`: an sbatch script starts Ray on the job's nodes.
 
-The command runs with `mode=ray`. `start_job` writes and submits the script, and `plan_job` shows
-what the job would do. `find_running_job` and `cancel_job` find and end the job. The script, the
-logs and the job's id are in `slurm/` in the run's directory.
+The script then runs the command with `mode=ray`. `start_job` writes and submits the script, and
+`plan_job` shows what the job would do. `find_running_job` and `cancel_job` find and end the job.
+The script, the logs and the job's id are in `slurm/` in the run's directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ MODULE = "weft.cli.main"
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """Command and resources of a Slurm job. `command` has the command-line words after `weft`."""
+    """Command to run in a Slurm job, with the resources to request.
+
+    `command` has the command-line words after `weft`.
+    """
 
     name: str
     run: Path  # the run's directory
@@ -108,7 +111,7 @@ def plan_job(
 ) -> list[str]:
     """Return the lines that `--dry-run` prints for a job.
 
-    These are the plan of the run on the devices that the job would request. Raises `UserError` for
+    They show the plan of the run on the devices that the job would request. Raises `UserError` for
     invalid input.
     """
     from weft.runtime.directory import RunDirectory
@@ -132,7 +135,7 @@ def plan_job(
 
 
 def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = True) -> Experiment:
-    """Build the experiment and check it without torch.
+    """Build the experiment, and make the checks that do not need torch.
 
     The checks assume that the nodes see the same files as this machine.
     """
@@ -143,9 +146,9 @@ def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = Tru
 
 
 def _check_networks(experiment: Experiment) -> None:
-    """Check that every network supports its layouts. Reads only config.json, no weights.
+    """Raise `UserError`, naming the option, if a network does not support its layouts.
 
-    Raises `UserError`, naming the option, if a layout is not supported.
+    Reads only config.json, no weights.
     """
     from weft.engine.backends.auto import choose_backend
     from weft.launch.assemble import check_configs, check_layouts
@@ -165,12 +168,12 @@ def _check_networks(experiment: Experiment) -> None:
 def build_request(
     experiment: Experiment, command: Sequence[str], run: Path, scheduling: Scheduling | None = None
 ) -> SlurmRequest:
-    """Return the request for a job.
+    """Return the request for a Slurm job that runs `command`.
 
     The resources come from the options `slurm.*`, `n_nodes` and `n_gpus_per_node`. If `scheduling`
-    is given, it determines the number of nodes and of devices per node, and the values of those
-    `slurm.*` options that the user left unset. Raises `ConfigError` if the layouts need more
-    devices than are requested.
+    is given, it determines the number of nodes and of devices per node, and fills in `slurm.*`
+    options that the user has left unset. `run` is the run's directory. Raises `ConfigError` if the
+    layouts need more devices than are requested.
     """
     control = experiment.control
     config = experiment.config
@@ -295,9 +298,9 @@ def _build_directives(request: SlurmRequest) -> list[str]:
 
 
 def _build_container(request: SlurmRequest) -> tuple[str, str, str]:
-    """Return the kind of container, the srun options for pyxis, and the prefix for apptainer.
+    """Return the type of container, the srun options for pyxis, and the prefix for apptainer.
 
-    The kind is "pyxis" or "apptainer". The prefix precedes each command in the container. The srun
+    The type is "pyxis" or "apptainer". The prefix precedes each command in the container. The srun
     options are empty for apptainer, and the prefix is empty for pyxis. Without a container, all
     three are empty.
     """
@@ -385,7 +388,7 @@ def find_running_job(run: Path) -> tuple[str, str] | None:
 
 
 def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
-    """Cancel a waiting job, or send SIGTERM to a running job and wait until it has ended.
+    """Cancel a pending job, or send SIGTERM to a running job and wait until it has ended.
 
     `number` is the job's id. A running job writes a recovery point before it ends. Returns a
     message for the user. Raises `RunError` if the job does not end within `deadline_s` seconds.
@@ -408,7 +411,7 @@ def cancel_job(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
 
 
 def _read_state(number: str) -> str | None:
-    """Return the state of the unfinished job with the id `number`; None if the job has ended.
+    """Return the state of the job with the id `number`, or None if the job has ended.
 
     Raises `RunError` if Slurm does not answer.
     """

@@ -1,4 +1,4 @@
-"""Functions that start experiments registered by name."""
+"""Functions that build and start experiments registered by name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def build_registered(
 ) -> Experiment:
     """Return the experiment registered as `name`, with the trial name `trial_name`.
 
-    `register_experiment` can register a function that returns an `Experiment`, or a configuration
-    that builds one. It can also register a class with `initial_setup() -> Experiment` and
-    optionally `scheduling_setup() -> Scheduling`. Functions and classes can be wrapped in
-    `functools.partial`. `allocation_mode` replaces the option of the same name in a configuration.
+    The registered object can be a function that returns an `Experiment`, or a function or class
+    that returns a configuration, from which the experiment is built. It can also be a class with a
+    method `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`.
+    Functions and classes can be wrapped in `functools.partial`. `allocation_mode` replaces the
+    option of the same name in a configuration.
 
     Raises `ConfigError` if the name is unknown, with similar names in the message, or if the
     registered object is of any other kind. Also raises `ConfigError` if `allocation_mode` differs
-    from that of an `Experiment`, whose layouts are set in code.
+    from that of an `Experiment` whose layouts are set in code.
     """
     # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
@@ -68,10 +69,10 @@ def build_registered(
 
 
 def build_scheduling(name: str) -> Scheduling | None:
-    """Return the `Scheduling` that the class registered as `name` requests.
+    """Return the resources that the experiment registered as `name` requests, or None.
 
-    This is the result of the class's `scheduling_setup()`. Returns None if the registered object is
-    not a class, or has no such method.
+    They are requested by a class with a method `scheduling_setup()`, whose result is returned.
+    Returns None if the registered object is not a class, or has no such method.
     """
     thing = experiments.get(name)
     if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(
@@ -84,7 +85,10 @@ def build_scheduling(name: str) -> Scheduling | None:
 
 
 def _unwrap_partial(thing: Any) -> Any:
-    """Return the class or function inside `thing`, which can be wrapped repeatedly in `partial`."""
+    """Return the class or function inside any `functools.partial` objects.
+
+    `functools.partial` can be applied repeatedly.
+    """
     return _unwrap_partial(thing.func) if isinstance(thing, partial) else thing
 
 
@@ -96,9 +100,10 @@ def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Return notes on the resources that the experiment requests but `mode` ignores.
+    """Return notes on requested resources that `mode` ignores.
 
-    Raises `ConfigError` if the experiment requests several nodes and `mode` is `local`.
+    The resources are those that the experiment registered as `name` requests. Raises `ConfigError`
+    if it requests several nodes and `mode` is `local`.
     """
     scheduling = build_scheduling(name)
     if scheduling is None:

@@ -8,7 +8,10 @@ from weft.launch import slurm
 
 
 def format_status(run: Path) -> str:
-    """Return the status as a line for the user, such as `runs/e/t: running, job 12 RUNNING`."""
+    """Return a line with the status of a run, such as `runs/e/t: running, job 12 RUNNING`.
+
+    `run` is the run's directory.
+    """
     from weft.runtime.directory import find_owner
 
     status = read_run_status(run)
@@ -22,9 +25,10 @@ def format_status(run: Path) -> str:
 
 
 def read_run_status(run: Path) -> str:
-    """Return the status stored in the run's directory, or "not begun".
+    """Return the status that is stored in the run's directory, or "not begun" if there is none.
 
-    The stored status is "running", "finished", "stopped" or "failed".
+    The stored status is "running", "finished", "stopped" or "failed". A run that was killed can
+    still have the status "running".
     """
     from weft.runtime.directory import RunDirectory
 

@@ -26,11 +26,11 @@ def stop(
 
 
 def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's job or process and wait until it has ended.
+    """Send SIGTERM to the run's Slurm job or process, and wait until it has ended.
 
-    The run first finishes its step and writes a recovery point. A waiting job is cancelled. Returns
-    a message for the user. Raises `ConfigError` if the run has no job or process, and `RunError` if
-    the job or process does not end within `deadline_s` seconds.
+    The run first finishes its step and writes a recovery point. A pending job is cancelled. `run`
+    is the run's directory. Returns a message for the user. Raises `ConfigError` if the run has no
+    job or process, and `RunError` if the job or process does not end within `deadline_s` seconds.
     """
     from weft.runtime.directory import find_owner
 
@@ -56,7 +56,7 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
 def find_run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
     """Return the directory of a run.
 
-    Raises `ConfigError`, which lists existing runs, if the directory does not exist.
+    Raises `ConfigError`, with a list of existing runs, if the directory does not exist.
     """
     run = Path(fileroot).expanduser() / experiment_name / trial_name
     if not run.is_dir():

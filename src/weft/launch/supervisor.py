@@ -1,7 +1,7 @@
 """Supervision of a run in a child process, which is replaced if it is killed.
 
-Runs with Ray need this: if the raylet of a machine dies, Ray kills the processes on the machine
-that use Ray. A new child resumes from the last recovery point.
+This is needed for runs with Ray: if Ray's daemon (raylet) on a machine dies, Ray kills the
+processes on the machine that use it. A new child resumes from the last recovery point.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Supervisor of a run, which executes this process's command in a child process.
+    """Supervisor of a run, which executes this process's command again in a child process.
 
     If the child is killed, a new child replaces it, until a child ends and reports its exit code.
     """
@@ -187,7 +187,7 @@ class Supervisor:
                 os.killpg(self._child.pid, number)
 
     def _describe_killed(self) -> str:
-        """Return a description of the killed child: process, machine, signal and running calls."""
+        """Return a description of the killed child: process, machine, signal, running calls."""
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:
@@ -210,7 +210,7 @@ class Supervisor:
         return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
 
     def _explain_no_restart(self, left: int, step: int) -> str | None:
-        """Return the reason why the child is not replaced; None if it should be replaced.
+        """Return the reason why a killed child is not replaced, or None if it should be replaced.
 
         `left` is the number of restarts left, and `step` is the last step that the run completed.
         """
@@ -225,7 +225,7 @@ class Supervisor:
         return None if self._directory.has_run() else "; it had not started"
 
     def _read_last_step(self) -> int:
-        """Return the last step in metrics.jsonl; 0 if the file has no steps."""
+        """Return the last step recorded in metrics.jsonl, or 0 if the file has no steps."""
         return max(
             (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
         )

@@ -1,4 +1,4 @@
-"""Devices that a plan is made for: those of this machine, or GPUs that the options name."""
+"""Devices for which a plan is made: those of this machine, or GPUs that the options name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU_OPTION_HINT = "name one with search.gpu=H100"
 
 @dataclass(frozen=True)
 class TargetDevices:
-    """Devices that a plan is made for: `count` devices with `usable` bytes of memory each.
+    """Devices for which a plan is made: `count` devices with `usable` bytes of memory each.
 
     `usable` is None for GPUs of unknown type.
     """
@@ -73,7 +73,7 @@ class TargetDevices:
         return cls(device, line, count, usable, line)
 
     def list_candidates(self) -> list[TargetDevices]:
-        """Return the targets to plan for, smallest first.
+        """Return the targets to try in a plan, from the smallest to the largest.
 
         If the type of the GPU is unknown, there is one target for each common GPU size. Otherwise
         this target is the only one.
@@ -97,9 +97,10 @@ class TargetDevices:
         return candidates
 
     def format_verdict(self, needed: float, scope: str = "") -> str:
-        """Return a line that says whether the `needed` bytes per device fit in a device's memory.
+        """Return a line that says whether the needed memory fits in a device's memory.
 
-        `scope` is a phrase that follows the needed memory in the line.
+        `needed` is in bytes per device. `scope` is a phrase that follows the needed memory in the
+        line.
         """
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
@@ -109,9 +110,10 @@ class TargetDevices:
 
 
 def get_usable_memory(gpu: str) -> float:
-    """Return the part of a GPU's memory that a run can use, in GiB.
+    """Return the memory of a GPU that a run can use, in GiB.
 
-    The memory that the driver and torch use is not included.
+    This is the GPU's memory without the part that the driver and torch use. `gpu` is the name of a
+    known GPU.
     """
     sold = GPUS[gpu][3]
     return (

@@ -1,1 +1,1 @@
-"""Observation of runs: metrics, samples, loggers, live view, timeline, report and dashboard."""
+"""Observation of runs: metrics, samples, loggers, terminal view, timeline, report and dashboard."""

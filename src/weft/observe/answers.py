@@ -24,7 +24,7 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
     A prompt is shared if at least two runs answered it. At most `PROMPTS` prompts are included;
     prompts that more runs answered come first. The page's script uses the per-token data to colour
-    the tokens.
+    the tokens of the answers.
     """
     latest = [_find_latest_groups(run) for _, _, run in listed]
     counts: dict[str, int] = {}
@@ -57,7 +57,7 @@ def render_answers(listed: Sequence[ComparedRun]) -> tuple[str, list[dict[str, A
 
 
 def _find_latest_groups(run: RunFiles) -> dict[str, SampleGroup]:
-    """Return, for each prompt, the latest group of answers that the run sampled.
+    """Return the latest group of answers that the run sampled for each prompt.
 
     Ranked pairs that come from the dataset are left out.
     """

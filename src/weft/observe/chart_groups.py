@@ -1,7 +1,9 @@
 """Grouping of metrics into charts, so that each metric is drawn once.
 
-One chart can show the same measure of several nodes, training and evaluation values of a measure,
-values for chosen and rejected answers, or a mean and the corresponding maximum.
+The name of a metric consists of a node of the run's graph and a measure: `actor_train/loss` is the
+measure `loss` of the node `actor_train`. One chart can show the same measure of several nodes,
+training and evaluation values of a measure, values for chosen and rejected answers, or a mean and
+the corresponding maximum.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Scope = TypeVar("Scope")
 class MetricGroup:
     """Metrics that share one chart.
 
-    `measure` is the name of the metrics without the node, `nodes` are the nodes that report them,
+    `measure` is their common name without the node, `nodes` are the graph nodes that report them,
     and `names` are the full names, one for each line of the chart.
     """
 
@@ -48,7 +50,7 @@ class MetricGroup:
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts.
 
-    Each name is in exactly one chart, except for counters, such as the step, which are in none.
+    Each name is in exactly one chart. Only counters, such as the step, are in none.
     """
     groups: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)
@@ -62,7 +64,7 @@ def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
 
 
 def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]:
-    """Split a metric's name into the node and the measure.
+    """Split a metric's name into the node and the measure, such as `actor_train` and `loss`.
 
     Metrics of `chosen` and `rejected` answers have the same measure. A maximum, with the suffix
     `_max`, has the same measure as the corresponding mean if the mean is in `names`. All `time/`
@@ -88,7 +90,11 @@ def split_metric_name(name: str, names: Collection[str] = ()) -> tuple[str, str]
 
 
 def _with_evaluation(groups: dict[tuple[str, str], MetricGroup]) -> list[MetricGroup]:
-    """Merge charts that have only evaluation metrics into the training chart of the same measure."""
+    """Merge charts of evaluation metrics into the training charts of the same measure.
+
+    Returns all charts that remain. Evaluation metrics without a matching training chart keep their
+    own chart.
+    """
     evaluation = EVAL.rstrip("/")
     by_last: dict[str, list[MetricGroup]] = {}
     for group in groups.values():
@@ -112,8 +118,9 @@ def drop_repeats(
     """Return the groups, most informative first, without lines that repeat another line.
 
     A line is dropped if it equals another line of the same chart. A line whose values vary is also
-    dropped if it equals a line of the same node in an earlier chart, as `policy_loss` can equal
-    `loss`. `series` returns a metric's steps and values. `rank` returns the sort key of a metric.
+    dropped if it equals a line of the same node in an earlier chart; for example, `policy_loss` can
+    equal `loss`. `series` returns a metric's steps and values. `rank` returns the sort key of a
+    metric.
     """
     distinct_groups: list[MetricGroup] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
@@ -147,9 +154,10 @@ class SeriesIndex(Generic[Scope]):
         self._series: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Add the series `values` under `scope`, which is, for example, the node of the metric.
+        """Add the series `values`, which consists of steps and values.
 
-        `number` identifies the series in the results of `find_equal`.
+        Only series with the same `scope`, such as the node of the metric, are compared with each
+        other. `number` identifies the series in the results of `find_equal`.
         """
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._series.setdefault(key, []).append((values, number))
@@ -174,7 +182,7 @@ def _build_key(scope: object, values: Values) -> tuple[Any, ...]:
 
 
 def _pick_probes(values: Values) -> list[float]:
-    """Return the first, the middle and the last value; an empty list for an empty series."""
+    """Return the first, the middle and the last value of a series; an empty list if it is empty."""
     y = values[1]
     return [y[0], y[len(y) // 2], y[-1]] if y else []
 
@@ -215,7 +223,8 @@ def is_same_series(
     """Return whether two series, each given as steps and values, are equal.
 
     Series are equal if they have the same number of steps, the same first and last step, and values
-    whose relative differences are at most `ALIKE`. The other steps are not compared.
+    whose relative differences are at most `ALIKE`. Steps between the first and the last are not
+    compared.
     """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False

@@ -125,11 +125,11 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 
 
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
-    """Return the colour of a node, which is the colour of the node's role.
+    """Return the colour of a graph node, which is the colour of the node's role.
 
-    `roles` maps nodes to the colours that they have in the timeline. For a node that is not in
-    `roles`, the role is inferred from the node's name: `actor_train` belongs to `actor`. If the
-    role is unknown, the colour is grey.
+    `roles` maps nodes to their colours in the timeline. For a node that is not in `roles`, the role
+    is inferred from the node's name: `actor_train` belongs to `actor`. If the role is unknown, the
+    colour is grey.
     """
     known = roles or {}
     return (
@@ -144,7 +144,8 @@ def thin_series(
 ) -> tuple[list[float], list[float]]:
     """Reduce a series to at most `count` points, keeping every spike.
 
-    The series is cut into segments, and the lowest and the highest value of each segment are kept.
+    The series is divided into segments, and the lowest and the highest value of each segment are
+    kept.
     """
     if len(x) <= count:
         return list(x), list(y)
@@ -177,8 +178,8 @@ def read_axes(run: RunFiles) -> dict[str, list[float]]:
     """Return the values of the x axes of a run's charts: `step`, `tokens` and `time`.
 
     `tokens` is the number of tokens trained on, and `time` is the training time in seconds. Both
-    are counted from the start of the run. The three lists have one value for each step that remains
-    after thinning.
+    are counted from the start of the run. All three lists have one value for each step; for a long
+    run, only some of the steps are included.
     """
     tokens = 0.0
     seconds = 0.0
@@ -252,7 +253,7 @@ def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
 
 
 def _render_help(chart: Chart) -> str:
-    """Render the metric's description, which the reader opens with a click on a question mark."""
+    """Render a question mark that opens the description of the chart's metric when clicked."""
     if chart.help is None:
         return ""
     way = {1: "Higher is better. ", -1: "Lower is better. "}.get(
@@ -354,7 +355,7 @@ def _render_legend(place: int, line: ChartLine) -> str:
 
 
 def format_hue(hue: ColourPair) -> str:
-    """Return an inline style that defines both variants of a colour for the style sheet."""
+    """Return an inline style with the light and the dark variant of a colour as CSS variables."""
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
@@ -381,7 +382,7 @@ def _build_chart(run: RunFiles, group: MetricGroup, most: int) -> Chart:
 
 
 def find_heading(measure: str) -> str:
-    """Return the title of the chart that shows a measure."""
+    """Return the title of the chart that shows a measure, such as `clip ratio` for `clip_ratio`."""
     if "|" in measure:
         return (
             measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ")
@@ -393,7 +394,11 @@ def find_heading(measure: str) -> str:
 
 
 def _choose_label(name: str, nodes: Sequence[str]) -> str:
-    """Return the legend's label for the metric `name` in a chart whose lines belong to `nodes`."""
+    """Return the legend label of the metric `name`.
+
+    `nodes` are the graph nodes whose training metrics the chart shows. If there are several, the
+    label of a training metric contains its node.
+    """
     if name.startswith(TIME):
         return name.removeprefix(TIME)
     last = get_last_part(name)

@@ -73,14 +73,14 @@ class NamedRun:
 
     @property
     def label_with_status(self) -> str:
-        """Name of the run, followed by `(running)` if its numbers can still change."""
+        """Name of the run, followed by `(running)` if the run is still in progress."""
         if self.run.status == RUNNING:
             return f"{self.label} ({RUNNING})"
         return self.label
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write to `path` a page that compares the runs, and return `path`.
+    """Write a page that compares the runs to the file `path`, and return `path`.
 
     Raises `UserError` if a directory is not a run.
     """
@@ -134,10 +134,11 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
 
 
 def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
-    """Give each run a name and a colour.
+    """Return the runs, each with a name and a colour for the page.
 
-    The name is the trial if all trials differ, else experiment and trial, else the last two folders
-    of the path, else the whole path.
+    The name is the trial if all trials differ. Otherwise it is experiment and trial, the last two
+    folders of the path, or the whole path, whichever is the first to give every run a different
+    name.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -182,7 +183,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name, in each run, of the metric that decides which run is better.
+    """Return the metric that decides which run is better, by its name in each run.
 
     Returns None if the runs have no common metric that can be compared.
     """
@@ -194,10 +195,10 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name of the headline metric in each run; None if the headlines differ.
+    """Return the name of the headline metric in each run; None if the headline metrics differ.
 
-    If every run has a validation metric that matches the headline, and the values of this metric
-    can be compared, the names of the validation metric are returned instead.
+    If every run has a validation metric that matches the headline metric, and its values can be
+    compared between the runs, the names of the validation metric are returned instead.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -299,7 +300,10 @@ def _write_doubts(winner: NamedRun) -> str:
 
 
 def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
-    """Return a phrase that names the step of the comparison; "" if all runs ended at the same step."""
+    """Return a phrase that says at which step the runs are compared.
+
+    Returns "" if all runs have ended at the same step.
+    """
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
@@ -312,7 +316,8 @@ def _compute_difference_noise(
 ) -> float:
     """Return the noise of a metric's difference between two runs, for the two noisiest runs.
 
-    Returns 0 if the noise is unknown or negligible.
+    `names` has the name of the metric in each run. The noise is the half-width of a 95% confidence
+    interval. Returns 0 if it is unknown or negligible.
     """
     if names[0].startswith(EVAL):
         drawn = []
@@ -333,7 +338,7 @@ def _compute_difference_noise(
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
     """Return the noise of an evaluation metric that is due to the limited number of evaluated rows.
 
-    Returns None if the noise is unknown.
+    The noise is the half-width of a 95% confidence interval, or None if it is unknown.
     """
     value = compute_final_value(run, name, step)
     rows = read_values_until(run, ROWS, step)
@@ -488,7 +493,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield a pair for each measure: whether the measure is informative, and its table row as HTML."""
+    """Yield a pair for each measure: True if it is informative, and its table row as HTML."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -536,11 +541,12 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return, for each measure, its name in each run, with the most informative measure first.
+    """Return the metrics to compare, each as a list of its name in each run.
 
-    The name is None in runs without the measure. A measure is left out if it has the same values as
-    a more informative one in every run. Metrics with the same name are separate measures if they
-    mean different things, such as the losses of two algorithms.
+    The most informative metrics come first. The name is None in runs without the metric. A metric
+    is left out if it has the same values as a more informative one in every run. Metrics with the
+    same name are listed separately if they mean different things, such as the losses of two
+    algorithms.
     """
     # Match metrics across runs by key and meaning.
     names_by_key: dict[tuple[Any, ...], Names] = {}
@@ -570,7 +576,10 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether two charts have the same title but no run in common."""
+    """Return whether the runs of one measure are split across several charts.
+
+    This is the case if two charts have the same title but no run in common.
+    """
     runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:
         runs_by_title.setdefault(chart.title, []).append({line.run for line in chart.lines})

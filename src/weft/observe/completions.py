@@ -159,7 +159,7 @@ def render_group(
 
 
 def choose_num_columns(count: int) -> int:
-    """Return the number of columns in which `count` answers leave little of the last row empty."""
+    """Return the number of columns for `count` answers that leaves little of the last row empty."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -168,7 +168,7 @@ def choose_num_columns(count: int) -> int:
 
 
 def _render_group_line(group: SampleGroup) -> str:
-    """Render a line about a group: its id, and a summary of its rewards.
+    """Render the line above a group of answers, with its id and a summary of its rewards.
 
     For ranked answers, the summary is the margin between the best and the worst answer. For sampled
     answers, it is the mean and range.
@@ -187,7 +187,7 @@ def _render_group_line(group: SampleGroup) -> str:
 
 
 def _read_score(row: Mapping[str, Any]) -> float | None:
-    """Return an answer's reward or score or, for a ranked answer, its log-ratio.
+    """Return an answer's reward or score; for a ranked answer with neither, return its log-ratio.
 
     Returns None if the answer has none of these.
     """
@@ -229,7 +229,7 @@ def _render_rank(group: SampleGroup, place: int) -> str:
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """Append an answer's per-token data to `tokens`, and return an HTML attribute with the index.
+    """Append an answer's per-token data to `tokens`, and return an HTML attribute with their index.
 
     Returns "" if the tokens are not known.
     """

@@ -25,7 +25,7 @@ CHOSEN = "chosen by weft"  # shown in place of the default if weft chose the val
 def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each nested option.
 
-    An empty mapping counts as a value.
+    An empty mapping is not flattened, but yielded as a value.
     """
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -35,7 +35,10 @@ def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def find_algorithm(run: RunFiles) -> str | None:
-    """Return the name of the quickstart that the run was started with; None if it is unknown."""
+    """Return the name of the run's quickstart, such as `grpo`; None if it is unknown.
+
+    A quickstart is a ready-made experiment that is configured by options.
+    """
     algorithm = run.record.get("algorithm")
     if algorithm:
         return str(algorithm)
@@ -88,7 +91,7 @@ def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
 
 
 def find_chosen_options(run: RunFiles) -> frozenset[str]:
-    """Return the options that the user left unset and for which weft chose a value."""
+    """Return the names of options that the user left unset, so that weft chose their values."""
     names = run.record.get("chosen")
     if isinstance(names, list):
         return frozenset(map(str, names))
@@ -225,7 +228,7 @@ def is_left_open(value: Any) -> bool:
 
 
 def format_briefly(value: Any) -> str:
-    """Format a value for display; the path of a run's checkpoint is shortened."""
+    """Format a value for display, shortening the path of a run's checkpoint."""
     return shorten_path(format_value(value))
 
 

@@ -29,7 +29,8 @@ Alive = Callable[[Path], bool]
 class DashboardAnswer:
     """Response to an HTTP request.
 
-    `tag` changes whenever the page changes. `body` is empty if the client already has the page.
+    `status` is the HTTP status code. `tag` is the page's ETag, which changes whenever the page
+    changes. `body` is empty if the client already has the page.
     """
 
     status: int
@@ -41,7 +42,7 @@ NOT_FOUND = DashboardAnswer(404, "There is no such page.")
 
 
 class Dashboard:
-    """Answers the dashboard's HTTP requests about the runs below `root`.
+    """Dashboard that answers HTTP requests about the runs below the folder `root`.
 
     A run can only be requested by its name in the list, so a request cannot reach any other path of
     the file system.
@@ -80,7 +81,10 @@ class Dashboard:
         return DashboardAnswer(200, built_page.render(), tag)
 
     def find_run_name(self, run: Path) -> str:
-        """Return the name of a run: the path of its folder relative to the root."""
+        """Return the name of a run: the path of its folder relative to the root.
+
+        If the run is the root itself, this is the name of the folder.
+        """
         name = run.relative_to(self.root).as_posix()
         return run.absolute().name if name == "." else name
 
@@ -99,7 +103,7 @@ class Dashboard:
 
 
 def _describe_files(path: Path) -> str:
-    """Return a string that changes whenever the run writes something or becomes inactive.
+    """Return a string that changes whenever the run writes a file or becomes inactive.
 
     The string contains the sizes and modification times of the run's files.
     """

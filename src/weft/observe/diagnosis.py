@@ -1,7 +1,8 @@
 """Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
 
-The bounds of a metric are in its description in `weft.observe.metric_help`. This module also checks
-values over several steps: a rising loss, a falling reward, worse validation, repetitive text.
+The bounds of each metric are defined with its description in `weft.observe.metric_help`. This
+module also checks how values change over several steps: a rising loss, a falling reward, a worse
+validation loss, repetitive text.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ Config = Callable[[], Mapping[str, Any]]
 class DiagnosisFinding:
     """Problem found in a run, such as a metric that is out of range.
 
-    `fact` describes the problem and includes the measured value. `means` is the usual cause, and
-    `fixes` are options to try. A `weak` finding also occurs in healthy runs, so it is only reported
-    together with a finding that is not weak.
+    Attributes:
+        key: identifier of the kind of problem, such as the metric's pattern in `metric_help`
+        fact: description of the problem, including the measured value
+        means: usual cause of the problem
+        fixes: options to try
+        weak: True if the problem also occurs in healthy runs, so that it is only reported
+            together with a finding that is not weak
     """
 
     key: str
@@ -68,7 +73,7 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """Result of a run's diagnosis. There are no findings if nothing is out of range."""
+    """Result of diagnosing a run; `findings` is empty if nothing is out of range."""
 
     findings: Sequence[DiagnosisFinding] = ()
 
@@ -79,7 +84,7 @@ class RunDiagnosis:
 
     @property
     def summary(self) -> str:
-        """The first findings with usual causes and options to try, as one line for the user."""
+        """One-line summary: the first findings, the usual cause, and options to try."""
         if self.is_sound:
             return FINE
         facts = "; ".join(each.fact for each in self.findings[:FACTS])
@@ -90,10 +95,10 @@ class RunDiagnosis:
 
 @dataclass(frozen=True)
 class DiagnosedRun:
-    """Data of a run that the checks read.
+    """Data of a run that the diagnostic checks read.
 
-    `config` returns the options, and is called only if a check needs one. `columns` maps each
-    metric that the checks use to its steps and its finite values.
+    `config` returns the run's options, and is called only if a check needs one. `columns` maps each
+    metric that the checks use to the steps at which it is finite, and its values at these steps.
     """
 
     lines: Lines
@@ -121,10 +126,10 @@ class DiagnosedRun:
 
     @property
     def kind(self) -> str:
-        """Name of the run's algorithm if the algorithm is built into weft, else "".
+        """Name of the built-in algorithm that the run uses; "" if it is unknown.
 
-        If `algorithm` is not a built-in one, the name is that of the first built-in algorithm whose
-        options are in the configuration.
+        If `algorithm` is not a built-in one, this is the first built-in algorithm whose options are
+        in the configuration.
         """
         if self.algorithm in ALGORITHMS:
             return str(self.algorithm)
@@ -135,7 +140,10 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric whose name ends in the component `last`, or None."""
+        """Return the first training metric whose last name component is `last`, or None.
+
+        For example, `actor_train/kl` has the last component `kl`.
+        """
         return next(
             (
                 n
@@ -156,9 +164,9 @@ class DiagnosedRun:
         return default if value is None else value
 
     def format_scaled_option(self, name: str, factor: float) -> str:
-        """Return `NAME=VALUE`, with `factor` times the option's present value.
+        """Return `NAME=VALUE`, where VALUE is the option's current value multiplied by `factor`.
 
-        If the value is not known, returns "a higher NAME" or "a lower NAME".
+        If the current value is not known, returns "a higher NAME" or "a lower NAME".
         """
         value = self.find_option(name)
         if is_finite(value) and value:
@@ -166,15 +174,15 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return `NAME=VALUE` for a role's learning rate, with `factor` times the present value.
+        """Return a learning rate to try, as `NAME=VALUE`: the current one multiplied by `factor`.
 
-        The role is the one that the node of the metric `name` trains. If the learning rate is not
-        known, returns "a higher NAME" or "a lower NAME".
+        The learning rate is that of the role trained by the node that reports the metric `name`. If
+        its current value is not known, returns "a higher NAME" or "a lower NAME".
         """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 
     def find_role(self, name: str | None) -> str:
-        """Return the role that the node of the metric `name` trains.
+        """Return the role trained by the graph node that reports the metric `name`.
 
         If the node does not train a role, returns the main trained role: `actor` or `model`.
         """
@@ -188,8 +196,9 @@ def diagnose_run(
 ) -> RunDiagnosis | None:
     """Diagnose a run. Returns None if the run has too few steps.
 
-    `lines` are the lines of metrics.jsonl, oldest first; for a long run, the first and the last
-    ones suffice. `samples` are rows of samples.jsonl. `config` returns the run's options.
+    `lines` are the rows of metrics.jsonl, oldest first; for a long run, the first and the last rows
+    suffice. `samples` are rows of samples.jsonl. `config` is a function that returns the run's
+    options.
     """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
@@ -221,10 +230,10 @@ def diagnose_run(
 
 
 def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    """Yield a finding for each metric whose last values are outside the metric's bounds.
+    """Yield a finding for each metric whose recent values are outside the metric's bounds.
 
-    If several metrics have the same description, only the first is reported. At most one KL metric
-    is reported.
+    Of several metrics with the same description in `metric_help`, only the first is reported. At
+    most one KL metric is reported.
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
@@ -249,7 +258,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the bounds of a metric apply to this run.
+    """Return whether the bounds of a metric are meaningful for this run.
 
     `pattern` identifies the metric's description, and `values` are the metric's values. For
     example, the bounds of KL metrics apply only to runs that train a policy with rewards, and to
@@ -297,9 +306,10 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return a problem's usual cause, options to try, and whether the problem is weak.
+    """Return the usual cause of a problem, options to try, and whether the problem is weak.
 
-    A weak problem also occurs in healthy runs. `name` is the metric that is out of range.
+    A weak problem also occurs in healthy runs. `name` is the metric that is out of range, and
+    `pattern` identifies its description.
     """
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)
@@ -571,10 +581,10 @@ def _is_repetitive(text: str) -> bool:
 
 
 def _check_exploited(run: DiagnosedRun, keys: Sequence[str]) -> DiagnosisFinding | None:
-    """Return a finding if several other findings together show that the policy exploits the reward.
+    """Return a finding if other findings together show that the policy exploits the reward.
 
-    `keys` identify the findings so far. The returned finding has an empty `fact`, which the caller
-    fills in. Returns None if the reward does not seem to be exploited.
+    `keys` are the keys of the findings so far. The `fact` of the returned finding is empty; the
+    caller fills it in. Returns None if the reward does not seem to be exploited.
     """
     far = any(key.startswith("kl") for key in keys)
     collapsed = []

@@ -1,4 +1,4 @@
-"""Search for differences between runs: options, algorithms, reward sources and versions."""
+"""Differences between runs: options, algorithms, reward sources and software versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = ("commit", "host", "hardware")
 
 
 def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return, for each option that differs between the runs, a list of its values, one per run.
+    """Return the options that differ between the runs, each with a list of its values, one per run.
 
     If the algorithms differ, the algorithm comes first. Options of different algorithms are matched
     if their names differ only in the algorithm's prefix, and get a common name such as
@@ -86,9 +86,10 @@ def _match_option(name: str, algorithms: Sequence[str | None]) -> str:
 
 
 def _format_option_name(name: str, real: Sequence[str | None]) -> str:
-    """Return an option's name for the table, with the prefixes of all algorithms: `grpo|ppo.lr`.
+    """Return the name under which an option is listed, such as `grpo|ppo.lr`.
 
-    `real` has the full name of the option in each run, or None if the run does not have the option.
+    The prefixes of all algorithms that have the option are joined. `real` has the full name of the
+    option in each run, or None if the run does not have the option.
     """
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
     if not name.startswith(f"{ALGORITHM}."):
@@ -100,8 +101,8 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     """Return the options that determine what the metric `name` measures, with their values.
 
     Values of two runs can be compared if these options are equal. A loss depends on the algorithm
-    and the algorithm's options, and a reward on the source of rewards. Both depend on the rows of
-    the dataset. Metrics such as times, memory and lengths depend on none of these options.
+    and the algorithm's options, and a reward on the source of rewards. Both also depend on the rows
+    of the dataset. Metrics such as times, memory and lengths depend on none of these options.
     """
     about = find(name)
     last = get_last_part(name)
@@ -155,9 +156,10 @@ def find_incomparable_options(runs: Sequence[RunFiles], names: Sequence[str]) ->
 
 
 def find_version_differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Return the software versions and hardware properties that differ between the runs.
+    """Return the software versions, commits, hosts and hardware that differ between the runs.
 
-    Each is a pair of the name and the list of values, one per run.
+    Each item is a pair of a name and a list of values, one per run, taken from each run's last
+    start.
     """
     starts = [run.record.get("starts") for run in runs]
     last = []

@@ -1,6 +1,7 @@
-"""Files with one JSON object per line, each for a step: `metrics.jsonl` and `samples.jsonl`.
+"""JSON Lines files with one object per line, each for one training step of a run.
 
-If the process is killed, at most the line that is being written is lost.
+`metrics.jsonl` and `samples.jsonl` have this form. If the process is killed, at most the line that
+is being written is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def convert_to_json(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that have a step, oldest first.
+    """Yield the objects in a file, oldest first, except those without a valid `step`.
 
     Lines that cannot be parsed, such as an incomplete last line, are skipped. Yields nothing if
     `path` is not a regular file.
@@ -52,7 +53,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_row(line: str) -> dict[str, Any] | None:
-    """Return the object in a line; None if the line cannot be read or has no step."""
+    """Return the object in a line; None if the line cannot be parsed or has no valid `step`."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict) or not is_step(row.get("step")):
@@ -83,9 +84,10 @@ def format_ranges(steps: Sequence[int], most: int = 8) -> str:
 
 
 class StepFile:
-    """File to which objects with a `step` are appended, one per line.
+    """JSON Lines file to which objects with a `step` are appended.
 
-    Each append is a single write and is flushed, so a kill loses at most one line.
+    Each append is a single write and is flushed, so that at most one line is lost if the process is
+    killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +120,7 @@ class StepFile:
         return [step for step in range(first, last + 1) if step not in there]
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Merge `more` into the object of `step`, replacing the file atomically."""
+        """Add the items of `more` to the objects of `step`, replacing the file atomically."""
 
         def amend_line(line: bytes) -> bytes:
             row = json.loads(line) | convert_to_json(more) if _read_step(line) == step else None
@@ -129,7 +131,7 @@ class StepFile:
         self._rewrite(amend_line)
 
     def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
-        """Replace the file atomically, with each line replaced by the result of `change`."""
+        """Apply `change` to each line, and replace the file atomically with the results."""
         with (
             self.path.open("rb") as old,
             replace_file(self.path) as partial,
@@ -138,7 +140,7 @@ class StepFile:
             new.writelines(change(line) for line in old)
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects of the file that have a step, oldest first."""
+        """Yield the objects in the file, oldest first, except those without a valid `step`."""
         return read_rows(self.path)
 
 

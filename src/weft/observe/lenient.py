@@ -13,7 +13,7 @@ from weft.reading import MOST_DEPTH, read_object, read_yaml
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
-    """Return nested plain values in a form that can be written to any output format.
+    """Convert nested plain values to a form that can be written to any output format.
 
     Keys become strings, and lone surrogates in strings are replaced. Values of other types, such as
     dates, become strings too. Raises `ValueError` if values are nested too deeply.

@@ -1,4 +1,4 @@
-"""Log files of a run: functions to find them and their failures, and a reader of new lines."""
+"""Log files of a run: finding them, finding failures in them, and following new lines."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ BLOCK_LINES = 60  # maximum lines of a traceback to show
 class LogFile:
     """Log file of a run.
 
-    `name` is shown to the user. `worker` is the index of the worker process that wrote the file;
-    None if no worker did.
+    `name` is the name shown to the user. `worker` is the index of the worker process that wrote the
+    file, or None for a log that no worker wrote.
     """
 
     name: str
@@ -61,7 +61,7 @@ class LoggedFailure:
 
     @property
     def summary(self) -> str:
-        """Last line of the failure that is not blank, which names the exception."""
+        """Last non-blank line of the failure, which usually names the exception."""
         return next((line for line in reversed(self.text) if line.strip()), "")
 
     @property
@@ -74,7 +74,7 @@ class LoggedFailure:
 
 
 def append(run: Path, line: str) -> None:
-    """Append `line` with a time stamp to the run's own log."""
+    """Append `line` to the run's main log file, with a time stamp."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with open_file(run / RUN_LOG, "a", encoding="utf-8") as file:
         file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
@@ -83,7 +83,7 @@ def append(run: Path, line: str) -> None:
 def find_log_files(run: Path) -> list[LogFile]:
     """Return the log files of a run.
 
-    The run's own log comes first, then those of the workers, then those of Slurm jobs, oldest
+    The run's main log comes first, then those of the workers, then those of Slurm jobs, oldest
     first.
     """
     log_files = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []

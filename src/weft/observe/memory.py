@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and settings for how allocators reuse freed memory."""
+"""Memory use of this process, and settings that make allocators reuse freed memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def build_segment_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make torch use expandable segments on GPUs.
 
     The variables must be set before a process imports torch. With expandable segments, freed memory
-    can be reused for tensors of any size, which matters because packs and KV caches of many sizes
-    are allocated in turn. The result is empty if the user has configured torch's allocator.
+    can be reused for tensors of any size. This matters because the sizes of packed batches and KV
+    caches vary from one allocation to the next. The result is empty if the user has configured
+    torch's allocator.
     """
     if any(name in environment for name in ALLOCATOR):
         return {}
@@ -42,10 +43,9 @@ def measure_peak_memory_gb() -> float:
 
 
 def measure_file_pages_gb() -> float:
-    """Return the resident memory of this process that is mapped from files, in GiB.
+    """Return how much of this process's resident memory is mapped from files, in GiB.
 
-    Most of these pages contain library code. Returns 0 if the operating system does not report
-    their size.
+    Most of it is library code. Returns 0 if the operating system does not report the size.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, separator, rest = STATUS.read_text().partition("RssFile:")

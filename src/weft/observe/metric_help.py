@@ -1,6 +1,6 @@
 """Descriptions of metrics: meaning, unit, healthy range, and bounds for warnings.
 
-`python -m weft.observe.metric_help` prints the table as Markdown.
+`python -m weft.observe.metric_help` prints them as Markdown tables.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from functools import cache
 
 @dataclass(frozen=True)
 class MetricHelp:
-    """Description of one kind of metric.
+    """Description of a metric, or of all metrics whose names match a pattern.
 
-    `pattern` matches the metric's name without the node. `healthy` describes the healthy range, or
-    is empty if there is none. Values below `least` or above `most` are reported as a problem of the
-    run. To avoid false reports, these bounds are wider than the healthy range.
+    Attributes:
+        pattern: glob pattern of the metric's name without the node
+        group: heading under which the metric is listed
+        unit: unit of the values, such as "s" or "share"; "" if there is none
+        what: meaning of the metric
+        healthy: description of the healthy range; "" if there is none
+        least: values below this bound are reported as a problem of the run
+        most: values above this bound are reported as a problem of the run
+
+    To avoid false reports, the bounds are wider than the healthy range.
     """
 
     pattern: str

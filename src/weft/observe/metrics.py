@@ -1,7 +1,7 @@
-"""Meaning of metric names in `metrics.jsonl`: headline, evaluation, direction, rank, title.
+"""Interpretation of metric names in `metrics.jsonl`, such as titles and whether higher is better.
 
-Names have the form `{node}/{metric}`, `time/{mfc}` or `eval/...`. A few names have no node, such as
-`step`, `epoch` and `step_seconds`.
+Names have the form `{node}/{metric}`, `time/{call}` (seconds of a call of a graph node) or
+`eval/...`. A few names have no node, such as `step`, `epoch` and `step_seconds`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def get_last_part(name: str) -> str:
 def is_finite(value: object) -> bool:
     """Return whether a value is a number that can be shown.
 
-    NaN, infinities and numbers that are too large cannot be shown.
+    NaN, infinities, booleans and numbers that are too large do not count.
     """
     return (
         isinstance(value, int | float)
@@ -100,7 +100,7 @@ def is_step(value: object) -> bool:
 
 
 def get_direction(name: str) -> int:
-    """Return 1 if higher values are better, -1 if lower values are better, and 0 otherwise."""
+    """Return 1 if higher values of a metric are better, -1 if lower values are, and 0 otherwise."""
     last = get_last_part(name)
     if name.startswith(TIME):
         return 0
@@ -134,7 +134,7 @@ def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
     """Return the validation metric, over all sources, that matches the training metric `name`.
 
     If no validation metric matches, returns the validation reward, accuracy or loss. Returns None
-    if the run is not evaluated.
+    if `names` contains none of these.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))
@@ -160,7 +160,7 @@ def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | No
 
 
 def compute_rank(name: str) -> tuple[int, int]:
-    """Return a sort key for metric names: most informative first, evaluation before training."""
+    """Return a sort key that puts informative metrics first, and evaluation before training."""
     last = get_last_part(name)
     if last in TELLING and not name.startswith(TIME):
         place = TELLING.index(last)
@@ -170,10 +170,10 @@ def compute_rank(name: str) -> tuple[int, int]:
 
 
 def find_title(name: str) -> str:
-    """Return the title of a metric, such as `reward` for `rew_inf/reward`.
+    """Return the title of a metric for display.
 
-    Other examples are `clip ratio` for `actor_train/clip_ratio` and `eval reward` for
-    `eval/reward`.
+    For example, the title of `rew_inf/reward` is `reward`, that of `actor_train/clip_ratio` is
+    `clip ratio`, and that of `eval/reward` is `eval reward`.
     """
     last = get_last_part(name)
     title = TITLES.get(last) or last.replace("_", " ")
@@ -181,10 +181,10 @@ def find_title(name: str) -> str:
 
 
 def compute_tokens_per_second(line: Line) -> float | None:
-    """Return the number of tokens trained on in a step, divided by the step's duration in seconds.
+    """Return the number of tokens trained on per second in one step.
 
-    If no node counts tokens, returns the highest rate that a node reports. Returns None if the rate
-    is unknown.
+    This is the number of tokens divided by the duration of the whole step. If no node counts
+    tokens, returns the highest rate that a node reports. Returns None if the rate is unknown.
     """
     seconds = line.get("step_seconds")
     counts = []
@@ -201,7 +201,11 @@ def compute_tokens_per_second(line: Line) -> float | None:
 
 
 def read_call_seconds(line: Line) -> dict[str, float]:
-    """Return the duration in seconds of each call in one step, in the order of `line`."""
+    """Return the duration in seconds of each call in one step, by the name of the call.
+
+    A call is one execution of a graph node. `line` has the metrics of the step, and determines the
+    order.
+    """
     call_seconds: dict[str, float] = {}
     for name, value in line.items():
         if name.startswith(TIME) and value is not None:

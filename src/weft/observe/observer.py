@@ -33,7 +33,7 @@ LOG = RUN_LOG
 
 
 class RunObserver:
-    """Observer of one run, which never affects the computation.
+    """Observer that records what happens in a run, without affecting the computation.
 
     All methods can be called from the thread that drives the run. `memory` returns the peak memory
     of the run in GiB, which is recorded as `peak_memory_gb` for steps without this metric.
@@ -71,7 +71,7 @@ class RunObserver:
         memory: Callable[[], float] = measure_peak_memory_gb,
         view: ProgressView | None = None,
     ) -> RunObserver:
-        """Return the observer of a run, with loggers and view started.
+        """Start the loggers and the terminal view of a run, and return its observer.
 
         The run's directory must exist. Lines of steps after `run.resumed_step` are removed from the
         files in this directory. Without `view`, a live view is used if the output is a terminal and
@@ -163,7 +163,7 @@ class RunObserver:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics that arrive late to the line of `step`, and send the metrics to the loggers."""
+        """Add late metrics to the line of `step` in metrics.jsonl, and send them to the loggers."""
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {}
@@ -174,11 +174,11 @@ class RunObserver:
             sink.log(step, numbers)
 
     def record_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record samples of a step.
+        """Record samples of a step in samples.jsonl, and show them in the terminal and the loggers.
 
         Each sample has a `prompt`, a `completion` and other known keys, such as `id`, `reward` and
-        `finished`. Rows of the dataset, which have a `rank` or a `loss`, are written to the file,
-        but are not sent to the terminal and the loggers.
+        `finished`. Samples that are rows of the dataset, which have a `rank` or a `loss`, are only
+        written to the file.
         """
         with self._explain_write_errors(SAMPLES):
             for row in rows:
@@ -238,9 +238,10 @@ class RunObserver:
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
-        """Close the view and the loggers. A second call does nothing.
+        """Close the view and the loggers, and print the run's summary, its diagnosis and `last`.
 
-        Also prints a summary of the run, the diagnosis, and the lines `last`.
+        `status` is the outcome of the run, and `last` are additional lines. A second call does
+        nothing.
         """
         if self._closed:
             return
@@ -258,7 +259,7 @@ class RunObserver:
             sink.close()
 
     def build_last_report(self, status: str) -> None:
-        """Build the final report.html with `status`, the outcome of the run."""
+        """Build the final report.html, which shows `status` as the outcome of the run."""
         self._renewal.finish(status)
 
     def _log(self, line: str) -> None:

@@ -35,9 +35,10 @@ BESIDE = (
 
 @dataclass
 class RunPace:
-    """Progress and headline metric of a run. Durations refer to this process only.
+    """Progress of a run and the values of its headline metric, for display as text.
 
-    `clock` is a monotonic clock in seconds, such as `time.monotonic`.
+    Durations refer to this process only, not to earlier processes of a resumed run. `clock` is a
+    monotonic clock in seconds, such as `time.monotonic`.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -151,7 +152,7 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return the latest step's validation metric, as a list with one pair of name and value.
+        """Return the latest step's validation metric as a list with one (name, value) pair.
 
         The list is empty if the step was not evaluated. The metric that matches the headline metric
         is preferred, then the reward, the accuracy and the loss.
@@ -166,7 +167,8 @@ class RunPace:
     def format_summary_parts(self, status: str) -> list[str]:
         """Return phrases on the run's outcome, and on the changes of its main metrics.
 
-        The main metrics are the validation metrics and the headline metric.
+        `status` is the outcome. The main metrics are the validation metrics and the headline
+        metric.
         """
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
@@ -184,8 +186,8 @@ class RunPace:
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
     """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `rows` is the number of rows on which the metric `name` was evaluated. If `name` and `rows` are
-    given, the noise includes the sampling noise of the evaluation.
+    `rows` is the number of rows on which the metric `name` was evaluated. If both are given, the
+    noise includes the sampling noise of the evaluation.
     """
     if len(values) == 1:
         return format_number(values[0])
@@ -194,7 +196,7 @@ def format_course(values: Sequence[float], name: str = "", rows: float | None = 
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as a line of at most `width` bars.
+    """Draw `values` as a sparkline of at most `width` bar characters.
 
     If there are more values than bars, each bar shows the mean of several consecutive values.
     """

@@ -1,4 +1,4 @@
-"""Frame of all pages: a self-contained HTML file with a content security policy.
+"""HTML frame of all pages: a self-contained file with a content security policy.
 
 A page loads nothing from the network and runs only its own script.
 """
@@ -37,9 +37,10 @@ class PageSection:
 class Page:
     """Page with a title, sections, and data for the page's script.
 
-    `live` is a tag that identifies the version of a page that updates itself: the page polls its
-    server, and reloads its content when the server's tag differs. A page with an empty `live` does
-    not update itself. `home` is the target of the logo's link.
+    `top` is the HTML above the sections, and `home` is the target of the logo's link. `live` is a
+    tag that identifies the version of a page that updates itself: the page polls its server, and
+    reloads its content when the server's tag differs. A page with an empty `live` does not update
+    itself.
     """
 
     title: str
@@ -71,7 +72,7 @@ class Page:
 
 
 def read_script() -> str:
-    """Return the script that every page contains."""
+    """Return the JavaScript code that every page contains."""
     return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
 
 
@@ -88,9 +89,9 @@ def write(path: Path, text: str) -> Path:
 
 
 def render_folded(summary: str, content: str, key: str) -> str:
-    """Render content that a click on `summary` opens.
+    """Render `content` as a collapsed block that opens with a click on `summary`.
 
-    `key` identifies the content, so that it stays open when a live page updates itself.
+    `key` identifies the block, so that it stays open when a live page updates itself.
     """
     return f'<details data-key="{escape(key)}"><summary>{summary}</summary>{content}</details>'
 
@@ -98,7 +99,7 @@ def render_folded(summary: str, content: str, key: str) -> str:
 def embed_json(value: Any) -> str:
     """Return `value` as JSON that is safe inside a script element.
 
-    Strings in the JSON cannot end the element.
+    Every `<` is escaped, so that strings in the JSON cannot end the element.
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -17,9 +17,9 @@ GLUED = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after 
 class RunPlan:
     """Plan of a run as text.
 
-    `rows` are the rows of the table, each a label and a text. `notes` are lines below the table.
-    `details` are shown only in the log and with `--verbose`. Rows whose label is in `hidden` are
-    left out.
+    `rows` are the rows of a table, each with a label and a text. `notes` are lines below the table.
+    `details` are lines that appear only in the log and with `--verbose`. Rows whose label is in
+    `hidden` are left out.
     """
 
     rows: Sequence[tuple[str, str]] = ()
@@ -66,10 +66,10 @@ class RunPlan:
 
 
 def _allot_lines(needed: Sequence[int]) -> list[int]:
-    """Return the number of lines that each row gets: as many as `needed`, but at most `ROW_LINES`.
+    """Return the number of lines for each row: the number in `needed`, but at most `ROW_LINES`.
 
-    If the table then has more than `LINES` lines, rows are reduced to one line each, starting with
-    the last row, until the table is short enough.
+    If the table would then have more than `LINES` lines, rows are reduced to one line each,
+    starting with the last row, until the table is short enough.
     """
     rooms = [min(lines, ROW_LINES) for lines in needed]
     for at in reversed(range(len(rooms))):
@@ -80,7 +80,7 @@ def _allot_lines(needed: Sequence[int]) -> list[int]:
 
 
 def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
-    """Return the first `room` lines, with an ellipsis at the end of the last one."""
+    """Return the first `room` lines; the last one is cut to `width` columns, with an ellipsis."""
     *head, last = lines[:room]
     return [*head, f"{last[: max(0, width - 2)].rstrip()} …"]
 

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live view on a terminal, and plain lines elsewhere."""
+"""Progress display of a run: a live view on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed"
 
 
 class ProgressView(Protocol):
-    """View of a run's progress. `record_step` and `close` return lines for log.txt."""
+    """Display of a run's progress.
+
+    `record_step` and `close` return lines for log.txt.
+    """
 
     @property
     def width(self) -> int | None:
@@ -126,7 +129,7 @@ class DisplayOptions:
             view.print_note(line)
 
     def announce(self, plan: RunPlan, line: str) -> None:
-        """Print the plan and `line`, before the view of the run is started."""
+        """Print the plan and `line` before the run's own progress display starts."""
         view = self.view or make_view("", progress=False)
         self.print_plan(plan, view)
         view.print_note(line)
@@ -212,7 +215,10 @@ class PlainView:
 
 
 class LiveView:
-    """View at the bottom of the terminal, redrawn several times a second, with notes above it."""
+    """Display at the bottom of the terminal, redrawn several times a second.
+
+    Notes are printed above it.
+    """
 
     def __init__(self, run: str, console: Console) -> None:
         self._run = run
@@ -366,7 +372,11 @@ class LiveView:
         return Group(*lines, *pack_lines(fact_texts, width, "   "))
 
     def _render_calls(self, width: int, count: int) -> Table | None:
-        """Render up to `count` of the latest step's longest calls, with their durations in seconds."""
+        """Render the latest step's longest calls and their durations in seconds as a table.
+
+        A call is one execution of a graph node. At most `count` calls are shown. Returns None if no
+        durations are known.
+        """
         seconds = read_call_seconds(self._pace.latest)
         if not seconds or count < 1:
             return None
@@ -404,7 +414,7 @@ class LiveView:
         return Group(Text(), *map(_set_ellipsis, lines)) if lines else None
 
     def _render_completion(self, width: int, lines: int) -> RenderableType | None:
-        """Render a prompt and its completion, cut to the space available."""
+        """Render the latest sampled prompt and completion, cut to the space available."""
         if self._sample is None or lines < 2:
             return None
         step, row = self._sample

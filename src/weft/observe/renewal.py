@@ -1,4 +1,4 @@
-"""Repeated building of `report.html` during a run, from the first step on, without slowing the run."""
+"""Regular rebuilding of `report.html` during a run, without slowing the run down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NICE = 10  # niceness of the process that builds the report
 
 
 class ReportProcess(Protocol):
-    """Process that builds a report."""
+    """Process that builds a report; a subset of the interface of `subprocess.Popen`."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -37,9 +37,9 @@ def start(directory: Path) -> ReportProcess:
 
 
 class ReportRenewal:
-    """Keeps the report of one run up to date.
+    """Builder that keeps the report of one run up to date.
 
-    When a build fails for the first time, `tell` is called with a message. The run continues.
+    The first time that a build fails, `tell` is called with a message. The run continues.
     """
 
     def __init__(

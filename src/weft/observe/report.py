@@ -104,7 +104,7 @@ def render_curves(drawn: Sequence[Chart], skip: int) -> str:
 def _render_controls(many: bool) -> str:
     """Render the controls for all curves: smoothing, x axis, log scale and reset.
 
-    The smoothing control is included only if `many` is True, that is, if a curve has many points.
+    `many` is True if a curve has many points; otherwise, the smoothing control is left out.
     """
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'
@@ -138,7 +138,7 @@ def _render_machine(run: RunFiles) -> str:
 
 
 def _embed_graph(svg: str) -> str:
-    """Embed the graph as images, so that scripts in it cannot run and its style stays separate.
+    """Embed the graph as images, isolating the page from its scripts and styles.
 
     There is one image for light and one for dark backgrounds, since not every browser passes the
     page's colour scheme to an image. Both images have a transparent background.

@@ -1,4 +1,4 @@
-"""Contents of a run's directory, read for the report. Any of the files can be missing."""
+"""Reader of a run's directory for the report. Any of the files can be missing."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not c
 class RunFiles:
     """Contents of a run's directory.
 
-    `lines` are the lines of metrics.jsonl that have a step, oldest first. `samples` are the samples
-    of a few steps. `record` is the content of run.json, which describes how the run was started.
+    `lines` are the rows of metrics.jsonl that have a step, oldest first. `samples` are the samples
+    of a few steps, and `answers` the answers to the fixed prompts. `spans` are the timed spans of
+    the timeline. `record` is the content of run.json, which describes how the run was started.
     """
 
     directory: Path
@@ -66,7 +67,10 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
-        """Read a run's directory. Raises `ConfigError` if the directory does not contain a run."""
+        """Read the files in a run's directory.
+
+        Raises `ConfigError` if the directory does not contain a run.
+        """
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no such directory; give the folder of a run, such as "
@@ -198,7 +202,7 @@ def _read_status(directory: Path) -> str:
 
 
 def is_quiet(directory: Path) -> bool:
-    """Return whether a run has written nothing for so long that it counts as no longer running."""
+    """Return whether a run has written nothing for so long that it is assumed to have ended."""
     files = []
     for name in (STATUS, METRICS, LOG):
         if (directory / name).is_file():

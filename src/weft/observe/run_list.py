@@ -1,6 +1,6 @@
 """Summaries of the runs in a folder, for `weft ls`.
 
-Only the ends of long files are read, so that a hundred runs can be listed quickly.
+Only the start and the end of long files are read, so that a hundred runs can be listed quickly.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of one run.
+    """Summary of one run. Unknown values are None.
 
-    Unknown values are None. `changed` is the time of the last change, in seconds since the epoch.
+    `step` is the number of completed steps. `metric` is the name of the headline metric, and
+    `value` its value at the end of the run. `num_bytes` is the total size of the run's files.
+    `changed` is the time of the last change, in seconds since the epoch.
     """
 
     path: Path
@@ -57,7 +59,7 @@ class RunSummary:
 
     @property
     def is_flagged(self) -> bool:
-        """Return whether the run's diagnosis reports a problem."""
+        """Return whether the diagnosis found a problem in the run."""
         return self.diagnosis not in (None, FINE)
 
 
@@ -75,7 +77,7 @@ def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[R
 def list_newest_first(root: Path) -> list[Path]:
     """Return the directories of the runs in `root`, in the same order as `list_runs`.
 
-    Reads only the times of files, not the contents.
+    Reads only the modification times of files, not their contents.
     """
     return sorted(find_runs(root), key=lambda run: (-(_find_change_time(run) or 0.0), str(run)))
 
@@ -116,9 +118,9 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from its readable files.
+    """Summarize one run from those of its files that can be read.
 
-    `alive` has the same meaning as in `list_runs`.
+    See `list_runs` for `alive`.
     """
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
@@ -169,7 +171,7 @@ def diagnose(
 
 
 def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the value of a metric at the end of the run; None if the run has no value.
+    """Return a metric's value at the end of the run; None if it has no finite value there.
 
     For an evaluation metric, this is the last value. For a training metric, it is the mean over the
     last steps.
@@ -242,14 +244,14 @@ def _parse_scalar(text: str) -> Any:
 
 
 def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """Return the last lines of metrics.jsonl that have a step, oldest first."""
+    """Return the rows at the end of a metrics.jsonl file that have a step, oldest first."""
     return _read_ranges(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
-    """Return the lines of a file that have a step, oldest first.
+    """Return the rows of a JSON Lines file that have a step, oldest first.
 
-    If the file has more than `most` bytes, only lines near its start and its end are returned.
+    If the file has more than `most` bytes, only rows near its start and its end are returned.
     """
     half = most // 2
     return _read_ranges(
@@ -260,7 +262,7 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 def _read_ranges(
     path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
-    """Return the complete lines in some byte ranges of a file.
+    """Return the rows of a JSON Lines file that lie completely in some byte ranges.
 
     `parts` returns the ranges, given the size of the file in bytes.
     """

@@ -1,6 +1,6 @@
 """Record of a run, `run.json`: command, folder and software of each process that worked on it.
 
-The runtime writes the record, and `weft show` reads it.
+The runtime writes the record; `weft show` reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.observe.run_files import RECORD
 
 @dataclass(frozen=True)
 class RunStart:
-    """Information about one start of the run, that is, about one process that worked on it.
+    """Information about one start of a run. A run that is resumed has several starts.
 
     `step` is the number of steps that were done before this start. `commit` is the commit of weft's
     checkout, if weft is run from one.

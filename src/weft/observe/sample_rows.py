@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """Prompt of one step with its completions, which are sampled or ranked.
+    """One prompt in one step, with its completions, which are sampled or ranked.
 
     `rows` has one row per completion. If all completions are ranked, the best one comes first.
     """
@@ -63,10 +63,10 @@ def pick(values: Sequence[T], count: int) -> list[T]:
 
 
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
-    """Return the rows of at most `steps` evenly spaced steps.
+    """Return the rows of at most `steps` evenly spaced training steps from samples.jsonl.
 
-    If some steps have per-token values, only these steps and the last step are considered. Only the
-    rows that are returned are parsed, because the file of a long run is large.
+    If some training steps have per-token values, only these and the last one are considered. Only
+    the rows that are returned are parsed, because the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
     detailed_steps: set[int] = set()
@@ -109,7 +109,7 @@ def group_rows(
 ) -> dict[float, list[SampleGroup]]:
     """Group rows by step, and within a step by prompt, with at most `most` groups per step.
 
-    Rows with the same `id` belong to the same group. A row without an `id` is a group of its own.
+    Rows with the same `id` form one group. A row without an `id` forms a separate group.
     """
     rows_by_step: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:

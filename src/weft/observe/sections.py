@@ -1,4 +1,4 @@
-"""HTML of a report's first screen, which shows the headline metrics, and of the run's log."""
+"""HTML of a report's first screen, which shows the headline metrics, and of its log section."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.observe.run_files import RunFiles
 
 
 def render_lede(run: RunFiles) -> str:
-    """Summarize in a few sentences how long the run is and how its headline metrics changed."""
+    """Return a few sentences on the length of the run and the change of its headline metrics."""
     if not run.lines:
         return "No step has been written yet."
     last = run.lines[-1]
@@ -48,7 +48,7 @@ def choose_headlines(run: RunFiles) -> list[str]:
 
 
 def describe_course(run: RunFiles, name: str) -> str:
-    """Return a sentence with the first, last and best value of a metric, and the noise.
+    """Return a sentence on how a metric developed: first, last and best value, and the noise.
 
     The values are means over several steps.
     """
@@ -87,7 +87,7 @@ def format_count(value: float, word: str) -> str:
 
 
 def render_tiles(run: RunFiles) -> str:
-    """Render the most important numbers of the run, one per tile."""
+    """Render the most important numbers of the run, each in a tile."""
     return "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
         for name, value, note in _list_facts(run)

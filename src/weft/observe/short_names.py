@@ -1,6 +1,6 @@
 """Short names of runs' checkpoints, for display.
 
-`weft.checkpoints.names` finds the checkpoint of a short name.
+`weft.checkpoints.names` resolves a short name to the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ STEP = re.compile(r"step(\d+)")
 def shorten_path(path: str) -> str:
     """Return the short name of a run's checkpoint, or `path` itself for any other path.
 
-    The short name is `runs/E/T@step40` for a policy, and `runs/E/T@step40:critic` for another role.
+    Examples are `runs/E/T@step40` for a policy, and `runs/E/T@step40:critic` for another role,
+    where E is the experiment and T the trial.
     """
     parts = Path(path).parts
     if len(parts) <= 3 or parts[-3] != CHECKPOINTS or STEP.fullmatch(parts[-1]) is None:
@@ -28,8 +29,9 @@ def shorten_path(path: str) -> str:
 def build_served_name(path: str) -> str:
     """Return the name by which clients of a server refer to a model.
 
-    For a run's checkpoint, this is the name of the trial. Otherwise it is the last part of the path
-    that is not a step. The name is safe in URLs, and does not change when a run continues.
+    For a run's checkpoint, this is the name of the trial. Otherwise it is the last part of the
+    path, ignoring step folders such as `step40`. The name is safe in URLs, and does not change when
+    a run continues.
     """
     parts = Path(path).parts
     if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):

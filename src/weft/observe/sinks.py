@@ -55,7 +55,7 @@ class RunInfo:
 
 
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the loggers before the run starts. Writes nothing.
+    """Check that all loggers can be used, before the run starts. Writes nothing.
 
     `loggers` maps the name of each logger to its options, as returned by `LoggerSpec.enabled()`.
     Raises `UserError` for an unknown logger, a missing package, or a failed login.
@@ -91,7 +91,10 @@ def _import_sink(name: str) -> Any:
 
 
 def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
-    """Return rows of strings for loggers that show tables. Missing values are empty strings."""
+    """Return one row of strings per sample, with the given columns, for loggers that show tables.
+
+    Missing values are empty strings.
+    """
     table: list[list[str]] = []
     for row in samples:
         table.append(["" if row.get(column) is None else str(row[column]) for column in columns])

@@ -44,7 +44,7 @@ def start(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
 class Trackio:
     """Logger for Trackio.
 
-    Steps up to `logged` are skipped, because an earlier process of the resumed run has sent them.
+    Steps up to `logged` are skipped: an earlier process of the resumed run has already sent them.
     """
 
     def __init__(self, session: Any, logged: int = 0) -> None:

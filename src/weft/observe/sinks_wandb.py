@@ -109,9 +109,9 @@ class Wandb:
 
 
 def _get_run_id(path: Path) -> str:
-    """Return the run's id in W&B, which is stored in the file `path`.
+    """Return the run's W&B id, which is stored in the file `path`.
 
-    If the file does not exist or is empty, creates an id and stores it.
+    If the file does not exist or is empty, a new id is created and stored.
     """
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known

@@ -33,9 +33,11 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """Span of time on a lane of the timeline.
+    """Timed activity, which the timeline shows as a bar on a lane.
 
-    `start` is the time in seconds since the run was first started. `seconds` is the duration.
+    `group` and `lane` are the two parts of the track. `start` is the time in seconds since the run
+    was first started, and `seconds` is the duration. `step` is the training step, or None if the
+    span belongs to no step.
     """
 
     name: str
@@ -99,7 +101,7 @@ class Timeline:
         self._write_event({**fields, "args": convert_to_json(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
-        """Return the ids of a track's process and thread.
+        """Return the process id and the thread id of a track in the trace.
 
         If the track is new, the names of the process and the thread are first written to the file.
         """
@@ -214,8 +216,8 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Timel
     """Return the spans of a timeline file, sorted by start.
 
     If a resumed process repeated steps, the spans that the earlier process recorded for these steps
-    are left out. Spans of earlier processes that belong to no step are also left out. `head` and
-    `tail` have the same meaning as in `read_events`.
+    are left out. Spans of earlier processes that belong to no step are also left out. See
+    `read_events` for `head` and `tail`.
     """
     events = read_events(path, head, tail)
     groups = {}

@@ -1,4 +1,4 @@
-"""Section of a report on time: the share of each call, and a step's spans as bars on tracks."""
+"""Time section of a report: each call's share of a step, and a step's spans as bars on tracks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS = (ROLES, HOST, RUN)
 
 
 def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
-    """Return the colour of each node in the timeline.
+    """Return the colour of each graph node that appears in the timeline.
 
     This is the colour of the node's role, or grey for a host function.
     """
@@ -37,9 +37,9 @@ def find_node_hues(spans: Sequence[TimelineSpan]) -> dict[str, ColourPair]:
 def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     """Return each call's name, its mean seconds per step, and its fraction of the step's time.
 
-    The time of the step outside of all calls is the last item, named `OTHER`. If the calls together
-    take longer than the step, because some are concurrent, the fractions are those of the calls'
-    total time.
+    A call is one execution of a graph node. The last item, named `OTHER`, is the time of the step
+    outside of all calls. If the calls together take longer than the step, because some are
+    concurrent, the fractions are those of the calls' total time.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -80,10 +80,11 @@ def render_shares(run: RunFiles) -> str:
 
 @dataclass(frozen=True)
 class SpansByStep:
-    """Spans of a run, grouped by step.
+    """Timed spans of a run, grouped by step.
 
     `listed` maps each step that the page can show to the spans of the step. `left_out` is the
-    number of steps that are not included because the run is very long.
+    number of steps that are not included because the run is very long. `hues` maps the names of
+    graph nodes to their colours.
     """
 
     listed: Mapping[int | None, Sequence[TimelineSpan]]
@@ -163,9 +164,9 @@ class SpansByStep:
 def _choose_steps(
     by_step: dict[int | None, list[TimelineSpan]],
 ) -> dict[int | None, list[TimelineSpan]]:
-    """Return the spans of all steps or, if there are too many, of a selection of steps.
+    """Return the spans of all steps or, if there are too many spans, of a selection of steps.
 
-    The selection has the first, the last and the longest steps, and some others.
+    The selection includes the first, the last and the longest steps, and evenly spaced others.
     """
     total = sum(len(spans) for spans in by_step.values())
     if total <= MOST_SPANS:
@@ -265,9 +266,9 @@ def _render_track(
 
 
 def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
-    """Return the strength, in percent, of each name's colour.
+    """Return the strength of each name's colour, in percent.
 
-    Calls of the same role have the same colour and are distinguished by its strength.
+    Calls of the same role have the same colour; different strengths distinguish them.
     """
     seen: dict[ColourPair, int] = {}
     tones = {}

@@ -1,8 +1,8 @@
 """Statistics of noisy metrics: first, last and best value, and whether a change is significant.
 
-The value of a single step depends on the rows in its batch. Therefore the end of a curve is a mean
-over several steps, the best value is the best such mean, and a change is reported with the width of
-its noise.
+The value of a single step depends on the rows in its batch. Therefore the value at the end of a
+curve is a mean over several steps, the best value is the best such mean, and a change is reported
+with a confidence interval.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def compute_end_mean(values: Sequence[float]) -> float:
 def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
     """Return the best mean over consecutive values, and the index of the last value in that window.
 
-    `count_last` determines the length of the window. The best mean is the lowest one if lower
-    values of the metric `name` are better, and otherwise the highest.
+    The window has `count_last(len(values))` values. The best mean is the lowest one if lower values
+    of the metric `name` are better, and otherwise the highest.
     """
     width = count_last(len(values))
     total = sum(values[:width])
@@ -211,12 +211,13 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     """Estimate the noise of a curve.
 
     The variance of a single value is the mean of the squared third differences, (a - 3 b + 3 c -
-    d)^2 / 20. In these differences the trend of a smooth curve cancels (Gasser, Sroka and
-    Jennen-Steinmetz 1986). If the noise of neighbouring steps is correlated, third differences
-    underestimate the variance. In a short curve, this is corrected with the lag-1 autocorrelation.
-    In a long curve, the noise of the end is estimated from means of blocks, by their variance
-    around a fitted line. The blocks are as long as the curve's end. They are taken from the second
-    half of the curve, which is less steep. The half-widths use Student's t.
+    d)^2 / 20, of consecutive values a, b, c, d. In these differences the trend of a smooth curve
+    cancels (Gasser, Sroka and Jennen-Steinmetz 1986). If the noise of neighbouring steps is
+    correlated, third differences underestimate the variance. In a short curve, this is corrected
+    with the lag-1 autocorrelation. In a long curve, the noise of the end is estimated from means of
+    blocks, by their variance around a fitted line. The blocks are as long as the curve's end. They
+    are taken from the second half of the curve, which is less steep. The half-widths use Student's
+    t.
     """
     count = len(values)
     many = count_last(len(values))

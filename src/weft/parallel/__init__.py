@@ -1,1 +1,1 @@
-"""Splitting of a network over several ranks, without changes to the modules of the network."""
+"""Parallelism: splitting a network over several ranks without changing the network's modules."""

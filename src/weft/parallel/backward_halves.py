@@ -1,11 +1,12 @@
-"""Backward pass in two halves: first the gradient of the input, later those of the weights.
+"""Backward pass in two halves, as zero-bubble pipeline schedules need it.
 
     groups = compute_input_half(roots, gradients, states)      # sets states.grad
     compute_weight_half(network, groups, sums=False)           # adds to the parameters' gradients
 
-Between the halves, gradients are stored at the autograd nodes where weights enter the graph. In a
-sharded network, the first half runs FSDP2's hooks, and the second half does the work of these hooks
-itself.
+The first half computes the gradient of a stage's input, and the second half the gradients of its
+weights. In between, the gradients are stored at the autograd nodes where weights enter the graph.
+If the network is sharded, the hooks of FSDP2 run only in the first half, so the second half does
+their work itself.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ Group = dict[str, Any]
 def compute_input_half(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Tensor
 ) -> list[Group]:
-    """Compute the gradient of `states`, and return the groups of weights for `compute_weight_half`.
+    """Compute the gradient of a stage's input `states`, and return the groups of its weights.
 
-    `gradients` are the gradients of the roots. None is allowed for a scalar root and counts as 1.
-    The roots cannot be used afterwards.
+    The groups are the argument of `compute_weight_half`. `roots` are the tensors at which the
+    backward pass starts, and `gradients` are their gradients, where None counts as 1 and is allowed
+    for scalars. torch detaches the roots, so they cannot be used afterwards.
     """
     if not roots:
         return []
@@ -47,7 +49,8 @@ def compute_input_half(
 def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
     """Compute the gradients of the weights in `groups`, and add them to the parameters' gradients.
 
-    With `sums`, the accumulated gradients of a sharded network are then summed over the ranks.
+    `groups` are the result of `compute_input_half`. With `sums`, the accumulated gradients of a
+    sharded network are afterwards summed over the ranks.
     """
     left = list(groups)
     for part in iterate_unsharded(network, sums=sums):
@@ -65,8 +68,8 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
     """Iterate over the leaves of the autograd graph of `roots`: the stage's input and its weights.
 
-    In a sharded network, the weights are whole tensors, which are no longer parameters of the
-    network's modules at this point.
+    The weights are read from the graph because those in a sharded network are gathered tensors,
+    which are not parameters of the network's modules at this point.
     """
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen = set(nodes)

@@ -1,8 +1,8 @@
 """Differentiable collectives: sums over a process group, and gather and scatter of a tensor's rows.
 
 torch's compiler does not compile these functions, but calls them between compiled parts.
-`_disable_dynamo` is `torch.compiler.disable`, except that it loads the compiler at the first call
-and not when this file is imported.
+`_disable_dynamo` is like `torch.compiler.disable`, except that it imports the compiler at the first
+call instead of when this module is imported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 @_disable_dynamo
 def sum_forward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks. The gradient passes through unchanged.
+    """Return the sum of x over the ranks. The backward pass returns the gradient unchanged.
 
-    Used for the output of a layer whose input columns are split over the ranks.
+    Used for the output of a layer whose weight is split over the ranks by input features.
     """
     y: Tensor = _SumForward.apply(x, group)
     return y
@@ -29,16 +29,16 @@ def sum_forward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @_disable_dynamo
 def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x, which must be equal on all ranks. The gradient is summed over the ranks.
+    """Return x, which must be equal on all ranks, and sum its gradient over the ranks.
 
-    Used for the input of a layer whose rows are split over the ranks.
+    Used for the input of a layer whose weight is split over the ranks by output features.
     """
     y: Tensor = _SumBackward.apply(x, group)
     return y
 
 
 def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks. The gradient is also summed over the ranks.
+    """Return the sum of x over the ranks. The backward pass also sums the gradient over the ranks.
 
     Used if each rank computes a different part of the result from the sum.
     """
@@ -46,7 +46,7 @@ def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_without_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks, without a gradient. x itself is not changed."""
+    """Return the sum of x over the ranks as a new tensor without a gradient."""
     y = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, group=group)
     return y
@@ -54,9 +54,9 @@ def sum_without_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """Assignment of a tensor's rows to the ranks of a group.
+    """Assignment of the rows of a tensor to the ranks of a process group.
 
-    Each row belongs to one rank. The rows of a rank are in ascending order.
+    Each row belongs to exactly one rank, which holds its rows in ascending order.
     """
 
     group: ProcessGroup
@@ -74,8 +74,7 @@ class RowAssignment:
     ) -> RowAssignment:
         """Assign `count` rows to the ranks in consecutive runs of equal length.
 
-        If the rows do not divide evenly, the last rank with any rows has fewer than the others, and
-        the ranks after it have none.
+        If `count` is not divisible by the number of ranks, the last ranks get fewer rows or none.
         """
         most = -(-count // group.size())
         places = torch.arange(count, device=device)
@@ -84,7 +83,10 @@ class RowAssignment:
 
     @classmethod
     def from_owners(cls, owner: Tensor, group: ProcessGroup) -> RowAssignment:
-        """Assign each row to a rank of the group; `owner`, int64 [rows], has the rank of each row."""
+        """Assign each row to the rank that `owner`, int64 [rows], gives for it.
+
+        The ranks in `owner` are ranks within `group`.
+        """
         counts = owner.bincount(minlength=group.size())
         order = owner.argsort(stable=True)
         number = torch.empty_like(owner)
@@ -98,9 +100,9 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment restricted to the rows with indices `rows`, int64 [n].
+        """Return the assignment of the n rows that indexing with `rows`, int64 [n], selects.
 
-        An index may occur several times. Each of the n rows is assigned to the same rank as before.
+        Each selected row belongs to the same rank as before. An index may occur several times.
         """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
@@ -116,7 +118,7 @@ class RowAssignment:
 
 @_disable_dynamo
 def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Return all rows [rows, ...], given each rank's own rows x [n, ...].
+    """Gather all rows [rows, ...] on every rank from each rank's own rows x [n, ...].
 
     The backward pass sums the gradients over the ranks. Used if each rank computes a different part
     of the result from the rows.
@@ -127,7 +129,7 @@ def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
 
 @_disable_dynamo
 def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Return all rows [rows, ...], given each rank's own rows x [n, ...].
+    """Gather all rows [rows, ...] on every rank from each rank's own rows x [n, ...].
 
     The backward pass does not sum the gradients over the ranks. Used if all ranks compute the same
     result from the rows, so that each rank already has the complete gradient of its own rows.
@@ -140,7 +142,7 @@ def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
 def scatter_rows(x: Tensor, rows: RowAssignment) -> Tensor:
     """Sum x [rows, ...] over the ranks, and return this rank's own rows [n, ...] of the sum.
 
-    In the backward pass, each rank gets the gradient of all rows.
+    The backward pass gathers the gradients of all rows on every rank.
     """
     y: Tensor = _ScatterRows.apply(x, rows)
     return y

@@ -4,10 +4,11 @@
     network(packed, want)            # same pack on all ranks; every rank gets all outputs
     # each rank has only its part of the parameters' gradients: sum them over the group
 
-With c ranks, a pack is cut into 2c pieces, and rank r gets piece r counted from either end. Later
-tokens attend to more keys, so that one early and one late piece give all ranks the same amount of
-work (as in Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but
-attention is computed on the rank that has the token. For attention, the keys and values of all
+A pack is a batch of sequences that are concatenated without padding. With c ranks, a pack is cut
+into 2c pieces, and rank r gets the r-th piece from the start and the r-th piece from the end. Later
+tokens attend to more keys, so an early and a late piece give all ranks the same amount of work (as
+in Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Except for attention,
+everything is computed on the rank that has the token. For attention, the keys and values of all
 tokens are gathered in each layer, and their gradients are summed in the backward pass. The head
 computes the outputs of a rank's own rows, and these are gathered at the end.
 """
@@ -44,9 +45,9 @@ from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Split the tokens of every pack over the ranks of `group`, which all have the same network.
 
-    Sequences with a common prefix then no longer share it: each sequence has its own copy. A
-    pipeline stage receives and sends only the states of this rank's tokens. Generation does not
-    call `forward` and is not affected.
+    Sequences with a common prefix are each computed with their own copy of the prefix. A pipeline
+    stage receives and sends only the hidden states of this rank's tokens. Generation does not call
+    `forward` and is not affected.
     """
     sharing = _TokenSharing(group)
     network.register_forward_pre_hook(sharing.enter)
@@ -55,10 +56,10 @@ def join(network: Transformer, group: ProcessGroup) -> None:
 
 
 def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the tokens of a pack that a rank has, as at most two non-empty ranges (start, stop).
+    """Return the ranges of a pack's tokens that belong to `rank`, as pairs (start, stop).
 
-    `length` is the number of tokens in the pack, and `size` is the number of ranks. `stop` is
-    exclusive.
+    `stop` is exclusive. There are at most two ranges, and none is empty. `length` is the number of
+    tokens in the pack, and `size` is the number of ranks.
     """
     bounds = _compute_bounds(length, size)
     first = (bounds[rank], bounds[rank + 1])
@@ -70,21 +71,20 @@ def find_token_runs(length: int, size: int, rank: int) -> tuple[tuple[int, int],
 
 
 def count_tokens(length: int, group: ProcessGroup) -> int:
-    """Return how many of the `length` tokens of a pack this rank has."""
+    """Return the number of tokens that this rank has in a pack of `length` tokens."""
     return sum(stop - start for start, stop in find_token_runs(length, group.size(), group.rank()))
 
 
 def _compute_bounds(length: int, size: int) -> list[int]:
-    """Return the 2 * `size` + 1 boundaries of the pieces of a pack of `length` tokens.
+    """Return the 2 * `size` + 1 boundaries of the pieces into which `length` tokens are cut.
 
-    The sizes of the pieces differ by at most one token, so the token counts of ranks differ by at
-    most two.
+    The pieces differ by at most one token, so the numbers of tokens per rank differ by at most two.
     """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
 def _assign_owners(length: int, size: int, device: torch.device) -> Tensor:
-    """Return the rank to which each token belongs, int64 [length]."""
+    """Return the rank of each of `length` tokens, int64 [length]."""
     pieces = [stop - start for start, stop in pairwise(_compute_bounds(length, size))]
     ranks = torch.tensor([min(piece, 2 * size - 1 - piece) for piece in range(2 * size)])
     return ranks.repeat_interleave(torch.tensor(pieces)).to(device)
@@ -93,7 +93,7 @@ def _assign_owners(length: int, size: int, device: torch.device) -> Tensor:
 class _TokenSharing:
     """Forward hooks of a network that split each pack over the ranks and gather the outputs.
 
-    Between the two hooks of a call, the object stores which rank computes which outputs.
+    During a forward pass, the object stores which rank computes which outputs.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -101,10 +101,10 @@ class _TokenSharing:
         self._outputs: RowAssignment | None = None  # None: every rank has a part of every output
 
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of `forward` with the pack reduced to this rank's tokens.
+        """Return the arguments of `forward`, with the pack reduced to this rank's tokens.
 
-        The rows, labels and sampling supports in the arguments are reduced to those of this rank's
-        outputs.
+        The rows, labels and sampling supports (the token ids left by limits such as top-k) are
+        reduced to this rank's outputs. This is the hook that runs before `forward`.
         """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
@@ -137,8 +137,8 @@ class _TokenSharing:
     ) -> dict[str, Tensor] | Tensor:
         """Return the outputs of all ranks, in the order of the pack's rows.
 
-        If the network is a stage other than the last one, `outputs` are hidden states, and are
-        returned unchanged.
+        If the network is a pipeline stage other than the last one, `outputs` are hidden states, and
+        are returned unchanged. This is the hook that runs after `forward`.
         """
         own = self._outputs
         self._outputs = None
@@ -182,8 +182,9 @@ def draw_on_first_rank(
     """Draw tokens on the first rank of the group, and broadcast them to the other ranks.
 
     Returns a function that returns the tokens on every rank. Used by ranks that must generate the
-    same tokens (`weft.engine.generation.settings.TokenAgreement`) although rounding could make
-    their results differ. `group` is a process group for host tensors.
+    same tokens although their logits can differ by rounding (see
+    `weft.engine.generation.settings.TokenAgreement`). `rows` is the number of tokens, and `group`
+    is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

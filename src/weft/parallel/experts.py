@@ -1,14 +1,15 @@
-"""Expert parallelism: each of e ranks holds E / e whole experts; tokens are sent to their experts.
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to their experts.
 
     join(network, group)             # before memory is allocated: keeps only this rank's experts
     network(packed, want)            # a different pack on each rank
 
-All ranks must run the same number of forward and backward passes. Tokens are sent to the ranks of
-their experts and back by all-to-all, with as many rows per rank as there are tokens for it
-(Lepikhin et al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is dropped).
-Every rank has all routers. The gradient of an expert covers the tokens of all ranks of the group,
-and is summed over the ranks of other groups that hold the same experts. All other gradients are
-summed as without expert parallelism. `weft.parallel.shard.gather` collects all experts again.
+With e ranks in the group and E experts, each rank holds E / e whole experts, and every rank has all
+routers. All ranks must run the same number of forward and backward passes. Tokens are sent to the
+ranks of their experts and back by all-to-all, with exactly as many rows per rank as it has tokens
+to process (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is
+dropped). The gradient of an expert covers the tokens of all ranks of the group, and is summed over
+the ranks of other groups that hold the same experts. All other gradients are summed as without
+expert parallelism. `weft.parallel.shard.gather` collects all experts again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 def join(network: nn.Module, group: ProcessGroup) -> None:
     """Keep only this rank's experts in each MoE layer, and connect the layer to the other ranks.
 
-    The memory of the remaining experts is allocated later.
+    Call this before memory is allocated for the network's parameters.
     """
     for module in network.modules():
         if isinstance(module, MoE):
@@ -47,7 +48,10 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GroupExpertExchange:
-    """`ExpertExchange` over the ranks of a process group (see `weft.models.network.moe`)."""
+    """Exchange of tokens between the ranks of a process group, which compute different experts.
+
+    Implements the protocol `ExpertExchange` (see `weft.models.network.moe`).
+    """
 
     group: ProcessGroup
 
@@ -82,8 +86,8 @@ class GroupExpertExchange:
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
-        `own` has those of this rank's own tokens. `sent` and `taken` list how many tokens this rank
-        sends to, and receives from, each rank.
+        `own` has the keys and positions of this rank's own tokens. `sent[r]` tokens are sent to
+        rank r, and `taken[r]` tokens are received from it.
         """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
@@ -94,7 +98,7 @@ class GroupExpertExchange:
 def _exchange_rows(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Send `sent[r]` consecutive rows of x to each rank r, and return the rows received.
 
-    `taken[r]` rows are received from each rank r. Gradients are sent in the opposite direction.
+    `taken[r]` rows are received from each rank r. The backward pass sends the gradients back.
     """
     y: Tensor = _AllToAll.apply(x, sent, taken, group)
     return y

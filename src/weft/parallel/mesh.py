@@ -1,11 +1,12 @@
-"""Process groups of layouts: one for each set of communicating ranks, created only by these ranks.
+"""Process groups of the ranks that communicate in a layout.
 
     groups = ProcessGroups()                           # one per process
     mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
     dist.all_reduce(x, group=mesh.get_group("data"))
 
-Each group is created once. `torch.distributed` must be initialized first. The initialization also
-chooses the backend: gloo for ranks on CPUs and NCCL for ranks on GPUs.
+There is one group for each set of ranks that communicate. It is created once, and only by its own
+ranks. `torch.distributed` must be initialized first. The initialization also chooses the backend:
+gloo for ranks on CPUs and NCCL for ranks on GPUs.
 """
 
 from __future__ import annotations
@@ -34,26 +35,30 @@ AXES = (
 
 
 def choose_backend(device: torch.device) -> str:
-    """Return the name of the communication backend for devices of this type."""
+    """Return the name of the communication backend for this type of device: nccl or gloo."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 class ProcessGroups:
-    """Cache of the process groups that this process belongs to, keyed by their ranks.
+    """Cache of the process groups to which this process belongs, keyed by their ranks.
 
-    Ranks that belong to several common groups must request these groups in the same order.
+    If some ranks belong to several common groups, they must request these groups in the same order.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """Create an empty cache. `seconds` is the timeout of a collective (None: torch's default)."""
+        """Create an empty cache.
+
+        `seconds` is the timeout of each collective, or None for torch's default.
+        """
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def get_group(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Return the group of these ranks, which the first call creates.
+        """Return the process group of these ranks, creating it at the first call.
 
-        Creating a group waits for all of its ranks. If `host` is True, return a separate gloo group
-        for host tensors. Its messages are ordered independently of those in the other group.
+        The first call waits until all of the ranks have called it. If `host` is True, a separate
+        gloo group for host tensors is returned. Messages in the two groups are independent of each
+        other.
         """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
@@ -68,11 +73,11 @@ class ProcessGroups:
 
 @contextmanager
 def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Make torch name the groups created in this block by `ranks` and a counter.
+    """Make torch name the process groups created in this context by `ranks` and a counter.
 
-    The counter is the number of earlier groups of the same ranks. torch itself derives the name
-    from the ranks and the number of all groups of the process. With torch's names, ranks that
-    belong to different numbers of groups would wait for each other under different names.
+    The counter is the number of earlier groups of the same ranks, so all of these ranks choose the
+    same name. torch itself includes the number of all groups of the process in the name. Ranks that
+    belong to different numbers of groups would then wait for each other under different names.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(
@@ -92,8 +97,7 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 class RankMesh:
     """Layout on the devices of a mesh, as seen by one of its ranks.
 
-    All ranks of the mesh must construct this object, because the constructor creates the process
-    groups.
+    The constructor creates the process groups, so all ranks of the mesh must call it.
     """
 
     def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
@@ -125,17 +129,18 @@ class RankMesh:
 
     @property
     def is_first_rank(self) -> bool:
-        """True on the mesh's first rank, which writes the data that all ranks have in common."""
+        """True on the first rank of the mesh, which writes the data common to all ranks."""
         return self.rank == self.mesh.ranks[0]
 
     def count_ranks(self, *axes: str) -> int:
-        """Return the number of ranks along these axes, including this rank."""
+        """Return the number of ranks along the given axes of the layout, including this rank."""
         return len(self.mesh.list_ranks_along(self.rank, *axes))
 
     def get_group(self, *axes: str) -> ProcessGroup:
         """Return the group of the ranks that differ from this rank only in coordinates on `axes`.
 
-        `axes` is one of `AXES`. The group must have more than one rank.
+        `axes` must be one of the combinations in `AXES`, and the group must have more than one
+        rank.
         """
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, *axes))
 
@@ -150,15 +155,18 @@ class RankMesh:
         return None
 
     def get_host_group(self, axis: str) -> ProcessGroup:
-        """Return the process group for host tensors that consists of the ranks along an axis.
+        """Return the process group for host tensors of the ranks along an axis.
 
-        `axis` is "pipeline" or "context".
+        `axis` is "pipeline" or "context". The group includes this rank.
         """
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 
     @property
     def experts_group(self) -> ProcessGroup:
-        """Group of the ranks over which the experts are split, in layouts with expert parallelism."""
+        """Group of the ranks over which the experts are split.
+
+        Exists only in layouts with expert parallelism.
+        """
         return self._groups.get_group(self._find_expert_ranks())
 
     @property
@@ -176,12 +184,12 @@ class RankMesh:
         return self._groups.get_group(self.mesh.ranks)
 
     def build_shard_mesh(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
-        """Return the device mesh over which FSDP2 shards parameters.
+        """Return the device mesh over which FSDP2 shards parameters; the layout must be sharded.
 
-        Ranks along the dimension `f` hold the shards of one replica. If there are several replicas,
-        the mesh also has the dimension `r`, along which ranks hold the same shard. Must be called
-        for sharded layouts only. If `experts` is True, the mesh is for the experts' parameters, and
-        contains only ranks that hold the same experts.
+        Ranks along the dimension `f` hold the shards of one replica of the parameters. If there are
+        several replicas, the mesh also has the dimension `r`, along which ranks hold the same
+        shard. If `experts` is True, the mesh is for the experts' parameters, and contains only
+        ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
         inner, outer = self._find_shard_ranks(e)
@@ -211,16 +219,16 @@ class RankMesh:
     def _find_strided_ranks(self, e: int) -> tuple[int, ...]:
         """Return every `e`-th rank along the data axis, including this rank.
 
-        If a tensor is split over groups of `e` consecutive ranks, the returned ranks hold the same
-        part of the tensor.
+        If a tensor is split over each group of `e` consecutive ranks, the returned ranks all hold
+        the same part of the tensor.
         """
         return self.mesh.list_ranks_along(self.rank, "data")[self.coordinates.data % e :: e]
 
     def _find_shard_ranks(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks of this rank's replica, and the ranks that hold the same shard.
+        """Return the ranks of this rank's replica, and the ranks that hold this rank's shard.
 
         A replica is one sharded copy of the parameters. `e` is the number of ranks over which
-        expert parallelism splits the parameters already (1 for parameters outside of experts).
+        expert parallelism splits the parameters, or 1 for parameters outside of experts.
         """
         line = self._find_strided_ranks(e)
         parts = max(self.layout.fsdp // e, 1)

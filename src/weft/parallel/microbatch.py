@@ -1,4 +1,4 @@
-"""Micro-batch, as it is passed to a network."""
+"""Micro-batch, as the pipeline passes it to a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.network.support import SamplingSupport
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Micro-batch: the arguments of `Transformer.forward`, except the hidden states."""
+    """Arguments of `Transformer.forward` for one micro-batch, except the hidden states."""
 
     x: Packed
     want: frozenset[Output]
@@ -28,9 +28,10 @@ class Microbatch:
 
 
 def connect_outputs(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-    """Return the loss, connected to `outputs` so that the backward pass visits the whole network.
+    """Return a loss of the same value whose backward pass visits the whole network.
 
-    The added gradients are zero. Used if no output contributes to the loss.
+    This adds zero gradients to `outputs`. Used if the loss does not depend on the outputs, because
+    other ranks wait for the backward pass.
     """
     return loss + sum(
         torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0).sum() for each in outputs

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank computes its stages of a network and sends their results.
+"""Pipeline parallelism: each rank computes some stages of a network and sends their results.
 
     pipeline = Pipeline({0: first}, "1f1b", group)          # rank 0; {1: second} on rank 1
     pipeline.train(microbatches, loss)                      # adds to this rank's gradients
@@ -6,10 +6,11 @@
     outputs = pipeline.forward(microbatches)                # on the last stage's rank, else None
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
-`weft.parallel.schedule` defines the order. All ranks have the same micro-batches, so that each
-knows the shape of every tensor that it receives: [T, hidden] for a pack of T tokens, where T can
-differ between micro-batches. If context or sequence parallelism splits the tokens, T counts only
-this rank's. Only hidden states and their gradients are sent.
+`weft.parallel.schedule` defines the order of the computations. Only hidden states and their
+gradients are sent. All ranks have the same micro-batches, so each rank knows the shape of every
+tensor that it receives: [T, hidden] for a pack of T tokens, where T can differ between
+micro-batches. If context or sequence parallelism splits the tokens, T counts only this rank's
+tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ TransferKey = tuple[int, int, int]
 
 
 class Pipeline:
-    """One rank's part of a pipeline; `networks` maps the indices of its stages to networks."""
+    """Part of a pipeline that runs on one rank.
+
+    `networks` maps the index of each of the rank's stages to the network of the stage.
+    """
 
     def __init__(
         self,
@@ -67,12 +71,18 @@ class Pipeline:
     ) -> None:
         """Create this rank's part of a pipeline that runs the schedule `kind`.
 
-        `group` has the ranks of the pipeline in order, and is None if this is the only rank.
-        `dtype` is the dtype of the hidden states, by default that of the parameters. Under context
-        parallelism, `count_of` maps the number of tokens in a pack to the number that this rank
-        has. Sharded gradients are summed over the ranks after each backward pass, so that a rank
-        stores only the gradients of its own rows. With `sums_once`, they are summed only after a
-        stage's last backward pass, which needs less communication but stores whole gradients.
+        Args:
+            networks: Network of each of this rank's stages, by stage index.
+            kind: Name of the schedule, such as "1f1b".
+            group: Ranks of the pipeline in order, or None if this is the only rank.
+            dtype: Dtype of the hidden states, by default that of the parameters.
+            count_of: Function from the number of tokens in a pack to the number that this rank has.
+                Needed only under context parallelism.
+            sums_once: If False, sharded gradients are summed over the ranks after each backward
+                pass, so that a rank stores only the gradients of its own rows. If True, they are
+                summed only after a stage's last backward pass, which needs less communication but
+                more memory.
+
         Raises `ConfigError` if `networks` are not the stages that the schedule assigns to this
         rank.
         """
@@ -100,13 +110,13 @@ class Pipeline:
 
     @property
     def has_last_stage(self) -> bool:
-        """True if this rank holds the last stage."""
+        """True if this rank computes the last stage."""
         return self.rank == self.placement.last_rank
 
     def compute_shape(self, microbatch: Microbatch) -> tuple[int, int]:
-        """Return the shape (tokens, hidden) of the states that this rank receives and sends.
+        """Return the shape (tokens, hidden) of the hidden states that this rank receives and sends.
 
-        If ranks split the tokens, only this rank's tokens count.
+        If several ranks split the tokens, only this rank's tokens are counted.
         """
         sharing = next(iter(self.networks.values())).sharing
         if self._count_of is None:
@@ -118,10 +128,10 @@ class Pipeline:
     def train(
         self, microbatches: Sequence[Microbatch], loss: Loss, stage_loss: StageLoss | None = None
     ) -> None:
-        """Run the forward and backward pass of every micro-batch.
+        """Run the forward and backward pass of every micro-batch, adding to this rank's gradients.
 
         `loss` is called on the rank of the last stage. `stage_loss` is called on every rank, and
-        returns what the stage itself adds to the loss, such as the load-balancing loss of its
+        returns a term that the stage adds to the loss, such as the load-balancing loss of its
         experts. Raises `RunError` if another rank does not send or receive within the group's
         timeout.
         """
@@ -150,9 +160,10 @@ class Pipeline:
         return None
 
     def share_outputs(self, outputs: Sequence[Outputs] | None) -> list[Outputs]:
-        """Return, on every rank, the outputs of the last stage.
+        """Broadcast the outputs of the last stage, and return them on every rank.
 
-        Each kind of output needs one broadcast, for all micro-batches together.
+        `outputs` is None on ranks without the last stage. Each kind of output is broadcast once,
+        for all micro-batches together.
         """
         if self.group is None:
             return list(outputs or ())
@@ -180,9 +191,9 @@ class Pipeline:
         return shared_outputs
 
     def share_values(self, values: T) -> T:
-        """Return, on every rank, the `values` of the rank with the last stage.
+        """Broadcast `values` from the rank with the last stage, and return them on every rank.
 
-        `values` are small plain data, such as statistics.
+        Used for small picklable values, such as statistics.
         """
         if self.group is None:
             return values
@@ -196,7 +207,7 @@ class Pipeline:
 
 @dataclass
 class _StagePass:
-    """Results of a stage's forward pass that its backward pass needs."""
+    """Results of a stage's forward pass that are kept for its backward pass."""
 
     states: Tensor | None  # [T, hidden]: the stage's input, a leaf
     output: Tensor | None  # [T, hidden]: the stage's result; None for the last stage
@@ -207,7 +218,8 @@ class _StagePass:
 class _PipelineRun:
     """Execution of one rank's actions for a sequence of micro-batches.
 
-    Tensors in transit are stored under the key (source stage, target stage, micro-batch).
+    Tensors that are sent or received are stored under the key (source stage, target stage,
+    micro-batch).
     """
 
     def __init__(
@@ -308,10 +320,10 @@ class _PipelineRun:
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
         """Compute the gradient of the stage's input, but not yet the gradients of its weights.
 
-        `_run_backward_weight` computes the gradients of the weights. The first stage has no input
-        gradient to compute, so its whole backward pass runs later. If activations are recomputed,
-        the whole backward pass runs now; otherwise the blocks would be recomputed once for each
-        group of weights.
+        `_run_backward_weight` computes these later. The first stage has no input gradient, so its
+        whole backward pass is left to `_run_backward_weight`. If activations are recomputed, the
+        whole backward pass runs immediately, because the blocks would otherwise be recomputed once
+        for each group of weights.
         """
         if stage == 0:
             return
@@ -350,8 +362,8 @@ class _PipelineRun:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors at which a backward pass starts, and the gradient of each.
 
-        The tensors are losses, whose gradient is None, and, except in the last stage, the stage's
-        output.
+        The tensors are the stage's losses, whose gradient is None (counted as 1), and its output
+        with the gradient from the next stage. The last stage has only losses.
         """
         roots: list[Tensor] = []
         for loss in passed.losses:
@@ -400,7 +412,10 @@ class _PipelineRun:
         (self._sends if message.direction == "SEND" else self._receives)[ends] = tensor, work
 
     def _take(self, ends: TransferKey) -> Tensor:
-        """Return the result of a neighbouring stage, waiting for it if another rank sends it."""
+        """Return the tensor that a neighbouring stage has computed for one of this rank's stages.
+
+        Waits for the tensor if it comes from another rank.
+        """
         if ends not in self._receives:
             return self._local_tensors.pop(ends)
         tensor, work = self._receives.pop(ends)
@@ -411,7 +426,10 @@ class _PipelineRun:
         return tensor
 
     def _wait_for_send(self, ends: TransferKey) -> None:
-        """Wait until a sent tensor has been received, then release it."""
+        """Wait until a sent tensor has been received, and release its memory.
+
+        Does nothing if no tensor with this key is being sent.
+        """
         if ends in self._sends:
             _, work = self._sends.pop(ends)
             try:
@@ -444,7 +462,10 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
 
 
 def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
-    """Return the trained embeddings of the first and last stage that are copies of the same matrix."""
+    """Return the trained embeddings of the first and last stage that are copies of one tied matrix.
+
+    Only copies on this rank are returned.
+    """
     embeddings = []
     for network in networks.values():
         if (
@@ -459,10 +480,11 @@ def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
 def sum_tied_gradients(
     copies: Sequence[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> None:
-    """Set the gradient of each copy to the sum of the gradients of all copies.
+    """Set the gradient of each copy of a tied matrix to the sum of the gradients of all copies.
 
-    The ranks of the first and the last stage must call this after the backward passes. `group`
-    connects the devices of the two ranks; it is None if one rank has both stages.
+    The ranks of the first and the last stage must call this after the backward passes. `group` has
+    these two ranks, and is None if one rank has both stages. `device` is the device on which the
+    gradients are summed.
     """
     if not copies:
         return

@@ -1,21 +1,21 @@
-"""Decoder for a rank of a pipeline: the generators of all ranks generate with the whole network.
+"""Decoder for generation with a network that is split over the ranks of a pipeline.
 
     # on rank 0 of both groups:
     with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:
-        with open_generator(decoder, ..., settle=decoder.settle) as generator: ...
+        with open_generator(decoder, ..., agree_on_tokens=decoder.agree_on_tokens) as generator: ...
 
-The generators of all ranks get the same requests and the same budget, so they plan the same steps.
-Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends its
-states [T, hidden] to the rank of the next stage. The rank of the last stage draws the tokens and
-sends them with their log-probs to all others; logits are never sent. Tokens are host tensors and
-are sent over a separate gloo group: NCCL keeps all messages between two ranks in one order, but
-here states and tokens pass each other in opposite directions.
+The generators of all ranks get the same requests and the same memory budget, so they plan the same
+steps. Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends
+its hidden states [T, hidden] to the rank of the next stage. The rank of the last stage draws the
+tokens and sends them with their log-probs to all others; logits are never sent. Tokens are host
+tensors and are sent over a separate gloo group: NCCL keeps all messages between two ranks in one
+order, but here hidden states and tokens are sent in opposite directions at the same time.
 
 Ranks do not wait for sends to finish. With a single generator, each rank waits for the last rank at
-the end of each step, so that only one rank works at a time. If as many generators as there are
-ranks take turns (`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one
-generator are on their way, the ranks compute the others. Prefills pass from rank to rank like
-decode steps. Decode steps are computed one at a time and are not captured as CUDA graphs.
+the end of each step, so that only one rank works at a time. With as many generators as ranks, which
+take turns (`weft.engine.generation.interleaved`), all ranks are busy: while the tokens of one
+generator are being sent, the ranks compute the steps of the others. Prefills pass from rank to rank
+like decode steps. Decode steps are computed one at a time and are not captured as CUDA graphs.
 
 If a rank has several stages, a decode step visits the rank once for each. Its first stage is
 computed immediately and the others are deferred (`catch_up`), so that the steps of all generators
@@ -48,9 +48,10 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 
 @dataclass
 class _DecoderPass:
-    """Forward pass over `x`, for which this rank still has to compute the stages `left`.
+    """Forward pass of the pack `x` through this rank's stages.
 
-    `output` is the result, which is filled when the last stage is computed.
+    `left` are the indices of the stages that are not computed yet. `output` is the result, whose
+    values are valid once `left` is empty.
     """
 
     x: Packed
@@ -63,8 +64,9 @@ class _DecoderPass:
 class StagedDecoder:
     """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.decoder`).
 
-    `config` counts only this rank's blocks. At the end of its `with` block, the decoder waits until
-    the other ranks have received everything that it sent.
+    `config` is the network's configuration with only this rank's number of blocks. The decoder is a
+    context manager: at the end of the `with` block, it waits until the other ranks have received
+    everything that it has sent.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class StagedDecoder:
         host_group: ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the decoder of a rank whose `network` consists of `stages`, by stage index.
+        """Create the decoder of a rank, whose `network` has all blocks of its `stages`.
 
-        `dtype` is the dtype of the hidden states, by default that of the parameters.
+        `stages` maps stage indices to networks, and `placement` assigns all stages to ranks.
+        `group` has the ranks of the pipeline, and `host_group` is their gloo group for host
+        tensors. `dtype` is the dtype of the hidden states, by default that of the parameters.
         """
         parameter = next(network.parameters())
         self.network = network
@@ -128,7 +132,11 @@ class StagedDecoder:
 
     @property
     def can_read_pages(self) -> bool:
-        """False: decoding over pages is captured as CUDA graphs, which cannot contain sends."""
+        """Always False.
+
+        Decoding with a paged key-value cache is captured as CUDA graphs, which cannot contain sends
+        between ranks.
+        """
         return False
 
     @property
@@ -173,7 +181,7 @@ class StagedDecoder:
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Compute all deferred stages."""
+        """Compute all stages that earlier calls of `compute_hidden` have deferred."""
         while self._deferred_passes:
             step = self._deferred_passes.popleft()
             self._compute(step)
@@ -183,7 +191,10 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
-        """Compute the next of this rank's stages in the forward pass `step`."""
+        """Compute this rank's next stage in the forward pass `step`.
+
+        Unless it is the last stage of the pipeline, its hidden states are passed to the next stage.
+        """
         stage = step.left.popleft()
         network = self._stages[stage]
         states = step.states
@@ -203,7 +214,10 @@ class StagedDecoder:
             self._send(next_states.contiguous(), peer, self._group)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return the logits of the next tokens. Must be called only on the last rank."""
+        """Return the logits of the next tokens. Must be called only on the last rank.
+
+        `wide` is an optional float32 copy of the output matrix (see `Decoder.next_token_logits`).
+        """
         return self.network.next_token_logits(hidden_rows, wide)
 
     @property
@@ -213,10 +227,10 @@ class StagedDecoder:
     def agree_on_tokens(
         self, draw: Callable[[], DrawnTokens], rows: int
     ) -> Callable[[], DrawnTokens]:
-        """Return a function that returns, on every rank, the tokens that are drawn in this step.
+        """Return a function that returns the tokens drawn in this step, on every rank.
 
         The last rank calls `draw` as soon as its last stage is computed, and sends the tokens. On
-        the other ranks, the returned function waits for the tokens.
+        the other ranks, the returned function waits for the tokens. `rows` is the number of tokens.
         """
         step = self._last_deferred
         self._last_deferred = None
@@ -248,10 +262,10 @@ class StagedDecoder:
         return take_drawn
 
     def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
-        """Receive the tokens that the last rank drew.
+        """Receive the tokens that the last rank has drawn.
 
-        Also waits until the first `sent` tensors that this rank sent have been received, and
-        releases them.
+        The deferred stages of `step` are computed first. Also waits until the first `sent` tensors
+        that this rank has sent in all have been received.
         """
         self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
@@ -263,7 +277,7 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Compute all deferred stages if `step` has stages that are not computed yet."""
+        """Compute all deferred stages, unless `step` is None or has no stages left to compute."""
         if step is not None and step.left:
             self.catch_up()
 
@@ -279,7 +293,10 @@ class StagedDecoder:
         self._num_sent += 1
 
     def _wait_for_sends(self, sent: int) -> None:
-        """Wait until the first `sent` outgoing tensors have been received, and release them."""
+        """Wait until the first `sent` tensors sent by this rank are received; then release them.
+
+        `sent` counts all tensors since the decoder was created.
+        """
         while len(self._sends) > self._num_sent - sent:
             peer, _, work = self._sends.popleft()
             try:
@@ -306,9 +323,9 @@ class StagedDecoder:
 def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
     """Pack drawn tokens into two tensors for sending; `unpack_tokens` is the inverse.
 
-    The first tensor is float64 [3, rows] and has, for each row, the token, its log-prob, and the
-    number of ids that a limit such as top-k keeps (-1 if these ids are not recorded). The second
-    tensor is int64 and has these ids, row by row.
+    The first tensor, float64 [3, rows], has for each row the token id, its log-prob, and the number
+    of ids that a limit such as top-k leaves (-1 if these ids are not recorded). The second tensor,
+    int64, has these ids for all rows, one row after the other.
     """
     tokens, logprobs, supports = drawn
     if supports is None:
@@ -324,12 +341,12 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
 
 
 def count_ids(first: Tensor) -> int:
-    """Return the size of the second tensor that `pack_tokens` returns, given the first."""
+    """Return the length of the second tensor of `pack_tokens`, computed from the first."""
     return int(first[2].clip(0).sum())
 
 
 def unpack_tokens(first: Tensor, ids: Tensor) -> DrawnTokens:
-    """Return the drawn tokens that `pack_tokens` packed."""
+    """Unpack the two tensors that `pack_tokens` returned."""
     tokens, logprobs, counts = first.numpy()
     supports = None
     if len(tokens) and counts[0] >= 0:

@@ -6,7 +6,7 @@
 No process group is needed. A stage consists of consecutive blocks of the network, and a rank has
 one or several stages. `ComputeAction("F", s, m)` is the forward pass of micro-batch m through stage
 s, and "B" is its backward pass. "I" and "W" are the two halves of a backward pass: "I" computes the
-gradient of the stage's input, and "W" those of its weights.
+gradient of the stage's input, and "W" computes the gradients of its weights.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are
 implemented here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble
@@ -42,9 +42,11 @@ TABLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class ComputeAction:
-    """Forward ("F") or backward ("B") pass of a micro-batch through a stage, or half of the latter.
+    """Computation of a stage for one micro-batch.
 
-    The half "I" computes the gradient of the stage's input, and the half "W" those of its weights.
+    `half` is "F" for the forward pass, "B" for the backward pass, "I" for the half of the backward
+    pass that computes the gradient of the stage's input, or "W" for the half that computes the
+    gradients of its weights.
     """
 
     half: Half
@@ -54,10 +56,11 @@ class ComputeAction:
 
 @dataclass(frozen=True)
 class TransferAction:
-    """Transfer of a stage's result for one micro-batch to a neighbouring stage.
+    """Sending or receiving of a stage's result for one micro-batch.
 
-    If `target` is the next stage, hidden states are sent; if `target` is the previous stage, the
-    gradient of its hidden states is sent.
+    `source` and `target` are neighbouring stages on different ranks. If `target` is the next stage,
+    the tensor has hidden states; if it is the previous stage, the tensor is the gradient of hidden
+    states.
     """
 
     direction: Literal["SEND", "RECV"]
@@ -73,9 +76,9 @@ Order = Sequence[Sequence[ComputeAction]]  # by rank
 def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
     """Return the placement of a pipeline's stages on `ranks` ranks.
 
-    Interleaved kinds have `stages_a_rank` stages per rank (default 2). For other kinds, the number
-    is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind, or for a number of stages
-    that the kind does not allow.
+    Interleaved schedules have `stages_a_rank` stages per rank, by default 2. Other schedules have a
+    fixed number (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind of schedule, or for a
+    number of stages that the kind does not allow.
     """
     if kind not in get_args(Kind):
         raise ConfigError(
@@ -105,9 +108,9 @@ def _format_stages(count: int) -> str:
 def plan_actions(
     kind: Kind, placement: Placement, num_microbatches: int, *, forward_only: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank, in order.
+    """Return the computations and transfers of each rank, in order.
 
-    With `forward_only`, which is used for inference, there are only forward passes.
+    With `forward_only`, as for inference, only forward passes are planned.
     """
     order = build_order(kind, placement, num_microbatches)
     if forward_only:  # with fewer dependencies, the order can still be run
@@ -116,7 +119,7 @@ def plan_actions(
 
 
 def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
-    """Return the computations of each rank, in order."""
+    """Return the computations of each rank, in order, without transfers."""
     match kind:
         case "gpipe":
             return [_order_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
@@ -130,14 +133,14 @@ def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Orde
 
 
 def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
-    """Add a SEND after each computation in `order` whose result another rank needs.
+    """Return the actions of each rank: the computations in `order`, and the transfers they need.
 
-    Returns the actions of each rank, including the RECV that matches each SEND. Actions are placed
-    in the order of a simulated run, in which every rank computes one action at a time and begins it
-    once its inputs exist. A SEND and its RECV happen at the same time in this run, so the lists of
-    all ranks agree with one global order. Therefore no two ranks wait for each other, even if a
-    send returns only once it is received (rendezvous), and the messages between two ranks keep one
-    order, which NCCL needs.
+    A SEND follows each computation whose result another rank needs, and that rank gets the matching
+    RECV. Actions are placed in the order of a simulated run, in which every rank computes one
+    action at a time and begins it once its inputs exist. A SEND and its RECV happen at the same
+    time in this run, so the lists of all ranks agree with one global order. Therefore ranks cannot
+    deadlock, even if a send returns only once it is received, and the messages between two ranks
+    keep one order, which NCCL needs.
 
     Raises `ValueError` for an order that cannot be run.
     """
@@ -177,10 +180,10 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 
 
 def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
-    """Iterate over the computations that must precede an action.
+    """Iterate over the computations whose results an action needs.
 
-    A backward pass ("B" or "I") needs the backward pass of the next stage, which is of the same
-    kind because an order contains only one of the two kinds.
+    A backward action ("B" or "I") needs the action of the same kind in the next stage, because an
+    order contains either "B" or "I", but not both.
     """
     stage = action.stage
     microbatch = action.microbatch
@@ -207,7 +210,7 @@ def _order_gpipe(rank: int, count: int) -> list[ComputeAction]:
 
 
 def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
-    """Return the computations of one rank in the 1F1B schedule.
+    """Return the computations of one rank in the 1F1B schedule, for `count` micro-batches.
 
     The rank first runs one forward pass for each rank after it, then alternates between forward and
     backward passes.
@@ -220,11 +223,11 @@ def _order_1f1b(rank: int, ranks: int, count: int) -> list[ComputeAction]:
 
 
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
-    """Return the order of computations in one of torch's schedules, without building real stages.
+    """Return the computations of each rank in one of torch's schedules, for `count` micro-batches.
 
-    torch's interleaved tables accept only some numbers of micro-batches. The table is therefore
-    built for the next number that is accepted, and the micro-batches beyond `count` are removed,
-    which does not affect the others.
+    torch's interleaved schedules accept only some numbers of micro-batches. The schedule is
+    therefore built for the next number that is accepted, and the micro-batches beyond `count` are
+    removed, which does not affect the others. No real stages are built.
     """
     # Round up to a number of micro-batches that torch's table accepts.
     rounded = count

@@ -36,8 +36,8 @@ def shard(
     """Shard the networks' parameters by rows: each block of a network, then its other parameters.
 
     A parameter that several networks share is sharded with the first of them. With expert
-    parallelism, experts are sharded over the ranks that hold the same experts. Gradients are summed
-    over the ranks, in at least float32. `dtype` is the dtype of computations. Without `reshard`,
+    parallelism, experts are sharded over the ranks that hold the same experts. `dtype` is the dtype
+    of computations. Gradients are summed over the ranks in at least float32. If `reshard` is False,
     whole parameters are kept from the forward to the backward pass, which needs more memory but
     only half the communication.
     """
@@ -112,18 +112,19 @@ class LocalShards:
             sharded.grad = None
 
     def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
-        """Return this rank's rows of a parameter of the network, which may be empty."""
+        """Return this rank's rows of the parameter `sharded` of the network, which may be empty."""
         return self._pairs[id(sharded)][1]
 
     def get_local_gradient(self, sharded: Tensor) -> Tensor:
-        """Return the gradient of this rank's rows of a parameter of the network."""
+        """Return the gradient of this rank's rows of the parameter `sharded` of the network."""
         assert sharded.grad is not None
         return _to_local(sharded.grad)
 
     def reshard(self) -> None:
-        """Free whole parameters that are left after a forward pass without a backward pass.
+        """Free the gathered parameters that are left after a forward pass without a backward pass.
 
-        Must be called before the parameters' values change.
+        Must be called before the parameters' values change, because the gathered copies would be
+        stale.
         """
         for module in self._network.modules():
             if isinstance(module, FSDPModule):
@@ -139,10 +140,10 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
-    If a parameter is shared with another network, its memory can be allocated after FSDP2 first
+    The memory of a parameter that is shared with another network can be allocated after FSDP2 has
     looked it up. Without this call, FSDP2 would then allocate new memory in the first pass for
-    parameters whose rows do not divide evenly among the ranks, and `LocalShards.stored` would no
-    longer share memory with the network.
+    parameters whose rows do not divide evenly among the ranks, so that `LocalShards.stored` would
+    not share memory with the network.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -155,7 +156,7 @@ def _to_local(x: Tensor) -> Tensor:
 
 
 def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
-    """Return the index of this rank's first row of a sharded parameter, and the number of its rows.
+    """Return the index of this rank's first row of a sharded parameter, and its number of rows.
 
     All ranks have the same number of rows, except the last ones, which may have fewer or none.
     """
@@ -168,10 +169,10 @@ def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
-    """Copy the whole parameters of a split network to `into`, a network with the same parameters.
+    """Copy the whole parameters of a network that is split over ranks to the network `into`.
 
-    The network may be sharded, and each rank of the group `experts` may hold only some of the
-    experts. All ranks must call this.
+    `network` may be sharded, and each rank of the group `experts` may hold only some of the
+    experts. `into` has the same parameters, but whole. All ranks must call this.
     """
     with torch.no_grad():
         for (name, held), (other, whole) in zip(
@@ -193,7 +194,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Set whether backward passes sum the gradients over the ranks from now on.
+    """Set whether later backward passes sum the gradients over the ranks.
 
     If `on` is False, gradients are accumulated on each rank. Does nothing if the network is not
     sharded.
@@ -203,12 +204,12 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 
 
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
-    """Iterate over the parts of a sharded network; each part is gathered while it is used.
+    """Iterate over the parts of a sharded network, with each part's parameters gathered.
 
-    Used for the second half of a backward pass, which FSDP2's hooks do not handle. After a part has
-    been used, its gradients are accumulated on this rank or, with `sums`, summed over the ranks,
-    and the gathered parameters are freed. A network that is not sharded is yielded as one part, and
-    nothing else is done.
+    Used for the second half of a backward pass, which FSDP2's hooks do not handle. When the caller
+    is done with a part, its gradients are accumulated on this rank or, with `sums`, summed over the
+    ranks, and the gathered parameters are freed. A network that is not sharded is yielded as one
+    part, and nothing else is done.
     """
     if not isinstance(network, FSDPModule):
         yield network
@@ -241,7 +242,7 @@ def unshard(network: nn.Module) -> None:
 
 
 def _iterate_parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
-    """Iterate over the parts of a network, each with the FSDP modules that have its parameters.
+    """Iterate over the parts of a network, each with the FSDP modules that hold its parameters.
 
     The parts are the blocks, from the last to the first as in a backward pass, and then the network
     itself for all other parameters.

@@ -6,14 +6,14 @@
     # after the backward passes of a step:
     sum_gradients(find_canonical_parameters(narrow), config, group, device, shares_rows=True)
 
-Attention and MLP get the whole hidden states, whose gradients are summed over the ranks, and their
-results are summed over the ranks (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
-With sequence parallelism (`shares_rows`; Korthikanti et al. 2022, "Reducing activation
-recomputation", arXiv:2205.05198, section 4.2.2), the ranks also split the rows between attention
-and MLP: rows are gathered before each of the two, and their result is summed and scattered. The
-communication volume is the same, because an all-reduce is a reduce-scatter followed by an
-all-gather. Generation uses whole states. `weft.topology.compute_tensor_slice` defines how weights
-are split.
+Every rank passes the whole hidden states to its part of attention and MLP, and the results are
+summed over the ranks. In the backward pass, the gradients of the hidden states are summed (Shoeybi
+et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). With sequence parallelism (`shares_rows`;
+Korthikanti et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2), the
+ranks also split the rows between attention and MLP: rows are gathered before each of the two, and
+their result is summed and scattered. The communication volume is the same, because an all-reduce is
+a reduce-scatter followed by an all-gather. Generation uses whole hidden states.
+`weft.topology.compute_tensor_slice` defines how weights are split.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def join(
 
 @dataclass(frozen=True)
 class ConsecutiveRowSharing:
-    """`RowSharing` with consecutive tokens on each rank (see `weft.models.network.shared_rows`)."""
+    """Sequence parallelism's split of the tokens: each rank gets a run of consecutive tokens.
+
+    Implements the protocol `RowSharing` (see `weft.models.network.shared_rows`).
+    """
 
     group: ProcessGroup
 
@@ -127,7 +130,11 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
 
 
 def _set_first_channel(layer: Linear, channel: int) -> None:
-    """Set the offset of this rank's first input feature in the whole layer, for adapter dropout."""
+    """Store the index of this rank's first input feature in the layer's adapters.
+
+    `channel` is the index within the whole layer. It determines the random numbers of adapter
+    dropout.
+    """
     for adapter in lora.list_adapters(layer):
         adapter.channel = channel
 
@@ -140,10 +147,10 @@ def sum_gradients(
     *,
     shares_rows: bool,
 ) -> None:
-    """Sum, over the ranks, the gradients that each rank has computed only in part.
+    """Sum over the ranks those gradients that each rank has computed only in part.
 
-    `stored` maps canonical names to parameters. All ranks of `group` must call this. The group
-    communicates through `device`, and the gradients may be on another device.
+    `stored` maps canonical names to parameters. `device` is the device over which the group
+    communicates; the gradients may be on another device. All ranks of `group` must call this.
     """
     # Sum the gradients of parameters that all ranks use in part.
     parts = _find_partial(stored, config)
@@ -201,7 +208,7 @@ def _sum_copies(
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Copy the values in `flat` back to `gradients`, the tensors that were concatenated to make it."""
+    """Copy the values in `flat`, a concatenation of flattened gradients, back to `gradients`."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

@@ -1,7 +1,7 @@
 """Softmax over a vocabulary that is split over ranks, each with consecutive ids.
 
-For each row, ranks exchange the log of the sum of exponentials, the label's logit and the best ids.
-The logits themselves are exchanged only for sampling.
+For each row, the ranks exchange only the log of the sum of exponentials, the label's logit and the
+best ids. Whole logits are exchanged only for sampling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from weft.topology import compute_vocabulary
 
 @dataclass(frozen=True)
 class GroupVocabularySplit:
-    """`VocabularySplit` over a process group (see `weft.models.network.split`)."""
+    """Split of the vocabulary over the ranks of a process group.
+
+    Implements the protocol `VocabularySplit` (see `weft.models.network.split`).
+    """
 
     first_id: int  # this rank's first id
     vocab_size: int  # ids in all
@@ -44,9 +47,10 @@ class GroupVocabularySplit:
         return self.gather_candidates(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return the logits of all ids [R, all ids], given those of this rank's ids [R, own ids].
+        """Return the logits of all ids [rows, vocabulary], gathered from all ranks.
 
-        The result is bitwise identical on all ranks.
+        `own` are the logits of this rank's ids [rows, own ids]. The result is bitwise identical on
+        all ranks.
         """
         ranks = []
         for rank in range(self.group.size()):

@@ -1,1 +1,1 @@
-"""The open inference protocol (KServe v2, also used by Triton), for server and client."""
+"""Open inference protocol (KServe v2, also used by Triton), for server and client."""

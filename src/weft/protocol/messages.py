@@ -1,6 +1,6 @@
 """Messages and calls of the inference protocol over gRPC, built from the tables in this module.
 
-They are in a separate descriptor pool, so that other implementations of the protocol
+The messages are in a separate descriptor pool, so that another implementation of the protocol
 (`tritonclient`) can be loaded in the same process.
 """
 
@@ -112,7 +112,7 @@ _Proto = descriptor_pb2.FieldDescriptorProto
 
 @cache
 def get_message_class(name: str) -> Any:
-    """Return the protobuf class of the message `name`."""
+    """Return the protobuf class of a message, such as `ModelInferRequest`."""
     return message_factory.GetMessageClass(_build_pool().FindMessageTypeByName(f"inference.{name}"))
 
 
@@ -138,7 +138,10 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add(owner: Any, name: str, field: Field) -> None:
-    """Add a field to the message descriptor `owner`; `name` is the full name of the message."""
+    """Add `field`, a tuple (name, number, type), to the message descriptor `owner`.
+
+    `name` is the full name of the message.
+    """
     called, number, kind = field
     if kind == "{}":
         entry = owner.nested_type.add(name="ParametersEntry")
@@ -162,7 +165,8 @@ def _add(owner: Any, name: str, field: Field) -> None:
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     """Return the tensors of a message, by name.
 
-    They are read from the raw bytes if the message has any, and otherwise from the typed contents.
+    `tensors` and `raws` are the message's repeated fields of tensors and of raw contents. The
+    values are read from the raw contents if there are any, and otherwise from the typed contents.
     Raises `DataError` for a tensor that does not match its declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):

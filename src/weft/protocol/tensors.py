@@ -1,6 +1,6 @@
 """Encode and decode named tensors for HTTP: JSON, optionally followed by raw tensor bytes.
 
-Raw bytes follow the protocol's binary tensor data extension.
+The raw bytes follow the binary tensor data extension of the protocol.
 
     body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
     header, tensors = unpack(body, header_length, "inputs")
@@ -39,7 +39,7 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
 
 
 def get_datatype(tensor: Tensor) -> str:
-    """Return the protocol's name for an array's dtype."""
+    """Return the protocol's name for an array's dtype, such as `FP32`."""
     return next(name for name, dtype in DATATYPES.items() if dtype == tensor.dtype)
 
 
@@ -70,12 +70,15 @@ def pack(
 
 
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
-    """Return `values` as a JSON object with an additional `key`, whose value is the JSON `text`."""
+    """Return the JSON text of an object with all `values` and a further `key`.
+
+    `text` is the value of the key, already encoded as JSON.
+    """
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
 
 def _format_numbers(tensor: Tensor) -> str:
-    """Return the numbers of a flat array as JSON, without brackets.
+    """Return the numbers of a one-dimensional array as a JSON list without its brackets.
 
     The numbers are encoded in chunks, so that other threads can run between chunks.
     """
@@ -86,7 +89,8 @@ def _format_numbers(tensor: Tensor) -> str:
 def compute_header_size(body: bytes, header_length: int | None) -> int:
     """Return the number of JSON bytes at the start of the body.
 
-    Raises `DataError` if `header_length` exceeds the body or is negative.
+    This is `header_length`, or the whole body if it is None. Raises `DataError` if `header_length`
+    is negative or exceeds the body.
     """
     size = len(body) if header_length is None else header_length
     if not 0 <= size <= len(body):
@@ -148,7 +152,8 @@ def read_object(text: bytes) -> dict[str, Any]:
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
     """Return the tensor stored in `raw` as little-endian numbers.
 
-    Raises `DataError` if the number of bytes does not match the shape.
+    Raises `DataError` if the number of bytes does not match the shape; the message has the tensor's
+    `name`.
     """
     dtype = DATATYPES[check_datatype(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
@@ -169,9 +174,9 @@ def check_datatype(name: str, datatype: Any) -> str:
 
 
 def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return the Boolean parameter `name` among the parameters of `entry`, or `default` if absent.
+    """Return the Boolean parameter `name` of a tensor entry or request.
 
-    Raises `DataError` if the parameter has another type.
+    Returns `default` if the parameter is absent. Raises `DataError` if it has another type.
     """
     parameters = entry.get("parameters") or {}
     if isinstance(parameters, Mapping):
@@ -184,7 +189,7 @@ def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
-    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if any is invalid."""
+    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if one is invalid."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
     name = entry["name"]

@@ -1,8 +1,8 @@
-"""Grouping of a plan's pieces into messages of bounded size.
+"""Grouping of a reallocation plan's pieces into messages of bounded size.
 
-The messages are planned in rounds. In a round, no rank sends or receives more bytes than fit in
-a bucket, and a rank sends at most one message to any other rank. This needs no communication: every
-rank computes the same rounds from the same plan.
+Messages are sent in rounds. In each round, no rank sends or receives more bytes than fit in a
+bucket (a buffer of fixed size), and a rank sends at most one message to any other rank. Scheduling
+the rounds needs no communication: every rank computes the same rounds from the same plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ PIECES = 4  # a piece has at most 1 / PIECES of a bucket, so that buckets fill w
 
 @dataclass(frozen=True)
 class MessagePiece:
-    """Piece of a parameter in a message: `num_bytes` bytes that start at `offset`."""
+    """Piece of a parameter within a message.
+
+    Attributes:
+        name: Name of the parameter.
+        piece: Part of the whole parameter that is sent, as one slice per dimension.
+        offset: Position in the message at which the piece starts, in bytes.
+        num_bytes: Size of the piece in bytes, without padding.
+    """
 
     name: str
     piece: Slice
@@ -35,16 +42,21 @@ class MessagePiece:
 
     @property
     def end(self) -> int:
-        """Offset in bytes at which the next piece can start."""
+        """Offset in bytes at which the next piece can start, after padding for alignment."""
         return self.offset + align(self.num_bytes)
 
 
 @dataclass
 class BucketMessage:
-    """Bytes that one rank sends to another in one round.
+    """Message that one rank sends to another in one round.
 
-    The message consists of the pieces in order, followed by a seal: the version of the weights, the
-    round and a checksum, all of which the receiver verifies.
+    It consists of pieces of parameters in order, followed by a seal: the version of the weights,
+    the round and a checksum, all of which the receiver verifies.
+
+    Attributes:
+        source: Rank that sends the message.
+        target: Rank that receives the message.
+        parts: Pieces in the message.
     """
 
     source: int
@@ -53,16 +65,16 @@ class BucketMessage:
 
     @property
     def seal_offset(self) -> int:
-        """Offset in bytes of the seal (version, round and checksum), which follows the last piece."""
+        """Offset in bytes of the seal, which follows the last piece."""
         return self.parts[-1].end if self.parts else 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message in bytes, including the seal (version, round and checksum)."""
+        """Size of the message in bytes, including the seal and padding."""
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:
-        """Return the size in bytes that the message would have with another piece of `num_bytes`."""
+        """Return the size in bytes of the message if a piece of `num_bytes` bytes were added."""
         return align(self.seal_offset + align(num_bytes) + SEAL)
 
 
@@ -74,12 +86,12 @@ def align(num_bytes: int) -> int:
 def plan_rounds(
     transfers: Iterable[ParameterTransfer], itemsize: Mapping[str, int], bucket_bytes: int
 ) -> list[list[BucketMessage]]:
-    """Return the messages of each round.
+    """Group the transfers between ranks into messages, and return the messages of each round.
 
-    Pieces that stay on their rank are in no message. In each round, the pairs of ranks with the
-    most remaining bytes are served first, so that all pairs finish at about the same time.
-    `itemsize` maps each parameter to its number of bytes per element. Raises `ConfigError` if the
-    bucket is too small.
+    Transfers within a rank are ignored. In each round, the pairs of ranks with the most remaining
+    bytes are served first, so that all pairs finish at about the same time. `itemsize` maps each
+    parameter to its number of bytes per element, and `bucket_bytes` limits what a rank sends or
+    receives in a round. Raises `ConfigError` if `bucket_bytes` is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
@@ -114,7 +126,10 @@ def plan_rounds(
 def _fill_message(
     pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int
 ) -> BucketMessage:
-    """Move as many pieces as fit in `room` bytes from the front of the queue into a new message."""
+    """Move pieces from the front of the queue into a new message until `room` bytes are full.
+
+    `pair` is the (source rank, target rank) of the message.
+    """
     message = BucketMessage(*pair)
     while queue and message.compute_size_with(queue[0][2]) <= room:
         name, piece, num_bytes = queue.popleft()

@@ -30,10 +30,11 @@ Dtypes = dict[str, torch.dtype]
 
 
 class ParameterSource(Protocol):
-    """Source of parameters, such as an engine. `version` is the version number of its weights.
+    """Object from which parameters are read, such as an engine.
 
-    For each parameter, `read` yields the name, the rectangle that the source has, in coordinates of
-    the whole parameter, and the values.
+    `version` is the version number of its weights. For each parameter, `read` yields the name, the
+    part of the whole parameter that this object holds (as one slice per dimension), and the values
+    of this part.
     """
 
     version: int
@@ -42,10 +43,10 @@ class ParameterSource(Protocol):
 
 
 class ParameterStore(ParameterSource, Protocol):
-    """Source of parameters that can also be written, such as an engine.
+    """Object whose parameters can be read and written, such as an engine.
 
-    `read` yields views of the parameters with the highest precision available. `write` sets them to
-    eta * new + (1 - eta) * old.
+    `read` yields views of the parameters in the highest precision available. `write` sets the
+    parameters to eta * new + (1 - eta) * old.
     """
 
     def write(
@@ -55,10 +56,15 @@ class ParameterStore(ParameterSource, Protocol):
 
 @dataclass(frozen=True)
 class ReallocationStatistics:
-    """Statistics of one reallocation on this rank, in bytes of parameters.
+    """Statistics of one reallocation on this rank.
 
-    `copied` are bytes copied within the rank, and `buffer_bytes` is the memory allocated for
-    messages.
+    Attributes:
+        version: Version of the weights that were moved.
+        sent: Number of bytes of parameters sent to other ranks.
+        received: Number of bytes of parameters received from other ranks.
+        copied: Number of bytes of parameters copied within this rank.
+        buffer_bytes: Memory allocated for messages, in bytes.
+        seconds: Duration of the reallocation.
     """
 
     version: int
@@ -86,11 +92,12 @@ def move(
 
 
 class Reallocation:
-    """Executor of a plan on one rank. `move` can run repeatedly, and reuses the message schedule.
+    """Executor of a reallocation plan on one rank.
 
-    Every rank of `group`, which includes both layouts, must have the same plan and bucket size.
-    Without a group, only this process takes part. If ranks on the same host share memory, two
-    buckets of shared memory stay allocated for the lifetime of this object.
+    `move` can be called repeatedly, and reuses the schedule of messages. Every rank of `group`,
+    which includes the ranks of both layouts, must have the same plan and bucket size. Without a
+    group, only this process takes part. If ranks on the same host share memory, shared memory of
+    two buckets stays allocated for the lifetime of this object.
     """
 
     def __init__(
@@ -121,7 +128,10 @@ class Reallocation:
 
     @property
     def sent_names(self) -> Sequence[str]:
-        """Names of the parameters that this rank sends, or copies to its own target engine."""
+        """Names of the parameters that this rank sends.
+
+        Parameters that it copies to its own target engine are included.
+        """
         return self._sent_names
 
     def move(
@@ -129,14 +139,15 @@ class Reallocation:
     ) -> ReallocationStatistics:
         """Set target = eta * source + (1 - eta) * target for the parameters in the plan.
 
-        The target gets the source's version. Every rank of the group must call this. `source` and
-        `target` are this rank's engines; either is None if this rank has no such engine. A piece is
-        sent in the source's dtype, or in the target's if that is smaller and `eta` is 1: the target
-        would round it in the same way.
+        The target gets the source's version. Every rank of the group must call this method.
+        `source` and `target` are this rank's engines; either is None if this rank has no such
+        engine. Parameters are sent in the source's dtype. If the target's dtype is smaller and
+        `eta` is 1, they are rounded to the target's dtype before they are sent, which gives the
+        same result.
 
         Raises `RunError` if a rank is lost, exceeds the group's timeout, or has a different plan or
-        a different version of the weights, or if a message is corrupted. The targets must then not
-        be used: they may contain both old and new values under their old version.
+        a different version of the weights, or if a message is corrupted. The targets must not be
+        used after such an error: they may contain both old and new values under their old version.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._sent_names)}
@@ -172,12 +183,14 @@ class Reallocation:
     def _agree(
         self, source: ParameterSource | None, gives: Dtypes, takes: Dtypes, eta: float
     ) -> tuple[int, Dtypes]:
-        """Return the source's version, and the dtype in which each parameter is sent.
+        """Exchange metadata with the other ranks; return the source's version and all dtypes.
 
-        The ranks first exchange a checksum of their plan and `eta`, whether they have a source, and
-        the version of the source. Then they exchange the dtypes of their source and target
-        parameters. Raises `RunError` if plans, versions or dtypes do not match.
+        The dtypes are those in which the parameters are sent. `gives` and `takes` have the dtypes
+        of this rank's source and target parameters. The ranks first exchange a checksum of their
+        plan and `eta`, and the version of the source. Then they exchange the dtypes. Raises
+        `RunError` if plans, versions or dtypes do not match.
         """
+        # Same plan, one source version.
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         facts_by_rank = self._link.all_gather(
             [call, source is not None, 0 if source is None else source.version]
@@ -201,6 +214,7 @@ class Reallocation:
                 f"reallocation: the source's ranks must have one version of the weights "
                 f"({listing or 'no rank is a source'})"
             )
+        # Each parameter is sent in one dtype, whatever the ranks hold.
         codes = self._link.all_gather(
             [_encode_dtype(held.get(n)) for held in (gives, takes) for n in self._names]
         )
@@ -216,7 +230,7 @@ class Reallocation:
         }
 
     def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
-        """Return this rank's messages by round, leaving out rounds in which it has none."""
+        """Return the messages of this rank by round, without the rounds in which it has none."""
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
@@ -252,9 +266,11 @@ def _choose_dtype(source: torch.dtype, target: torch.dtype, eta: float) -> torch
 
 
 def _find_dtypes(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
-    """Return the dtype of each parameter, given a dtype code for each parameter on each rank.
+    """Return the dtype of each parameter, decoded from the codes that the ranks have exchanged.
 
-    Raises `RunError` if a parameter has different dtypes on the ranks that hold it.
+    `codes` maps each rank to one dtype code per parameter, which is 0 if the rank does not hold the
+    parameter. Raises `RunError` if a parameter has different dtypes on different ranks; `side`
+    ("source" or "target") is used in the message.
     """
     dtypes = {}
     for at, name in enumerate(names):

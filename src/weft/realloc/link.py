@@ -1,4 +1,4 @@
-"""Sending of messages between the ranks of a reallocation, over one process group of both layouts."""
+"""Communication between the ranks of a reallocation, over a process group that spans both layouts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receiv
 
 @dataclass(frozen=True)
 class PendingMessage:
-    """Message that is being sent or received between `rank` and `others`.
+    """Handle of a message that is being sent or received.
 
-    With NCCL, one object represents all messages of one `post_messages` call.
+    With NCCL, one handle represents all messages of one `post_messages` call. `rank` is this rank,
+    and `others` describes the other ranks for error messages, such as "from rank 3".
     """
 
     work: Work
@@ -41,7 +42,8 @@ class PendingMessage:
 class ReallocationLink:
     """Connection of this rank to the other ranks of a reallocation.
 
-    Ranks are numbered as in the run, not as in the group. Without a group there are no other ranks.
+    Ranks are numbered as in the run, not as in the process group. Without a group, there are no
+    other ranks.
     """
 
     def __init__(self, rank: int, group: ProcessGroup | None) -> None:
@@ -57,10 +59,10 @@ class ReallocationLink:
         self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
     def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Return the `facts` of every rank, keyed by rank.
+        """Return the numbers `facts` of every rank, keyed by rank.
 
-        The number of facts must be equal on all ranks. A call of this method is the first
-        communication of the group, because NCCL requires that every rank takes part in it.
+        All ranks must pass equally many numbers. The first communication over the group must be a
+        call of this method, because NCCL requires that every rank takes part in it.
         """
         values_by_rank = {self.rank: list(facts)}
         if self._group is None:
@@ -97,10 +99,10 @@ class ReallocationLink:
             self.shared_memory = shelf.memory
 
     def post_messages(self, receives: Mail, sends: Mail, tag: int = 0) -> list[PendingMessage]:
-        """Start to receive and send these messages, and return their handles.
+        """Start receiving and sending messages, and return their handles.
 
-        Receives and sends are started in one call, because NCCL would otherwise finish one
-        direction before it starts the other.
+        `receives` and `sends` list the messages as pairs (other rank, tensor). They are started
+        together, because NCCL would otherwise finish one direction before it starts the other.
         """
         pairs = [
             *((dist.irecv, *each) for each in receives),

@@ -1,9 +1,10 @@
 """Messages of one rank in a reallocation: packing, sending, receiving and verifying.
 
-While the messages of one round are in flight, those of the next are packed; a rank uses at most two
-buckets in each direction. If the receiver has mapped the sender's shared memory, only the offset of
-the message is sent, and the receiver acknowledges that it has read the message. Every message ends
-with a seal: the version of the weights when they were packed, the round, and a checksum.
+While the messages of one round are in flight, those of the next round are packed; a rank uses at
+most two buckets (message buffers) in each direction. If the receiver has mapped the sender's shared
+memory, only the offset of the message is sent, and the receiver acknowledges that it has read the
+message. Every message ends with a seal: the version of the weights when they were packed, the
+round, and a checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True)
 class ReallocationStep:
-    """Messages of one rank in round `index`."""
+    """Messages that one rank sends and receives in the round with the given index."""
 
     index: int
     sends: Sequence[BucketMessage]
@@ -42,10 +43,12 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """Parameters of this rank's source engine.
+    """Parameters of this rank's source engine, from which pieces are sent.
 
-    `engine` is None if this rank has no source engine. `rectangles` maps each parameter to the
-    rectangle that this rank has, in coordinates of the whole parameter, and its values.
+    Attributes:
+        engine: Source engine, or None if this rank has none.
+        rectangles: For each parameter, the part of it that this rank holds (as one slice per
+            dimension of the whole parameter) and the values of this part.
     """
 
     engine: VersionedWeights | None
@@ -58,9 +61,9 @@ class SourcePieces:
         return self.engine.version
 
     def select_piece(self, name: str, piece: Slice) -> Tensor:
-        """Return the values of a parameter in the rectangle `piece`.
+        """Return the values of the part `piece` of a parameter.
 
-        The rectangle is in coordinates of the whole parameter.
+        `piece` has one slice per dimension, in coordinates of the whole parameter.
         """
         where, values = self.rectangles[name]
         return values[
@@ -77,9 +80,14 @@ class SourcePieces:
 class _StepInFlight:
     """Round whose messages are in flight.
 
-    Once all of `pending` are done, the received messages are in `mail`, or in the sender's shared
-    memory at the offsets in `offsets`. `acknowledgements` are the pending acknowledgements of the
-    ranks that read this rank's shared memory.
+    Attributes:
+        step: Messages of the round.
+        mail: Messages to receive, each with the buffer that receives it.
+        offsets: Messages to read from the sender's shared memory, each with a tensor that receives
+            the message's offset in that memory.
+        pending: Handles of all messages that are being sent or received.
+        acknowledgements: Handles of the acknowledgements from the ranks that read this rank's
+            shared memory.
     """
 
     step: ReallocationStep
@@ -92,8 +100,8 @@ class _StepInFlight:
 class MessageExchange:
     """Exchange of all messages of one rank in one reallocation.
 
-    `dtypes` maps each parameter to the dtype in which it is sent. `version` is the expected version
-    of the source's weights.
+    `steps` are the rounds in which this rank has messages, and `dtypes` maps each parameter to the
+    dtype in which it is sent. `version` is the expected version of the source's weights.
     """
 
     def __init__(
@@ -125,8 +133,8 @@ class MessageExchange:
     def iterate_arrivals(self, stays: Iterable[ParameterTransfer]) -> Iterator[Values]:
         """Iterate over the pieces that this rank has to write: local ones, then received ones.
 
-        `stays` are the transfers within this rank. The values of a piece are valid until the next
-        piece is requested.
+        Each item is (name of the parameter, slices of the whole parameter, values). The values are
+        valid until the next item is requested. `stays` are the transfers within this rank.
         """
         if self._steps:
             self._begin(0)
@@ -147,11 +155,11 @@ class MessageExchange:
         return remote
 
     def _begin(self, at: int) -> None:
-        """Pack the messages of the step at index `at`, and start to send and receive them.
+        """Pack the messages of the step at index `at`, and start sending and receiving them.
 
-        The previous step is still in flight, so consecutive steps use different buffers. The step
-        at index `at` - 2 used the same buffers as this one, so its acknowledgements are awaited
-        first.
+        The previous step is still in flight, so consecutive steps use different buffers. This step
+        uses the same buffers as the step at index `at` - 2, so the acknowledgements of that step
+        are awaited first.
         """
         step = self._steps[at]
         slot = at % 2
@@ -236,7 +244,7 @@ class MessageExchange:
         )
 
     def _view_piece(self, part: MessagePiece, buffer: Tensor) -> Tensor:
-        """Return a view of a piece of a message, with the dtype and the shape of the piece."""
+        """Return a view of a piece in a message's buffer, with the piece's dtype and shape."""
         flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
         return flat.view([each.stop - each.start for each in part.piece])
 
@@ -266,7 +274,7 @@ def _allocate_buffers(
 def _split_buffer(
     messages: Sequence[BucketMessage], buffer: Tensor
 ) -> list[tuple[BucketMessage, Tensor]]:
-    """Return each message with its slice of the buffer, in which the messages are consecutive."""
+    """Return each message with its slice of `buffer`, in which all messages are consecutive."""
     ends = [0]
     for message in messages:
         ends.append(ends[-1] + message.num_bytes)
@@ -280,6 +288,6 @@ def _view_seal(message: BucketMessage, buffer: Tensor) -> Tensor:
 def _compute_checksum(message: BucketMessage, buffer: Tensor) -> Tensor:
     """Return 1 plus the sum of the 8-byte words of all pieces, modulo 2 ** 64.
 
-    Because of the 1, memory full of zeros is not a valid message.
+    Because of the added 1, a buffer full of zeros is not a valid message.
     """
     return buffer[: message.seal_offset].view(torch.int64).sum() + 1

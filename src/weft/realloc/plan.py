@@ -1,8 +1,9 @@
 """Plan of a reallocation: which rank sends which piece of each parameter to which rank.
 
-The plan is computed from rectangles, without communication. If several ranks hold an element, the
-source is the target rank itself, else a rank on the same machine, else any rank. If this leaves
-several ranks, the one that has sent the least so far is chosen.
+The plan is computed without communication, from the rectangle (one slice per dimension) of each
+parameter that each rank holds. If several ranks hold an element, it is taken from the target rank
+itself if possible, otherwise from a rank on the same machine, otherwise from any rank. Among
+equally near ranks, the one that has sent the fewest elements so far is chosen.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ Cells = list[
 
 
 class ParameterTransfer(NamedTuple):
-    """Transfer of `piece` of a parameter from rank `source` to rank `target`.
+    """Transfer of a piece of a parameter from one rank to another.
 
-    The piece is in coordinates of the whole parameter. If `source == target`, the rank already has
-    the piece: nothing is sent, and the piece is copied if the rank's two engines are different.
+    If `source == target`, the rank already has the piece: nothing is sent, and the piece is copied
+    only if the rank's source and target engines are different.
+
+    Attributes:
+        name: Name of the parameter.
+        piece: Part of the parameter to transfer, as one slice per dimension of the whole parameter.
+        source: Rank that has the piece.
+        target: Rank that needs the piece.
     """
 
     name: str
@@ -55,10 +62,12 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return, for each rank of a mesh, the rectangle that it holds of each parameter.
+    """Return the rectangle of each parameter that each rank of a mesh holds.
 
-    `shapes` maps canonical names to shapes of whole parameters. Raises `ConfigError` if the layout
-    does not fit the network.
+    The result maps ranks to parameter names to rectangles, each of which has one slice per
+    dimension. `shapes` maps canonical names to the shapes of whole parameters, and `tied` tells
+    that the embedding is also the output matrix. Raises `ConfigError` if the layout does not fit
+    the network.
     """
     result: dict[int, dict[str, Slice]] = {}
     for rank in mesh.ranks:
@@ -73,9 +82,10 @@ def plan(
 ) -> list[ParameterTransfer]:
     """Return transfers that bring each element of every target rectangle to its rank exactly once.
 
-    The transfers are ordered by parameter. `node_of` returns the machine of a rank; ranks of the
-    same machine have the fastest links. Raises `ConfigError` naming the parameter if an element of
-    a target rectangle is on no source rank.
+    `source` and `target` map ranks to parameter names to the rectangles (one slice per dimension)
+    that the ranks hold. `node_of` returns the machine of a rank; ranks on the same machine have the
+    fastest links. The transfers are ordered by parameter. Raises `ConfigError` naming the parameter
+    if no source rank has an element of a target rectangle.
     """
     held = _group_by_name(source)
     wanted = _group_by_name(target)
@@ -110,7 +120,7 @@ def _to(
     sent: dict[int, int],
     node_of: Callable[[int], int],
 ) -> list[ParameterTransfer]:
-    """Return the transfers of one parameter to one rank.
+    """Return the transfers of the parameter `name` to the target rank `rank`.
 
     `cells` are the pieces that the rank needs, each with the ranks that have it. The number of
     elements that each rank sends is added to the totals in `sent`.
@@ -136,7 +146,10 @@ def _to(
 
 
 def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
-    """Return, for each parameter name, its non-empty rectangles, each with the ranks that hold it."""
+    """Return the distinct non-empty rectangles of each parameter.
+
+    Each rectangle is mapped to the ranks that hold it.
+    """
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():
@@ -147,9 +160,9 @@ def _group_by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 
 
 def _split_cells(have: Sequence[Box], box: Box) -> Cells:
-    """Split the rectangle `box` along the edges of the rectangles `have`.
+    """Split the rectangle `box` into cells along the edges of the rectangles `have`.
 
-    Returns each resulting cell with the indices of the rectangles in `have` that cover it, if any.
+    Returns each cell with the indices of the rectangles in `have` that cover it, if any.
     """
     met = [
         (number, common)
@@ -191,10 +204,9 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _merge_boxes(boxes: list[Box]) -> list[Box]:
-    """Return fewer rectangles that cover the same elements.
+    """Merge adjacent rectangles, and return fewer rectangles that cover the same elements.
 
-    Rectangles that are neighbours along one dimension are joined, beginning with the last
-    dimension.
+    Rectangles that are adjacent along one dimension are joined, beginning with the last dimension.
     """
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))

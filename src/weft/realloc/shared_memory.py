@@ -1,4 +1,4 @@
-"""Shared memory through which ranks of one host exchange messages without copying over a socket.
+"""Shared memory through which ranks on the same host exchange messages without a socket.
 
 The memory is an anonymous file (`memfd_create`), which other ranks open through `/proc`, so nothing
 is left behind if a process dies. Ranks that cannot open each other's memory (on another host, as
@@ -20,10 +20,10 @@ TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right
 
 
 class SharedMemoryBuffer:
-    """Shared buffer of `size` bytes. Physical memory is allocated when it is first written.
+    """Buffer of `size` bytes that other ranks can map into their memory.
 
-    Other ranks can map the buffer by its `address` until `close_descriptor` is called. Existing
-    mappings stay valid after that.
+    They map it by its `address` until `close_descriptor` is called; existing mappings stay valid
+    after that. Physical memory is allocated only when it is first written.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,7 +36,7 @@ class SharedMemoryBuffer:
         self.memory = whole[:size]
 
     def close_descriptor(self) -> None:
-        """Close the file descriptor. Must be called only after all readers have mapped the memory."""
+        """Close the file descriptor. Call this only after all readers have mapped the memory."""
         os.close(self._file)
 
 
@@ -46,7 +46,7 @@ def create_buffer(size: int) -> SharedMemoryBuffer | None:
 
 
 def map_buffer(address: Sequence[int]) -> Tensor | None:
-    """Map another rank's buffer and return its memory, or None if this process cannot open it."""
+    """Map another rank's buffer and return it as a byte tensor, or None if it cannot be opened."""
     pid, file, size, token = address
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)

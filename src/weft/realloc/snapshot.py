@@ -14,7 +14,13 @@ from weft.topology import Slice
 
 @dataclass
 class ParameterSnapshot:
-    """Copy of parameters in host memory. Implements `ParameterSource`."""
+    """Copy of parameters in host memory, which implements `ParameterSource`.
+
+    Attributes:
+        version: Version of the weights that were copied.
+        parts: For each parameter, the part of it that was copied (as one slice per dimension of the
+            whole parameter) and the values of this part.
+    """
 
     version: int
     parts: dict[str, tuple[Slice, Tensor]]
@@ -25,10 +31,10 @@ class ParameterSnapshot:
     ) -> ParameterSnapshot:
         """Copy the parameters `names` of `giver` to host memory.
 
-        The parameters are copied one after the other, so that no extra device memory is needed.
-        `others` are earlier snapshots of the same weights. Parameters in these snapshots are not
-        copied again: the new snapshot shares their memory, which is freed when the last snapshot
-        that uses it is deleted.
+        The parameters are copied one after another, so that no extra device memory is needed.
+        `others` are earlier snapshots of the same weights. Their parameters are not copied again:
+        the new snapshot shares their memory, which is freed when the last snapshot that uses it is
+        deleted.
         """
         there = {}
         for other in others:
@@ -41,7 +47,7 @@ class ParameterSnapshot:
         return cls(giver.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over the parameters `names`, as (name, rectangle, values)."""
+        """Iterate over the parameters `names`, as (name, slices of the whole parameter, values)."""
         yield from ((name, *self.parts[name]) for name in names)
 
 

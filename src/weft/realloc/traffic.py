@@ -1,4 +1,4 @@
-"""Cost of a reallocation in bytes: per rank, within and between machines, and a lower bound."""
+"""Cost of a reallocation in bytes: per rank, within and between machines, and its lower bound."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class ReallocationTraffic:
-    """Bytes that a plan sends or leaves in place. Counters are by rank unless noted.
+    """Number of bytes that a plan sends, copies or leaves in place.
 
-    A piece that stays on its rank counts as `in_place` if the rank holds the same rectangle of the
-    parameter before and after the reallocation, and as `copied` otherwise.
+    Attributes:
+        sent: Bytes sent by each rank.
+        received: Bytes received by each rank.
+        in_place: Bytes that stay on each rank, in parameters of which the rank holds the same part
+            before and after the reallocation.
+        copied: Other bytes that stay on each rank.
+        names: Bytes sent between ranks, for each parameter.
+        inside: Total bytes sent between ranks of the same machine.
+        across: Total bytes sent between machines.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
@@ -34,7 +41,7 @@ class ReallocationTraffic:
 
     @property
     def local_bytes(self) -> int:
-        """Number of bytes that stay on their rank."""
+        """Number of bytes that stay on their rank, in place or copied."""
         return self.in_place.total() + self.copied.total()
 
 
@@ -75,7 +82,11 @@ def count_traffic(
 
 
 def count_least_bytes(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
-    """Return the number of bytes that the target ranks lack, a lower bound for every plan."""
+    """Return the number of bytes that the target ranks do not have yet.
+
+    This is a lower bound on the bytes that any plan must send. `itemsize` maps each parameter to
+    its number of bytes per element.
+    """
     total = 0
     for rank, parts in target.items():
         own = source.get(rank, {})

@@ -1,1 +1,1 @@
-"""Execution of a dataflow graph: master, worker groups, recovery and the run directory."""
+"""Execution of a run: master, workers, recovery points and run directory."""

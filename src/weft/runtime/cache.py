@@ -1,9 +1,9 @@
 """On-disk cache of a frozen role's outputs, so that reference log-probs are computed once per id.
 
 Each combination of node and weights has two files. `values.bin` has one record per id.
-`index.jsonl` has one line per call, in which a hash of the node's inputs identifies each id. A call
-that a crash interrupts leaves no complete line. It is repeated with the same batch after a restart,
-so that the run reads bitwise identical values.
+`index.jsonl` has one line per call, which maps a hash of each id's inputs to the location of its
+record. A call that is interrupted by a crash leaves no complete line. It is repeated with the same
+batch after a restart, so that the resumed run reads bitwise identical values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """Byte offset and size of one id's outputs in `values.bin`."""
+    """Location of one id's outputs in `values.bin`: byte offset and size in bytes."""
 
     offset: int
     size: int
@@ -40,7 +40,7 @@ class CacheRecord:
 class OutputCache:
     """Cache of one node's outputs, stored in `folder`.
 
-    A file lock serializes writes by several processes.
+    Several processes can use the same cache: a file lock serializes their writes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,9 +56,9 @@ class OutputCache:
     def get_or_compute(
         self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
     ) -> tuple[SequenceSample, int]:
-        """Return the outputs for all ids of `batch`, and how many of the ids were in the cache.
+        """Return the outputs for all ids of `batch`, and the number of ids that were in the cache.
 
-        `compute` is called at most once, on the ids that are not cached.
+        `compute` is called at most once, with the samples that are not cached.
         """
         names = dict(zip(batch.ids, hash_contents(batch), strict=True))
         missing = []
@@ -107,7 +107,7 @@ class OutputCache:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read the complete index lines that any process has added since the last call."""
+        """Read the complete lines that any process has added to the index since the last call."""
         with self._index.open("rb") as file:
             file.seek(self._index_position)
             for line in file:
@@ -118,7 +118,7 @@ class OutputCache:
 
 
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
-    """Return the records in a line of the index, or {} if the line is incomplete.
+    """Return the records in a line of the index, keyed by hash, or {} if it is incomplete.
 
     A process that is killed while it writes can leave an incomplete line.
     """
@@ -130,7 +130,7 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
 
 
 def hash_contents(batch: SequenceSample) -> list[str]:
-    """Return one hash per id, computed from the name, lengths, dtype and bytes of each key.
+    """Return one hash per id, computed from the name, lengths, dtype and bytes of each of its keys.
 
     The id itself is not hashed.
     """
@@ -146,7 +146,10 @@ def _hash_content(one: SequenceSample) -> str:
 
 
 def compute_fingerprint(node: MFCDef, engine: Engine) -> str:
-    """Return a hash of what determines a node's outputs: weights, interface, method and arguments."""
+    """Return a hash of everything but the inputs that determines a node's outputs.
+
+    This includes the weights and the interface, method and arguments.
+    """
     digest = hashlib.blake2b(
         f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16
     )

@@ -1,4 +1,4 @@
-"""Checks of model function calls, host functions and hooks before a run starts."""
+"""Checks of model function calls, host functions and hooks, made before a run starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
-    """Return all model function calls of an experiment, keyed by the names that worker groups use.
+    """Return all model function calls of an experiment, keyed by their names in the worker group.
 
-    The names of calls for the evaluation and for fixed prompts have the prefix `eval/`.
+    Calls of the evaluation graph and of the graph for fixed prompts have the prefix `eval/`.
     """
     calls = {node.name: node for node in experiment.graph.list_model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
@@ -30,16 +30,16 @@ def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
 
 
 def implements_method(interface: str, method: str) -> bool:
-    """Return whether the registered interface class implements `method`.
+    """Return whether the class registered under the name `interface` implements `method`.
 
-    The default implementation in `ModelInterface` does not count.
+    A method inherited from `ModelInterface` does not count.
     """
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
 
 
 def get_minibatches(node: MFCDef) -> Minibatches:
-    """Return how the node's interface splits a batch into minibatches.
+    """Return the settings by which the node's interface splits a batch into minibatches.
 
     By default, the whole batch is one minibatch.
     """
@@ -52,8 +52,8 @@ def get_minibatches(node: MFCDef) -> Minibatches:
 def check_calls(experiment: Experiment) -> None:
     """Check the interfaces, methods, arguments, functions and hooks of all graphs.
 
-    Raises `UserError` if an interface lacks a method or does not accept its arguments, or if a
-    function or hook is unknown.
+    Raises `UserError` if an interface lacks the method that a node calls or does not accept the
+    node's arguments, or if a function or hook is unknown.
     """
     beside = []
     for each in (experiment.evaluation, experiment.fixed_prompts):
@@ -68,9 +68,9 @@ def check_calls(experiment: Experiment) -> None:
 
 
 def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Have each interface check its role's tokenizer against the tokenizer of the data.
+    """Run each interface's check that its role's tokenizer is compatible with the data's tokenizer.
 
-    `tokenizers` maps roles to tokenizers. Only interfaces that implement `check_tokens` are called.
+    `tokenizers` maps roles to tokenizers. Interfaces without the method `check_tokens` are skipped.
     """
     data = tokenizers[experiment.data_role]
     for node in collect_calls(experiment).values():

@@ -1,6 +1,6 @@
-"""Checkpoints of the saved roles in `checkpoints/{role}/step{N}/`.
+"""Model checkpoints of a run, in `checkpoints/{role}/step{N}/`.
 
-A checkpoint gets its final name when it is complete. Old checkpoints are removed.
+A checkpoint gets its final name only when it is complete. Old checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MILESTONES = "milestones.json"
 
 
 class CheckpointStore:
-    """Store of the checkpoints of `roles`.
+    """Store of the model checkpoints of `roles`.
 
-    All milestones and the newest `limit` checkpoints of each role are kept. If `limit` is None, all
-    checkpoints are kept.
+    It keeps all milestones and the newest `limit` other checkpoints of each role. If `limit` is
+    None, it keeps all checkpoints.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class CheckpointStore:
         self._limit = limit
 
     def save(self, step: int, *, milestone: bool) -> list[Path]:
-        """Save all roles after `step` completed steps, and return the directories.
+        """Save the models of all roles, and return the new directories.
 
-        A `milestone` is never removed by `prune`. Raises `RunError` if the disk is full or fails;
-        earlier checkpoints remain.
+        `step` is the number of completed steps. A `milestone` is never removed by `prune`. Raises
+        `RunError` if the disk is full or fails; earlier checkpoints remain intact.
         """
         directories = []
         for role in self._roles:
@@ -55,7 +55,7 @@ class CheckpointStore:
         return directories
 
     def prune(self) -> None:
-        """Remove the oldest checkpoints if there are more than the limit.
+        """Remove each role's oldest checkpoints that exceed the limit, but no milestones.
 
         A restart does not need checkpoints, because it reads recovery points.
         """

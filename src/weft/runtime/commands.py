@@ -1,4 +1,7 @@
-"""Commands that the driver sends to device processes: small picklable classes, run in order."""
+"""Commands that the driver sends to the processes of the devices.
+
+Commands are small picklable classes. Each device runs them in order.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,15 @@ COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 
 @dataclass(frozen=True)
 class BuiltEngines:
-    """Description of the engines that one device built.
+    """Description of the engines that one device has built.
 
-    For each role whose own mesh includes the device, `facts` has the description of the engine, and
-    `trained` has the names of the parameters that train steps change (None if the engine does not
-    report them). `copies` describes the copies of roles on other meshes. `slices` maps each engine
-    that takes part in a parameter transfer to the slices of its parameters on this device.
+    Attributes:
+        facts: Description of the engine of each role whose own mesh includes the device.
+        copies: Description of each copy of a role on another mesh that includes the device.
+        trained: For each role in `facts`, the names of the parameters that train steps change, or
+            None if the engine does not report them.
+        slices: For each engine that takes part in parameter transfers, the slices of its parameters
+            on this device.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
@@ -68,7 +74,7 @@ class BuiltEngines:
 
 @dataclass(frozen=True)
 class BuildWorker:
-    """Command to build the worker and the engines of the roles on this device."""
+    """Command to build this device's worker, with the engines of its roles."""
 
     experiment: Experiment
     specs: Mapping[str, ModelSpec]
@@ -113,7 +119,7 @@ class BuildWorker:
 
 
 def _find_transferred_roles(experiment: Experiment) -> set[str]:
-    """Return the roles that take part in a parameter transfer, as its source or its target.
+    """Return the roles that are the source or target of a parameter transfer.
 
     Parameters are transferred by syncs, by `init_from`, and from roles to their copies.
     """
@@ -132,8 +138,14 @@ def _find_transferred_roles(experiment: Experiment) -> set[str]:
 class RunCall:
     """Command to run a model function call on this device's part of the batch.
 
-    `descriptions` is the metadata of the ids that the device's tensor store does not have yet. If
-    `announces` is True, early outputs are reported to the driver.
+    Attributes:
+        mfc: Name of the call.
+        step: Index of the call's firing (execution of its node).
+        minibatches: Metadata of this device's part of each minibatch.
+        descriptions: Metadata columns of the ids in this device's part.
+        announces: Whether early outputs are reported to the driver.
+        weights: If the call uses a copy of the role, the number of updates of its weights that the
+            copy must have received.
     """
 
     mfc: str
@@ -172,16 +184,16 @@ class _OutputAnnouncer:
 class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly transfers of new weights.
 
-    Implements `PendingUpdates`. Between two steps, the call can run these commands in the order in
-    which they were sent, up to the next generation command.
+    This class implements `PendingUpdates`. Between two steps, the call can run these commands in
+    the order in which they were sent, up to the next generation command.
 
-    All ranks that generate the same sequences run commands after the same step: the first of these
-    ranks checks for pending commands and broadcasts the answer. Different data-parallel ranks may
+    Ranks that generate the same sequences run commands after the same step: the first of them
+    checks for pending commands and broadcasts the answer. Different data-parallel ranks may
     interrupt the call at different steps, but none of them resumes before all have run the
     commands, because generation may gather weights across these ranks, and metrics are reduced over
-    them at the end. Ranks that have finished wait for the others. All ranks run every command that
-    was sent to the whole mesh, and all commands before it. The driver sends commands to all devices
-    in the same order.
+    them at the end. Ranks that have finished wait for the others. Every command that was sent to
+    the whole mesh is run, and so are all commands before it. The driver sends commands to all
+    devices in the same order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -230,7 +242,7 @@ class PendingCommands:
     def _find_last_runnable(self) -> int | None:
         """Return the job number of the last pending command that all ranks of the mesh can run now.
 
-        A command can run if it was sent to all of these ranks and precedes the next generation
+        A command can run if it was sent to all of these ranks and comes before the next generation
         call. Returns None if no command can run.
         """
         last = None
@@ -249,9 +261,9 @@ class PendingCommands:
 
 @dataclass(frozen=True)
 class SyncOnSameMesh:
-    """Command to update a role's parameters with those of another role on the same mesh.
+    """Command to update a role's parameters from those of another role on the same mesh.
 
-    Each device updates its own slices, so nothing is sent.
+    Each device updates the slices that it holds, so nothing is sent.
     """
 
     sync: ParamSync
@@ -262,7 +274,13 @@ class SyncOnSameMesh:
 
 @dataclass(frozen=True)
 class PrepareReallocation:
-    """Command to create the `Reallocation` object of plan `key`, which involves all of `ranks`."""
+    """Command to create the `Reallocation` that runs the plan `key`.
+
+    Attributes:
+        key: Name of the plan.
+        ranks: All ranks that send or receive parameters.
+        transfers: Transfers of the plan.
+    """
 
     key: str
     ranks: tuple[int, ...]
@@ -278,13 +296,20 @@ class PrepareReallocation:
 
 @dataclass(frozen=True)
 class MoveParameters:
-    """Command to set target = eta * source + (1 - eta) * target. Returns the source's version.
+    """Command to set target = eta * source + (1 - eta) * target, following a reallocation plan.
 
-    All ranks of both engines run this command, after `PrepareReallocation`. The target gets the
-    version of the source. If the target is a copy of a role, `weights` is the number of updates
-    that the copy has received, including this one. If `saved_version` is given, the parameters that
-    `SaveParameters` saved under this version are sent instead of the current ones, and are then
-    freed.
+    All ranks of both engines run this command, after `PrepareReallocation`. It returns the version
+    of the source, which becomes the version of the target.
+
+    Attributes:
+        key: Name of the plan.
+        source: Role and mesh of the engine whose parameters are read.
+        target: Role and mesh of the engine whose parameters are updated.
+        eta: Weight of the source, from 0 to 1.
+        weights: If the target is a copy of a role, the number of updates that it has received,
+            including this one.
+        saved_version: If given, the parameters that `SaveParameters` saved under this version are
+            sent instead of the current ones, and are then freed.
     """
 
     key: str
@@ -309,7 +334,7 @@ class MoveParameters:
 
 @dataclass(frozen=True)
 class SaveParameters:
-    """Command to save the parameters that this device sends in plan `key`.
+    """Command to save the parameters that this device sends in the plan `key` to host memory.
 
     A later `MoveParameters` with the same `saved_version` sends them.
     """
@@ -329,7 +354,7 @@ class SaveParameters:
 
 @dataclass(frozen=True)
 class DiscardSamples:
-    """Command to remove ids from the device's tensor store."""
+    """Command to remove samples from the device's tensor store."""
 
     ids: Sequence[str]
 
@@ -353,11 +378,11 @@ class WriteSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Command to load a recovery point. Returns the metadata of the samples now on this device.
+    """Command to load a recovery point; it returns the metadata of the samples on this device.
 
-    If the number of devices is unchanged, each device loads the samples that it saved; otherwise
-    rank 0 loads all of them. The number of CPU threads is set to that of the saved run's first
-    device.
+    If the number of devices (`world`) is unchanged, each device loads the samples that it saved;
+    otherwise rank 0 loads all of them. The number of CPU threads is set to that of the saved run's
+    first device.
     """
 
     point: Path
@@ -394,7 +419,7 @@ class SaveModel:
 
 @dataclass(frozen=True)
 class RedirectOutput:
-    """Command to append this process's stdout and stderr to `worker-RANK.log`.
+    """Command to append this process's stdout and stderr to `worker-RANK.log` in `folder`.
 
     The output of C code is included.
     """
@@ -421,9 +446,10 @@ class RedirectOutput:
 
 @dataclass(frozen=True)
 class ToggleTrace:
-    """Command to start a trace of this device, or to end it and write it to `path`.
+    """Command to start or end a profiler trace of this device.
 
-    The trace is started if `path` is None. `{rank}` in `path` is replaced by the device's rank.
+    If `path` is None, a trace is started. Otherwise the running trace is ended and written to
+    `path`, in which `{rank}` is replaced by the device's rank.
     """
 
     path: str | None
@@ -457,7 +483,7 @@ def describe_samples(
 ) -> SampleMeta:
     """Return the metadata columns of `ids`, collected from the minibatches of a batch.
 
-    If the minibatches contain single completions instead of whole ids, their metadata column
+    If the minibatches contain single completions instead of whole ids, their metadata column named
     `owner` has the id to which each completion belongs.
     """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):

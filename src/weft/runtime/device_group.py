@@ -1,7 +1,8 @@
-"""Worker group of many devices: turns the master's requests into jobs on the ranks of a role.
+"""Worker group of many devices, which turns the master's requests into jobs on the ranks of a role.
 
-Tensors are sent from device to device. The driver keeps metadata, tensor locations, the loader's
-rows and outputs of host functions; it fetches other tensors only on request.
+Tensors are sent from device to device. The driver process keeps the metadata and locations of
+tensors, the loader's rows and the outputs of host functions; it fetches other tensors only on
+request.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices receiv
 class DeviceGroup:
     """`WorkerGroup` that runs on many devices, each of which builds its worker with `build`.
 
-    From the first call on, the device processes write their output to files in the folder `logs`.
+    From the first call on, the processes of the devices write their output to files in the folder
+    `logs`.
     """
 
     def __init__(
@@ -175,7 +177,10 @@ class DeviceGroup:
                     self._parameters.update_running_copy(place, self._make_failure_callback(task))
 
     def _open_logs(self) -> None:
-        """Let the devices write their log files, before the first call: the run has started then."""
+        """Redirect the output of the devices to their log files, if this has not been done.
+
+        This is called before the first call, when the run has started.
+        """
         if self._logs is not None:
             command = commands.RedirectOutput(self._logs)
             self._logs = None
@@ -198,7 +203,7 @@ class DeviceGroup:
     def _build_command_tensors(
         self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Split `wants` into requests to other devices and rows that the driver sends.
+        """Split the requests `wants` into requests to other devices and rows that the driver sends.
 
         `shared` caches the rows that were already serialized for this call.
         """
@@ -324,8 +329,8 @@ class DeviceGroup:
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the properties of each role, including its copies and its parameter transfers.
 
-        The key `copies` maps each mesh to the properties of the copy on it, and the key `moves` has
-        one line of text per recurring transfer.
+        In the properties of a role, the key `copies` maps each mesh to the properties of the role's
+        copy on that mesh, and the key `moves` has one line of text per recurring transfer.
         """
         facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
@@ -371,7 +376,8 @@ class DeviceGroup:
     ) -> Future[dict[int, Any]]:
         """Send each rank the command `make(rank)`, and return a future of the results by rank.
 
-        Each command runs after all commands that were sent earlier.
+        `what` describes the work for error messages. Each command runs after all commands that were
+        sent to the rank earlier.
         """
         future: Future[dict[int, Any]] = Future()
 

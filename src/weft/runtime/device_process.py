@@ -1,8 +1,8 @@
-"""Process of one device: a worker, the thread that runs its commands in order, and its reports.
+"""Process of one device: its worker, the thread that runs commands in order, and its reports.
 
-The process does not depend on the message transport (`weft.runtime.ray`). The transport passes
-numbered commands to `receive` and fetches reports with `next_reports`. Tensors of other devices are
-read through `PeerTransport`.
+The process does not depend on how messages are transported (`weft.runtime.ray`). The transport
+passes numbered commands to `receive` and fetches reports with `next_reports`. Tensors of other
+devices are read through a `PeerTransport`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Rank, host, process id and network address of a device's process."""
+    """Location of a device's process.
+
+    Attributes:
+        rank: Rank of the device.
+        host: Name of the machine.
+        pid: Process id.
+        address: Network address of the machine.
+    """
 
     rank: int
     host: str
@@ -57,7 +64,13 @@ class ProcessAddress:
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """Request to device `rank` for the tensors `keys` of the samples `ids`, which a command needs."""
+    """Request for tensors that a command needs.
+
+    Attributes:
+        rank: Device that has the tensors.
+        ids: Ids of the samples.
+        keys: Keys of the tensors.
+    """
 
     rank: int
     ids: tuple[str, ...]
@@ -66,9 +79,13 @@ class TensorRequest:
 
 @dataclass(frozen=True)
 class CommandReport:
-    """Progress or result of command `number`, sent to the driver.
+    """Report on the progress or result of a command, sent to the driver.
 
-    `num_bytes_received` is the size of the tensors that were received to run the command.
+    Attributes:
+        number: Number of the command's job.
+        kind: Type of the report.
+        value: Result of a finished command, error of a failed one, or event with early outputs.
+        num_bytes_received: Size in bytes of the tensors that were received to run the command.
     """
 
     number: int
@@ -79,9 +96,11 @@ class CommandReport:
 
 @dataclass(frozen=True)
 class DeviceActivity:
-    """Current activity of a device: waiting for other devices, or running the code at `place`.
+    """Activity of a device at the moment.
 
-    `place` names a function, file and line.
+    Attributes:
+        is_waiting: True if the device is waiting for other devices.
+        place: Function, file and line of the code that is running.
     """
 
     is_waiting: bool
@@ -91,8 +110,8 @@ class DeviceActivity:
 class PeerTransport(Protocol):
     """Transport that reads tensors from other devices.
 
-    `request` immediately returns a promise. `take` waits up to `seconds` seconds for the bytes of
-    all `promises`, and returns them.
+    `request` asks for tensors and immediately returns a promise. `take` waits up to `seconds`
+    seconds for the bytes of all `promises`, and returns them.
     """
 
     def request(self, want: TensorRequest) -> Any: ...
@@ -100,14 +119,17 @@ class PeerTransport(Protocol):
 
 
 class DeviceCommand(Protocol):
-    """Picklable command of the driver. The return value of `run` is sent back to the driver."""
+    """Picklable command that the driver sends to a device.
+
+    The return value of `run` is sent back to the driver.
+    """
 
     def run(self, process: DeviceProcess, number: int) -> Any: ...
 
 
 @dataclass(frozen=True)
 class QueuedCommand:
-    """Command in the queue, with promises of the tensors that it needs."""
+    """Command that is waiting to run, with promises of the tensors that it needs."""
 
     number: int
     command: DeviceCommand
@@ -118,8 +140,8 @@ class QueuedCommand:
 class DeviceProcess:
     """Process of one device, which runs the driver's commands in a background thread.
 
-    Commands run in the order of their indices, `place`, even if they arrive in another order. Ranks
-    that communicate must run the same commands in the same order.
+    Commands run in the order of their index `place`, even if they arrive in another order. Ranks
+    that communicate with each other must run the same commands in the same order.
     """
 
     def __init__(self, rank: int, peers: PeerTransport) -> None:
@@ -189,7 +211,7 @@ class DeviceProcess:
         """Queue a command; `place` is its index in the order in which this device runs commands.
 
         The tensors `wants` are requested from other devices immediately. `shared` are promises of
-        rows that the driver sends. `ranks` are all ranks that receive the command.
+        tensors that the driver sends. `ranks` are all ranks that receive the command.
         """
         with self._lock:
             self._early_commands[place] = QueuedCommand(
@@ -204,7 +226,10 @@ class DeviceProcess:
         self._reports.put(report)
 
     def next_reports(self, seconds: float) -> list[CommandReport]:
-        """Return all queued reports; wait at most `seconds` seconds for the first."""
+        """Return all queued reports, waiting up to `seconds` seconds for the first.
+
+        Returns an empty list if there is none by then.
+        """
         try:
             reports = [self._reports.get(timeout=seconds)]
         except queue.Empty:
@@ -216,17 +241,17 @@ class DeviceProcess:
     def list_pending(self) -> Sequence[QueuedCommand]:
         """Return the commands that have arrived but not run yet, in order.
 
-        Must be called only by the thread that runs the commands, like `run_next`.
+        Like `run_next`, this must be called only by the thread that runs the commands.
         """
         while not self._queue.empty():
             self._pending.append(self._queue.get())
         return self._pending
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next command, waiting for it if necessary, and return its number.
+        """Run the next command, waiting for it if necessary, and return its job number.
 
-        A running command may also call this method. Raises `DevicesLost` if no command arrives
-        within `seconds` seconds.
+        A running command may also call this method. If no command arrives within `seconds` seconds,
+        raises `DevicesLost`. With None, it waits without a limit.
         """
         try:
             if self._pending:
@@ -257,7 +282,7 @@ class DeviceProcess:
             self.run_next()
 
     def _store_tensors(self, promises: Sequence[Any]) -> int:
-        """Store the tensors promised by other devices or the driver; return their size in bytes."""
+        """Wait for promised tensors and store them; return their size in bytes."""
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
             self.worker.store.put(SequenceSample.from_bytes(raw))
@@ -274,7 +299,7 @@ class DeviceProcess:
         return measure_peak_memory_gib(self.device)
 
     def activity(self) -> DeviceActivity:
-        """Return what the thread that runs commands is doing, determined from its stack."""
+        """Return what the thread that runs commands is doing, as determined from its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 
@@ -283,7 +308,7 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
-    """Return what a thread is doing, given its stack with the outermost frame first.
+    """Return the activity of a thread, given its stack with the outermost frame first.
 
     The thread counts as waiting for other devices if the innermost function of weft or of the
     user's code is waiting for a collective operation, for tensors, or for the next command.
@@ -304,7 +329,7 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
 
 
 def is_caused_by_others(error: BaseException) -> bool:
-    """Return whether the loss or delay of other ranks caused the error, directly or indirectly."""
+    """Return whether the loss or delay of other ranks caused an error, possibly indirectly."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DevicesLost | dist.DistError | ConnectionError):
@@ -316,11 +341,11 @@ def is_caused_by_others(error: BaseException) -> bool:
 
 
 def to_picklable_error(error: BaseException, where: ProcessAddress) -> WeftError:
-    """Return an error that can be sent to the driver.
+    """Convert an error into one that can be sent to the driver.
 
     A `UserError` is returned unchanged. An error caused by the loss or delay of other ranks becomes
-    a `DevicesLost`, and any other error a `RunError`. Both name the device and have the traceback
-    as a note.
+    a `DevicesLost`, and any other error a `RunError`. Both name the device in their message and
+    have the traceback as a note.
     """
     if isinstance(error, UserError):
         return error

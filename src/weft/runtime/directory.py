@@ -1,4 +1,4 @@
-"""Directory of one run: its lock, configuration and status."""
+"""Directory of a run, with its lock, configuration and status."""
 
 from __future__ import annotations
 
@@ -60,13 +60,16 @@ FREE = (
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Directory `{fileroot}/{experiment_name}/{trial_name}` of a run, with the paths of its files."""
+    """Directory of a run, which gives access to the files in it.
+
+    Its path is `{fileroot}/{experiment_name}/{trial_name}`.
+    """
 
     path: Path
 
     @classmethod
     def from_control(cls, control: Control) -> RunDirectory:
-        """Return the directory of the run that the options in `control` describe."""
+        """Return the directory of the run with the options `control`."""
         refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(
             Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name
@@ -81,7 +84,7 @@ class RunDirectory:
         return self.path / "recover"
 
     def has_run(self) -> bool:
-        """Return whether the directory contains a run, that is, a file `config.yaml`."""
+        """Return whether the directory contains a run, indicated by a file `config.yaml`."""
         return (self.path / CONFIG).is_file()
 
     def read_status(self) -> Status | None:
@@ -102,13 +105,16 @@ class RunDirectory:
         )
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the options to `config.yaml`."""
+        """Write the run's options to `config.yaml`."""
         disk.write_text(
             self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         )
 
     def read_config(self) -> dict[str, Any]:
-        """Return the options in `config.yaml`. Raises `ConfigError` if the file cannot be read."""
+        """Return the run's options from `config.yaml`.
+
+        Raises `ConfigError` if the file cannot be read or has no options.
+        """
         what = str(self.path / CONFIG)
         text = read_text(what, what, ConfigError)
         with explain_read_errors(what, ConfigError):
@@ -133,11 +139,12 @@ def admit(
 
     The decision depends on `recover_mode` and on the files in the directory. `left_at_default`
     lists the options that the user did not set. If one of them is missing from the run's
-    `config.yaml`, that file was written by an older version of weft, and the option does not count
-    as changed.
+    `config.yaml`, it does not count as changed, because the file was written by a version of weft
+    without this option.
 
-    Raises `ConfigError` if neither is possible: the configuration differs, the run is finished, or
-    the directory has files that belong to no run. Changes nothing on disk.
+    Raises `ConfigError` if the run can be neither resumed nor started: for example, because the
+    configuration differs, the run is finished, or the directory has files that belong to no run.
+    Nothing is changed on disk.
     """
     mode = control.recover_mode
     path = directory.path
@@ -185,7 +192,7 @@ def admit(
 
 
 def to_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration after a round trip through YAML."""
+    """Return the configuration as it would be read back from a YAML file."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
 
 
@@ -198,7 +205,8 @@ def list_differences(
 ) -> list[str]:
     """Return one line for each option that differs, with its dotted name and both values.
 
-    Options in `FREE`, which may differ when a run continues, are ignored, and so are options in
+    `one` and `other` are nested mappings of options, and `prefix` is put before option names.
+    Options in `FREE`, which may differ when a run is resumed, are ignored. So are options in
     `unset` that are missing from `one`.
     """
     differences: list[str] = []
@@ -218,7 +226,7 @@ def list_differences(
 
 
 def _format_short(value: Any) -> str:
-    """Return the value as it is written on the command line, cut to 60 characters."""
+    """Return the value as it is written on the command line, shortened to 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -228,7 +236,7 @@ def _format_short(value: Any) -> str:
 
 
 class RunLock:
-    """File lock that keeps other processes from writing into a run's directory.
+    """File lock that keeps other processes from writing to a run's directory.
 
     The operating system releases the lock when the process ends, even if it is killed.
     """
@@ -241,7 +249,7 @@ class RunLock:
     def take(self) -> None:
         """Acquire the lock, creating the run's directory if needed.
 
-        Raises `ConfigError` naming the process that already has the lock.
+        Raises `ConfigError` naming the process that holds the lock, if there is one.
         """
         folders = [self._path.parent, *self._path.parent.parents]
         self._created_folders = [folder for folder in folders if not folder.exists()]
@@ -283,7 +291,10 @@ class RunLock:
 
 
 def find_owner(run: Path) -> int | None:
-    """Return the pid of the process that is writing a run, or None if its lock is free."""
+    """Return the pid of the process that is writing to a run's directory.
+
+    Returns None if the run's lock is free or its holder cannot be determined.
+    """
     path = run / LOCK
     if not path.is_file():
         return None

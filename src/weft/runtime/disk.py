@@ -1,4 +1,7 @@
-"""Atomic file writes: files are written under a temporary name, flushed to disk, then renamed."""
+"""Atomic writing of files and directories.
+
+They are written under a temporary name, flushed to disk and then renamed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; raise `RunError` if the disk is full or fails."""
+    """Write a text file atomically. Raises `RunError` if the disk is full or fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with explain_disk_errors(f"{path} was not written"):
         writing.write(path, text)
@@ -64,10 +67,10 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Clean up `folder` after a process that was killed while it wrote there.
+    """Remove what a killed process left behind while it was writing in `folder`.
 
-    Removes temporary directories, and old versions of directories that were replaced. If the
-    replacement is missing, the old version is restored.
+    Temporary directories are removed, and so are old versions of directories that were replaced. If
+    the replacement is missing, the old version is restored instead.
     """
     if not folder.is_dir():
         return
@@ -120,7 +123,7 @@ def compute_checksum(path: Path) -> str:
 def explain_disk_errors(consequence: str) -> Iterator[None]:
     """Convert an `OSError` in the block into a `RunError` that begins with `consequence`.
 
-    `consequence` says what the error means for the run.
+    `consequence` says what the error means for the run, such as "the file was not written".
     """
     try:
         yield

@@ -1,9 +1,10 @@
-"""Dispatcher of jobs on many devices, which fail if a device dies.
+"""Dispatcher of jobs on many devices, which fails jobs if a device dies.
 
 A job is one command on each of several ranks. It is finished when all of these ranks have reported
-the end of their command. A job is issued when the jobs in its `after` are finished and no earlier
-job that shares a role with it is still waiting to be issued. Each role therefore runs its requests
-in the order in which they were made, and all ranks run the same commands in the same order.
+the end of their command. A job is issued (sent to its ranks) when the jobs in its `after` are
+finished and no earlier job that shares a role with it is still waiting to be issued. Each role
+therefore runs its requests in the order in which they were made, and all ranks run the same
+commands in the same order.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ REQUEST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """Reason why a device was lost. It is received in place of further reports from the device."""
+    """Notice that a device is lost, with the reason.
+
+    It is received in place of further reports from the device.
+    """
 
     reason: str
 
 
 class DeviceTransport(Protocol):
-    """Connection to the device processes of a run, which are identified by rank. Thread-safe."""
+    """Thread-safe connection to the processes of a run's devices, which are identified by rank."""
 
     @property
     def addresses(self) -> Sequence[ProcessAddress]: ...
@@ -52,22 +56,23 @@ class DeviceTransport(Protocol):
         ranks: Sequence[int],
         given: CommandTensors,
     ) -> None:
-        """Send a command to `rank`, one of the `ranks` that receive it.
+        """Send a command to the device `rank`.
 
-        `place` is the index of the command among all commands for `rank`, and `number` is the
-        number of the command's job.
+        `place` is the index of the command among all commands for this device, and `number` is the
+        number of the command's job. `ranks` are all ranks that receive a command of the job, and
+        `given` are the tensors for the command.
         """
         ...
 
     def receive(self) -> Sequence[tuple[int, Sequence[CommandReport] | DeviceLoss]]:
-        """Return new reports or losses, each with the rank of its device.
+        """Return new reports and losses of devices, each with the rank of its device.
 
-        Waits briefly if there are none.
+        If there are none, waits briefly and may return an empty list.
         """
         ...
 
     def share(self, raw: bytes) -> Any:
-        """Return a handle to `raw` that all devices can read. The data are transferred only once."""
+        """Transfer `raw` once, and return a handle through which all devices can read it."""
         ...
 
     def export(self, wants: Sequence[TensorRequest]) -> list[bytes]: ...
@@ -82,9 +87,11 @@ class DeviceTransport(Protocol):
 
 @dataclass(frozen=True)
 class CommandTensors:
-    """Tensors for a command.
+    """Tensors that a command needs.
 
-    `wants` are the requests to other devices, and `shared` are the tensors that the driver sends.
+    Attributes:
+        wants: Requests to other devices for tensors.
+        shared: Handles of tensors that the driver sends.
     """
 
     wants: Sequence[TensorRequest] = ()
@@ -93,10 +100,24 @@ class CommandTensors:
 
 @dataclass(eq=False)
 class DeviceJob:
-    """One command for each of several `ranks`.
+    """Job that consists of one command for each of several ranks.
 
-    `make_command` builds a rank's command when the job is issued. `on_finished` is called with the
-    final report of each rank.
+    Attributes:
+        name: Description of the job for error messages.
+        ranks: Ranks that run a command.
+        make_command: Function that builds a rank's command and its tensors when the job is issued.
+        on_finished: Callback for the final reports of all ranks, keyed by rank.
+        on_failed: Callback for the error of a failed job.
+        on_started: Callback for the start of the first command.
+        on_announced: Callback for early outputs, called with the rank and the event.
+        roles: Roles that the job uses. Jobs that share a role are issued in order.
+        after: Jobs that must be finished before this job is issued.
+        seconds: Time limit in seconds, counted from the issue; None for no limit.
+        task: For calls, the task that identifies the call in events for the master.
+        number: Number of the job, in the order of submission.
+        has_started: True once the first command has started.
+        expires_at: Time at which the time limit ends, on the monotonic clock.
+        final_reports: Final report of each rank that has finished its command.
     """
 
     name: str  # for error messages
@@ -117,7 +138,7 @@ class DeviceJob:
 
     @property
     def unfinished_ranks(self) -> list[int]:
-        """Ranks that have not finished their command."""
+        """Ranks that have not finished their command yet."""
         result: list[int] = []
         for rank in self.ranks:
             if rank not in self.final_reports:
@@ -126,7 +147,7 @@ class DeviceJob:
 
 
 class JobDispatcher:
-    """Dispatcher that issues jobs to `devices` and runs their callbacks.
+    """Dispatcher that sends jobs to `devices` and runs their callbacks.
 
     Callbacks (`on_finished`, `on_failed`, ...) run in the thread that receives reports or, once a
     device is lost, in the thread that submits the job.
@@ -146,7 +167,10 @@ class JobDispatcher:
         threading.Thread(target=self._receive_reports, name="weft-devices", daemon=True).start()
 
     def submit(self, *jobs: DeviceJob) -> None:
-        """Submit jobs in the given order. Each is issued once it no longer waits for other jobs."""
+        """Submit jobs in the given order.
+
+        Each job is sent to its devices once it no longer has to wait for other jobs.
+        """
         with self._lock:
             for job in jobs:
                 job.number = self._next_number
@@ -157,8 +181,8 @@ class JobDispatcher:
     def find_cause(self, error: DevicesLost) -> RunError:
         """Return the error that explains `error`, which was raised outside of any job.
 
-        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. If one arrives,
-        returns an error that names the device and its job; otherwise returns `error`.
+        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. If there is one,
+        the result names the device and its job; otherwise it is `error`.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._fatal_error is None and time.monotonic() < end:
@@ -168,7 +192,7 @@ class JobDispatcher:
     def build_overdue_error(self, task: Task, message: str) -> DevicesLost:
         """Return the error for a call that missed its deadline.
 
-        The message is `message`, followed by the ranks that are late.
+        `message` is extended by a description of the devices that delay the call.
         """
         with self._lock:
             job = next(
@@ -271,9 +295,10 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail each job with a connection error if no device has been reported dead in time.
+        """Fail the jobs whose connection error has not been explained by a dead device in time.
 
-        The time limit is `DOUBT_SECONDS` seconds.
+        A connection error is held back for `DOUBT_SECONDS` seconds, since the death of a device
+        explains more.
         """
         with self._lock:
             over = []
@@ -299,7 +324,10 @@ class JobDispatcher:
         )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
-        """Return " in " and up to three unfinished jobs of these ranks, or "" if all are finished."""
+        """Return a phrase for an error message that names unfinished jobs of these ranks.
+
+        The phrase is " in " followed by up to three names, or "" if all jobs are finished.
+        """
         with self._lock:
             names = []
             for job in self._jobs.values():
@@ -310,9 +338,9 @@ class JobDispatcher:
     def _describe_late(self, ranks: Sequence[int]) -> str:
         """Describe the devices that delay a job, given the `ranks` that have not finished it.
 
-        If only some of these devices answer, those that do not answer are described. Otherwise,
-        each device that is not waiting for others is described, with the code that it is running.
-        If all devices are waiting or none answers, all `ranks` are listed.
+        If some of these devices do not answer while others do, the silent ones are listed.
+        Otherwise, each device that is not waiting for others is listed, with the code that it is
+        running. If all devices are waiting or none answers, all `ranks` are listed.
         """
         activities = self._devices.describe_activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]
@@ -351,7 +379,7 @@ class JobDispatcher:
             )
 
     def _fail_all(self, error: RunError) -> None:
-        """Fail all unfinished jobs, and every job submitted from now on."""
+        """Fail all unfinished jobs and every job that is submitted later."""
         with self._lock:
             if self._fatal_error is None:
                 self._fatal_error = error

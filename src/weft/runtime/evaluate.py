@@ -1,4 +1,4 @@
-"""Evaluation on the validation data; metrics are means over ids."""
+"""Evaluation on validation data, with metrics that are means over samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weft.runtime.store import TensorStore
 
 
 class ValidationSource(Protocol):
-    """Sequence of validation samples, each with a single id."""
+    """Indexable collection of validation samples, each of which has a single id."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> SequenceSample: ...
 
 
 class Evaluator:
-    """Evaluator that runs the evaluation graph on all validation sources.
+    """Runner of the evaluation graph on all validation sources.
 
     `sources` maps names to sources. The ids of a source are prefixed with its name, so that they
     cannot collide with training ids.
@@ -47,10 +47,11 @@ class Evaluator:
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate all sources after `step` steps and return the metrics.
+        """Evaluate on all sources and return the metrics.
 
-        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` is the mean over all
-        ids, and `eval/num_rows` is the number of ids. `step` also seeds the sampling.
+        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` is the mean over the
+        samples of all sources, and `eval/num_rows` is the number of samples. `step` is the number
+        of completed train steps, which also seeds the sampling.
         """
         everything: list[FiringMetrics] = []
         line: dict[str, float] = {}
@@ -66,7 +67,7 @@ class Evaluator:
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _evaluate_batch(self, batch: SequenceSample, step: int) -> FiringMetrics:
-        """Run every node once on the whole batch, and return the metrics of all nodes.
+        """Run every node of the evaluation graph once on the batch, and return their metrics.
 
         If two nodes have a metric of the same name, the value of the later node is kept.
         """
@@ -79,14 +80,14 @@ class Evaluator:
         whole = _accept_any_batch_size(self._graph)
         while firings := find_ready_firings(whole, buffer, {}, []):
             firing = replace(firings[0], step=step)
-            buffer.start(firing)
+            buffer.record_start(firing)
             self._runner.start(firing, metas)
             outcome = self._runner.wait()
             if outcome.outputs is not None:
                 metas.put(outcome.outputs)
             metrics.update(outcome.metrics)
             seconds += outcome.seconds
-            buffer.finish(
+            buffer.record_finish(
                 firing,
                 outcome.kept_ids,
                 self._graph.get_node(firing.node).outputs,
@@ -122,6 +123,6 @@ class Evaluator:
 
 
 def _accept_any_batch_size(graph: DataflowGraph) -> DataflowGraph:
-    """Return a copy of the graph whose nodes accept batches of any size."""
+    """Return a copy of the graph in which each node processes a whole batch of any size."""
     nodes: Sequence[Any] = [replace(node, batch_size=0) for node in graph.nodes]
     return replace(graph, nodes=nodes)

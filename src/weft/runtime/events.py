@@ -1,4 +1,7 @@
-"""Events of a running graph, put on one queue by worker groups and host function threads."""
+"""Events that report progress while a graph runs.
+
+Worker groups and the threads of host functions put them on one queue.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ Task = tuple[str, int]
 class TaskStarted:
     """Event that reports the start of a task.
 
-    The deadline of the task is counted from this event on.
+    A task is one run of a call, host function or sync, identified by its name and the index of the
+    firing (execution of the node). Its deadline is counted from this event.
     """
 
     task: Task
@@ -25,9 +29,9 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class OutputsAnnounced:
-    """Event that reports early outputs of a running call for some of its ids (`Model.announce`).
+    """Event that reports early outputs of a running call, for some of its ids.
 
-    These outputs can already be fetched.
+    The call has passed these outputs to `Model.announce`, and they can be fetched already.
     """
 
     call: str
@@ -36,10 +40,10 @@ class OutputsAnnounced:
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """Event that reports the end of a task.
+    """Event that reports the successful end of a task.
 
-    `result` is the `MFCResult` of a call, the target's new version after a sync, or the return
-    value of a host function's task.
+    The type of `result` depends on the task: the `MFCResult` of a call, the target's new version
+    after a sync, or the return value of the function that runs a host function.
     """
 
     task: Task
@@ -48,7 +52,7 @@ class TaskFinished:
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """Event that reports that a task has failed with `error`."""
+    """Event that reports the failure of a task."""
 
     task: Task
     error: BaseException
@@ -64,8 +68,12 @@ class EventSink(Protocol):
     def put(self, event: Event, /) -> None: ...
 
 
-def run(task: Task, work: Callable[[], Any], events: Events) -> None:
-    """Run `work` in this thread, and put events on `events` for its start and its result or error."""
+def run_and_report(task: Task, work: Callable[[], Any], events: Events) -> None:
+    """Run `work` in this thread, and report its start and end as events of `task`.
+
+    The events are put on the queue `events`. An error in `work` is reported as an event, too, and
+    not raised.
+    """
     events.put(TaskStarted(task))
     try:
         events.put(TaskFinished(task, work()))

@@ -1,4 +1,7 @@
-"""Recorder of finished firings, and of completions before their tensors are dropped."""
+"""Recorder of finished firings (executions of graph nodes) and of samples of each step.
+
+Samples are read before their tensors are removed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ GENERATIONS = "generations.jsonl"
 class FiringRecorder:
     """Listener that passes finished firings and samples of finished steps to the observer.
 
-    If the node that defines the run's steps is a generation call, all completions are also written
-    to `generations.jsonl`, since they are the output of the run.
+    If the node that defines the run's steps is a generation call, the completions are the output of
+    the run. In this case, all of them are also written to `generations.jsonl`.
     """
 
     def __init__(
@@ -41,12 +44,12 @@ class FiringRecorder:
         )
 
     def truncate(self, step: int) -> None:
-        """Remove the completions that were generated after the recovery point at `step`."""
+        """Remove completions from `generations.jsonl` that belong to steps after `step`."""
         if self._product is not None:
             self._product.truncate(step)
 
     def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
-        """Record a firing that finished in step `step` as a span of the observer's timeline."""
+        """Record a firing that finished during step `step` as a span on the observer's timeline."""
         firing, node = outcome.firing, self._graph.get_node(outcome.firing.node)
         if isinstance(node, MFCDef):
             track = f"{ROLES}/{node.role}"
@@ -58,10 +61,10 @@ class FiringRecorder:
             self._seen_samples = outcome.seen_samples
 
     def on_step_finished(self, ids: Sequence[str], step: int) -> None:
-        """Read samples of the finished step `step`, and store them in `rows`.
+        """Read samples of the finished step and store them in `rows`.
 
-        `ids` are the ids that the step used. In a run that records its generations, all completions
-        of these ids are also written to `generations.jsonl`.
+        `ids` are the ids that the step used. If the run writes `generations.jsonl`, all completions
+        of these ids are also added to this file.
         """
         self.rows = self._samples.read_rows(ids, step, self._seen_samples)
         if self._product is not None:

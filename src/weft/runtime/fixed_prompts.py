@@ -1,4 +1,4 @@
-"""Completions of a few fixed prompts by the trained model, recorded at every evaluation."""
+"""Recording of the trained model's completions of a few fixed prompts, at every evaluation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """Recorder of completions of fixed prompts. `prompts` are samples with the key `prompt`.
+    """Recorder of completions of fixed prompts, which are samples with the key `prompt`.
 
-    The ids get a prefix in the worker group, so that they cannot collide with training ids.
+    In the worker group, their ids get a prefix, so that they cannot collide with training ids.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class FixedPrompts:
         self._file = StepFile(directory / FILE)
 
     def truncate(self, step: int) -> None:
-        """Remove the completions that were generated after the recovery point at `step`."""
+        """Remove completions from the file that were generated after step `step`."""
         self._file.truncate(step)
 
     def write_completions(self, step: int) -> None:
-        """Generate and write completions after `step` completed steps, unless they exist already.
+        """Generate completions with the current model and write them to the file.
 
-        No other call may be running.
+        `step` is the number of completed steps. Does nothing if the file already has completions
+        for this step. No other call may be running.
         """
         if any(row.get("step") == step for row in self._file.read_rows()):
             return

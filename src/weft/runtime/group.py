@@ -1,4 +1,8 @@
-"""Interface between the master and the processes that run engines; it exchanges metadata only."""
+"""Interface between the master and the processes that run engines.
+
+Requests and results contain only metadata. Tensors stay in the processes, unless they are
+explicitly stored with `put` or read with `fetch`.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ EVALUATION = "eval/"  # prefix of the evaluation graph's calls
 
 
 class WorkerGroup(Protocol):
-    """Interface of a group of processes whose engines are identified by (role, mesh).
+    """Interface of a group of processes that run engines, which are identified by (role, mesh).
 
     The requests for each role run in the order in which they were made. Progress and results are
-    put on `events`, the only queue that the master waits on.
+    put on `events`, the only queue on which the master waits.
     """
 
     @property
@@ -40,29 +44,29 @@ class WorkerGroup(Protocol):
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a model function call on the ids in `parts`.
+        """Start the model function call `mfc` on the ids in `parts`.
 
-        `parts[minibatch][rank]` has the metadata of the part of one data-parallel rank. `step` is
-        the index of the node's firing. The call's events have the task `(mfc, step)`, and the
-        result is an `MFCResult`.
+        `parts[minibatch][rank]` has the metadata of one data-parallel rank's part of a minibatch.
+        `step` is the index of the node's firing (execution). The call's events have the task `(mfc,
+        step)`, and the result is an `MFCResult`.
 
-        Without `version`, the call uses the newest weights of its role; with `version`, the weights
-        after that many train steps. These must be the weights that the call's copy of the role has
-        already, the newest weights, or weights that were kept because the train step with index
-        `version` was submitted with `keeps`. The version of a copy never decreases. An
-        interruptible call may use newer weights.
+        By default, the call uses the newest weights of its role. With `version`, it uses the
+        weights after that many train steps; an interruptible call may use newer ones. These weights
+        must either be the newest, or already be in the copy of the role that the call uses, or have
+        been kept. They are kept if the train step with index `version`, which replaces them, is
+        submitted with `keeps`. The version of a copy never decreases.
         """
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:
-        """Start a parameter transfer between roles.
+        """Start a parameter transfer between two roles.
 
-        Its events have the task `(s.name, step)`, and the result is the target's new version.
+        The events have the task `(s.name, step)`, and the result is the target's new version.
         """
         ...
 
     def snapshot(self, d: Path) -> Future[None]:
-        """Write engine and interface states, and all stored tensors, to the empty directory `d`."""
+        """Write all engine and interface states and stored tensors to the directory `d`."""
         ...
 
     def restore(self, d: Path) -> None:
@@ -70,46 +74,51 @@ class WorkerGroup(Protocol):
         ...
 
     def toggle_trace(self, path: str | None = None) -> None:
-        """Start a trace on all devices, or end it and write one file per device to `path`.
+        """Start or end a profiler trace on all devices.
 
-        The trace is started if `path` is None. `{rank}` in `path` is replaced by the device's rank.
-        Requests made earlier run first.
+        If `path` is None, a trace is started. Otherwise the running trace is ended and written to
+        one file per device: `{rank}` in `path` is replaced by the device's rank. Requests made
+        earlier run first.
         """
         ...
 
     def close(self, deadline_s: float) -> None:
-        """Release all resources. Work that is unfinished after `deadline_s` seconds is abandoned."""
+        """Release all resources.
+
+        Work that is unfinished after `deadline_s` seconds is abandoned.
+        """
         ...
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         """Store tensors that were made outside of the group, and return their metadata.
 
-        Such tensors are the loader's rows and the outputs of host functions.
+        These are the data loader's rows and the outputs of host functions.
         """
         ...
 
     def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
         """Return the error for a call that missed its deadline.
 
-        The message is `message`, followed by the devices that are late, if they are known.
+        `message` is extended by a description of the devices that delay the call, if they are
+        known.
         """
         ...
 
     def announce_outputs(self, mfc: str) -> None:
-        """Enable `OutputsAnnounced` events for the early outputs of the call `mfc`."""
+        """Request `OutputsAnnounced` events for early outputs of the call `mfc`."""
         ...
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return the tensors `keys` of the samples `ids`, with all their metadata.
+        """Return the tensors `keys` of the samples `ids`, with all metadata of these samples.
 
         A key in `optional` is included if every id has it.
         """
         ...
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Remove the tensors of ids that no node needs any more."""
+        """Remove all tensors of these ids."""
         ...
 
     def save(self, role: str, directory: Path) -> Future[None]:
@@ -117,11 +126,14 @@ class WorkerGroup(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the properties of each role, such as `num_parameters` and `vocab_size`."""
+        """Return the properties of each role's model, such as `num_parameters` and `vocab_size`."""
         ...
 
     def describe_numerics(self) -> Mapping[str, Any]:
-        """Return the settings on which bitwise reproducibility depends: torch, device, threads, ..."""
+        """Return the settings that bitwise reproducibility depends on.
+
+        They include the torch version, the device and the number of threads.
+        """
         ...
 
     def describe_hardware(self) -> Mapping[str, Any]:
@@ -129,5 +141,8 @@ class WorkerGroup(Protocol):
         ...
 
     def peak_memory_gb(self) -> float:
-        """Return the run's peak device memory in GiB; on CPUs, the peak memory of its processes."""
+        """Return the run's peak device memory in GiB.
+
+        On CPUs, this is the peak memory of the processes.
+        """
         ...

@@ -1,4 +1,8 @@
-"""Runner of a graph's host functions. Each firing has a thread, and some begin on early outputs."""
+"""Runner of a graph's host functions.
+
+Each firing (execution of a node) runs in a thread of its own. Some functions can begin their work
+when a call announces early outputs.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 class HostFunctionRunner:
     """Runner of a graph's host functions.
 
-    `prefix` is prepended to the names of the graph's calls in the worker group. `by_node` maps node
-    names to functions.
+    `by_node` maps node names to functions. `prefix` is put before the names of the graph's calls to
+    get their names in the worker group.
     """
 
     def __init__(
@@ -67,7 +71,10 @@ class HostFunctionRunner:
             self._start_prefetches(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Start a firing in its own thread. The result of `task` is a `FiringOutcome`."""
+        """Start a firing (execution of a node) in a thread of its own.
+
+        The thread reports events for `task`; the result is a `FiringOutcome`.
+        """
         started = time.time()
         clock = time.perf_counter()
         what = describe_firing(node, firing)
@@ -98,12 +105,15 @@ class HostFunctionRunner:
             return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
         threading.Thread(
-            target=events.run, args=(task, run_function, self._group.events), name=what, daemon=True
+            target=events.run_and_report,
+            args=(task, run_function, self._group.events),
+            name=what,
+            daemon=True,
         ).start()
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user at the start of the run."""
+        """Messages of the host functions that are shown to the user at the start of the run."""
         result: list[str] = []
         for function in self.by_node.values():
             if isinstance(function, HasNotes):
@@ -111,11 +121,11 @@ class HostFunctionRunner:
         return result
 
     def can_drop_ids(self, node: HostFunction) -> bool:
-        """Return whether the node's function may drop ids."""
+        """Return whether the node's function is a filter, which may drop ids."""
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: OutputsAnnounced) -> None:
-        """Start the host functions that can begin their work on a call's early outputs."""
+        """Start the work that host functions can do on the early outputs of a call."""
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
@@ -129,7 +139,7 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs for the node, if its function can process them.
+        """Request early outputs for a node whose function can begin its work on them.
 
         This requires that a single model call outputs all keys in the function's `begins_with`.
         """

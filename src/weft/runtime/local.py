@@ -1,4 +1,4 @@
-"""Worker group in a single process: one worker and one thread that runs its calls, without Ray."""
+"""Worker group in a single process, with one worker and one thread that runs its calls."""
 
 from __future__ import annotations
 
@@ -37,20 +37,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _QueuedFunction:
-    """Function in the queue. If `is_generation`, it must not run within another generation call."""
+    """Function that is waiting to run.
+
+    A function with `is_generation` must not run during another generation call.
+    """
 
     function: Callable[[], None]
     is_generation: bool = False
 
 
 class LocalGroup:
-    """`WorkerGroup` that runs calls in the order of submission, in a daemon thread.
+    """`WorkerGroup` that runs calls in a daemon thread, in the order of submission.
 
     While a call runs, the master can wait with a deadline, update its view and handle signals. A
     call that hangs does not keep the process alive.
 
     This class also implements `PendingUpdates`: between its steps, an interruptible call can run
-    queued work, except for other generation calls.
+    other queued requests, except for generation calls.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
@@ -82,7 +85,7 @@ class LocalGroup:
         node = self._worker.calls[mfc]
         updates = self if node.interruptible else None
         self._run(
-            lambda: events.run(
+            lambda: events.run_and_report(
                 (mfc, step),
                 lambda: self._worker.run_call(mfc, step, minibatches, early, updates=updates),
                 self.events,
@@ -108,7 +111,9 @@ class LocalGroup:
 
     def sync(self, s: ParamSync, step: int) -> None:
         self._run(
-            lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events)
+            lambda: events.run_and_report(
+                (s.name, step), lambda: self._worker.roles.sync(s), self.events
+            )
         )
 
     def snapshot(self, d: Path) -> Future[None]:
@@ -121,8 +126,8 @@ class LocalGroup:
     def restore(self, d: Path) -> None:
         """Load a recovery point.
 
-        Sets the number of CPU threads to that of the process that wrote the point, so that sums are
-        bitwise identical.
+        The number of CPU threads is set to that of the process that wrote the point, so that
+        floating-point sums are bitwise identical.
         """
 
         def load() -> None:

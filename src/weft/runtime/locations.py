@@ -1,4 +1,4 @@
-"""Bookkeeping of where tensors are, by id and key, and of the transfers that a device needs."""
+"""Bookkeeping of which devices have which tensors, and of the transfers that a device needs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 
 @dataclass(eq=False)
 class _KeyLocations:
-    """Ranks that hold the tensors of each key, for a group of ids with the same locations.
+    """Locations of the tensors of a group of ids, which are the same for all of these ids.
 
-    `holders` maps a key to the ranks that have it. `incoming` maps a key to the ranks to which a
-    copy is being sent; the copy arrives before the rank needs it.
+    Attributes:
+        holders: Ranks that have each key.
+        incoming: Ranks to which a copy of each key is being sent. The copy arrives before the rank
+            needs it.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)
@@ -32,16 +34,19 @@ class _KeyLocations:
 
 
 class TensorLocations:
-    """Record of which devices have which tensors. Not thread-safe: callers must hold a lock."""
+    """Record of which ranks have which tensors, by sample id and key.
+
+    It is not thread-safe: callers must hold a lock.
+    """
 
     def __init__(self) -> None:
         self._ids = StateBlocks(_KeyLocations, _KeyLocations.copy)
 
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a rank has computed these keys; copies on other ranks become invalid.
+        """Record that a rank has computed new values of these keys for these ids.
 
-        Keys that the rank already has are left unchanged, since they were announced during the
-        call.
+        Copies on other ranks become invalid. Keys that the rank already has are left unchanged,
+        since they were announced during the call.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -50,22 +55,22 @@ class TensorLocations:
                     where.incoming.pop(key, None)
 
     def record_transfer(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a copy is being sent to a rank.
+        """Record that a copy of these keys is being sent to a rank.
 
-        The copy need not be sent again, but the rank cannot pass it on yet.
+        The copy need not be sent again, but the rank cannot pass it on to others yet.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
                 where.incoming.setdefault(key, set()).add(rank)
 
     def record_copy(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a rank has a copy of these keys, or has computed identical values."""
+        """Record that a rank has a copy of these keys, or has computed the same values."""
         for where in self._ids.separate_states(ids):
             for key in keys:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return those of `keys` that exist on at least one rank for every id."""
+        """Return the subset of `keys` that exist on at least one rank for every id."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -76,11 +81,12 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return requests for the tensors `keys` of these ids that a rank does not have yet.
+        """Return requests for those tensors `keys` of these ids that a rank does not have yet.
 
-        Keys that are already being sent to the rank are not requested. All keys of an id that come
-        from the same rank are in one request. Devices are preferred to the driver as the source. A
-        key that no rank has is left out; an error is raised when the key is read.
+        Tensors that are already being sent to the rank are not requested. All keys of an id that
+        come from the same rank are in one request. If both a device and the driver have a tensor,
+        it is requested from the device. A key that no rank has is left out; an error is raised when
+        the key is read.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
@@ -98,7 +104,7 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove `ids` from the record, and return the removed ids of each rank, keyed by rank."""
+        """Remove `ids` from the record. Returns, for each rank, those of which it had tensors."""
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):
@@ -107,6 +113,6 @@ class TensorLocations:
 
 
 def _choose_holder(holders: set[int]) -> int:
-    """Return the lowest device rank in `holders`, or the driver's rank if no device is in it."""
+    """Return the lowest rank of a device in `holders`, or the driver's rank if there is none."""
     devices = holders - {DRIVER}
     return min(devices) if devices else DRIVER

@@ -1,7 +1,8 @@
-"""Scheduler of a run.
+"""Master of a run, which schedules the dataflow graph.
 
 It asks `find_ready_firings` which nodes can run, runs them, and keeps the state between steps. It
-knows nodes, keys and ids only: tensors stay on the devices, and no algorithm is special-cased.
+only deals with nodes, keys and sample ids: tensors stay on the devices, and there is no special
+case for any algorithm.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ NUMERICS_KEY = "numerics"
 
 
 class FiringListener(Protocol):
-    """Listener for finished firings and finished steps.
+    """Listener that is notified of finished firings (executions of nodes) and finished steps.
 
-    `on_step_finished` is called with the ids of the step while their tensors still exist.
+    `on_step_finished` is called with the sample ids of the step while their tensors still exist.
     """
 
     def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None: ...
@@ -54,7 +55,15 @@ class FiringListener(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of one step, and the progress of the run after it."""
+    """Metrics of one step, and the progress of the run after it.
+
+    Attributes:
+        step: Number of completed steps.
+        epoch: Number of completed epochs, with the fraction of the current one.
+        epochs_done: Number of completed epochs.
+        seconds: Duration of the step.
+        metrics: Metrics of all nodes.
+    """
 
     step: int
     epoch: float
@@ -65,7 +74,15 @@ class StepResult:
 
 @dataclass
 class RunPosition:
-    """Progress of a run, which is saved in recovery points."""
+    """Progress of a run, which is saved in recovery points.
+
+    Attributes:
+        step: Number of completed steps.
+        epochs_done: Number of completed epochs.
+        ids_done: Number of sample ids of the current epoch that no node needs any more.
+        versions: Number of finished firings (executions) of each node, including the syncs after
+            them.
+    """
 
     step: int = 0
     epochs_done: int = 0
@@ -75,7 +92,7 @@ class RunPosition:
 
 
 class Master:
-    """Scheduler that runs the experiment's graph on the loader's rows, one step at a time."""
+    """Scheduler that runs the experiment's graph on the data loader's rows, step by step."""
 
     def __init__(
         self,
@@ -112,16 +129,16 @@ class Master:
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user at the start of the run."""
+        """Messages that are shown to the user at the start of the run."""
         return self._runner.functions.notes
 
     def step(self) -> StepResult | None:
-        """Run one step; return None if the data are exhausted.
+        """Run one step, and return its result or None if the data are exhausted.
 
         A step ends when the node that defines steps (`Experiment.steps_follow`) has fired and all
-        other work on the ids of this step is done. Calls for later steps may still be running if
-        they tolerate older weights. Raises `RunError` naming the node, role and ids if a call fails
-        or misses its deadline.
+        other work on the samples of this step is done. Calls for later steps may still be running
+        if they tolerate older weights. Raises `RunError` naming the node, role and ids if a call
+        fails or misses its deadline.
         """
         begun = time.perf_counter()
         if not self._run_step():
@@ -134,7 +151,7 @@ class Master:
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
     def wait_until_idle(self) -> None:
-        """Wait until no firing is running, so that the worker group is free for other calls."""
+        """Wait until no node is running, so that the worker group is free for other calls."""
         while self._ledger.has_open_firings():
             self._launch_ready_and_wait()
         self._discard_unused()
@@ -175,14 +192,15 @@ class Master:
     #    in which the filters were decided on.
 
     def _decide_firings(self, firings: Sequence[Firing]) -> None:
-        """Schedule these firings, and treat their outputs as available when later nodes are chosen.
+        """Schedule these firings (executions of nodes).
 
-        The outputs of a filter become available in `_apply_first_filter`, once the kept ids are
-        known.
+        When further firings are chosen, the outputs of these ones already count as available. The
+        outputs of a filter only do so after `_apply_first_filter`, once it is known which ids it
+        kept.
         """
         for firing in firings:
             self._count_rounds(firing.node)
-            self._buffer.start(firing)
+            self._buffer.record_start(firing)
             self._launch_queue.add(firing, self._buffer)
             self._ledger.add_firing(firing)
         for firing in firings:
@@ -194,9 +212,10 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _apply_first_filter(self) -> None:
-        """Wait for the filter that was scheduled first, and make the ids that it kept available.
+        """Wait for the first scheduled filter, and make the ids that it kept available.
 
-        Raises `RunError` if a filter has used all its sampling rounds and kept no ids.
+        If calls run ahead of training, this is the filter with the oldest ids. Raises `RunError` if
+        a filter has used all its sampling rounds and no ids are left to train on.
         """
         if self._runs_ahead:
             firing = find_oldest(self._buffer, self._open_filters)
@@ -222,11 +241,14 @@ class Master:
     def _finish_decision(self, firing: Firing, kept_ids: Sequence[str]) -> None:
         node = self._graph.get_node(firing.node)
         self._mark_unused(
-            self._buffer.finish(firing, kept_ids, node.outputs, len(self._graph.nodes))
+            self._buffer.record_finish(firing, kept_ids, node.outputs, len(self._graph.nodes))
         )
 
     def _count_rounds(self, node: str) -> None:
-        """Record how many sampling rounds the batch of `node` needed, if a filter refills batches."""
+        """Record the number of sampling rounds that were needed to fill the batch of `node`.
+
+        Nothing is recorded unless a filter before the node refills batches.
+        """
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None
             if filter is not None:
@@ -236,7 +258,7 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Drop surplus ids that were sampled to refill the batch of the training node `node`."""
+        """Drop ids that were sampled to refill a batch of the training node `node` but not used."""
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges
@@ -254,7 +276,7 @@ class Master:
     # -- running: start every runnable firing; each one that finishes may enable others
 
     def _launch_ready_and_wait(self) -> None:
-        """Start every firing that can run, then wait for the next one to finish."""
+        """Start all scheduled firings that can run, then wait for any firing to finish."""
         for each in self._launch_queue.take():
             self._runner.start(
                 each.firing, self._descriptions, version=each.version, keeps=each.needs_old_weights
@@ -273,10 +295,9 @@ class Master:
             self.listener.on_firing_finished(outcome, self.position.step + 1)
 
     def _run_scheduled_firings(self, stepped: Sequence[str] = ()) -> None:
-        """Finish all firings of the current step, then drop the ids that no firing needs.
+        """Finish all firings of the current step, then remove the ids that no firing needs.
 
-        `stepped` are the ids that the step used. They are passed to the listener before ids are
-        dropped.
+        `stepped` are the ids that the step used. The listener gets them before any ids are removed.
         """
         while self._ledger.has_open_firings(self._ahead_ids):
             self._launch_ready_and_wait()
@@ -295,7 +316,10 @@ class Master:
     # -- rows
 
     def _load_batch(self) -> bool:
-        """Add the loader's next batch to the buffer; return False after the last epoch."""
+        """Add the loader's next batch to the buffer, starting a new epoch if necessary.
+
+        Returns False if there are no batches left.
+        """
         if self._buffer.closed:
             if self._buffer.entries:
                 raise _build_stuck_error(self._buffer)
@@ -333,7 +357,7 @@ class Master:
         self._buffer.closed = self._loader.epoch_done
 
     def _turn_epoch(self) -> None:
-        """Start the next epoch if all ids of the current one have been processed."""
+        """Advance to the next epoch if all ids of the current one have been processed."""
         if self._buffer.closed and not self._buffer.entries:
             self._buffer.closed = False
             self.position.epochs_done += 1
@@ -351,9 +375,9 @@ class Master:
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write the state that a restart needs, and `extra`, to the empty `directory`.
+        """Write the state that a restart needs to the empty `directory`, along with `extra`.
 
-        Waits for running firings. Samples made ahead of training are included.
+        Waits for running firings first. Samples that were generated ahead of training are included.
         """
         self.wait_until_idle()
         state = {
@@ -376,8 +400,8 @@ class Master:
     def load(self, directory: Path) -> Mapping[str, Any]:
         """Load the state that `save` wrote.
 
-        Returns the `extra` that was saved, with the numerical settings of the saved run added under
-        the key `numerics`.
+        Returns the saved `extra`, with the numerical settings of the saved run added under the key
+        `numerics`.
         """
         state = read_state(directory / MASTER_FILE)
         self._group.restore(directory / WORKERS_FOLDER)

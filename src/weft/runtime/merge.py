@@ -1,4 +1,4 @@
-"""Merging of the results of a call's ranks: outputs are joined, metrics and times are combined."""
+"""Merging of the results of a call's ranks: their outputs, metrics and times."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from weft.runtime.split import join_outputs
 def merge_results(
     results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
 ) -> MFCResult:
-    """Merge the results of data-parallel ranks, with the outputs in the order of `ids`.
+    """Merge the results of data-parallel ranks into one result.
 
-    `counts` has the number of ids of each rank.
+    The outputs are in the order of `ids`. `counts` has the number of ids of each rank.
     """
     outputs = join_outputs([result.outputs for result in results], ids)
     return MFCResult(outputs, merge_metrics([result.metrics for result in results], counts))
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the `MFCResult.seen` of all ranks into one sample per id; return None if all are None."""
+    """Merge the `MFCResult.seen` of all ranks, with one sample per id.
+
+    Returns None if no rank has any.
+    """
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -34,9 +37,9 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -
     """Combine the metrics of data-parallel ranks.
 
     `counts` has the number of ids of each rank. Metrics that are equal on all ranks are unchanged.
-    The largest `*_max` and the smallest `*_min` are kept; other metrics are averaged over ids.
-    Ranks that lack a metric do not count in its average. The duration of the call is measured from
-    the start of the first rank to the end of the last rank.
+    For names that end in `_max` or `_min`, the maximum or minimum is kept. Other metrics are
+    averaged over ids; ranks that lack a metric do not count in its average. The duration of the
+    call is measured from the start of the first rank to the end of the last rank.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

@@ -1,4 +1,7 @@
-"""Reading of a node's inputs and checks of its outputs, with keys renamed from and to graph edges."""
+"""Reading of a node's inputs, and checks of its outputs.
+
+Keys are renamed between the names that the node uses and those on the graph's edges.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from weft.graph.mfc import Node
 
 
 class TensorSource(Protocol):
-    """Source of tensors by id: a tensor store or a worker group."""
+    """Object that returns tensors by sample id, such as a tensor store or a worker group."""
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
@@ -21,9 +24,9 @@ class TensorSource(Protocol):
 
 
 def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> SequenceSample:
-    """Return a node's inputs for these ids, under the key names that the node itself uses.
+    """Return a node's inputs for these ids, with the key names that the node itself uses.
 
-    An optional input is included if all ids have it.
+    An optional input is included if all ids have it. `shelf` is the source of the tensors.
     """
     batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
     return batch.remap_keys(
@@ -32,9 +35,9 @@ def read_inputs(shelf: TensorSource, node: Node, ids: Sequence[str]) -> Sequence
 
 
 def make_empty_sample(description: SequenceSample) -> SequenceSample:
-    """Return a sample with the keys and metadata of `description`, and an empty tensor per key.
+    """Return a sample with the keys and metadata of `description` and empty tensors.
 
-    Such a sample is the input of a rank that gets no ids of the batch, but still takes part in
+    It serves as the input of a rank that gets no ids of a batch but still has to take part in
     collective operations.
     """
     # empty integers can be concatenated with values of any dtype
@@ -47,10 +50,10 @@ def make_empty_sample(description: SequenceSample) -> SequenceSample:
 def to_edge_outputs(
     node: Node, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
 ) -> SequenceSample | None:
-    """Return a node's outputs, in the order of `ids`, under the key names of the graph's edges.
+    """Return a node's outputs in the order of `ids`, with the key names of the graph's edges.
 
-    Raises `RunError` for a missing key, an unknown id or, unless the node is a filter (`filters`),
-    a missing id.
+    Raises `RunError` if a key is missing, or if an id is unknown or missing. A node that `filters`
+    may leave out ids.
     """
     if not node.output_keys and (outputs is None or not filters):
         return None

@@ -1,4 +1,7 @@
-"""Runner of graph nodes: model function calls in the group, host functions in this process."""
+"""Runner of graph nodes.
+
+Model function calls run in the worker group, and host functions in this process.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,15 @@ DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node
 
 @dataclass
 class _RunningFiring:
-    """Unfinished firing, with the tasks that it waits for.
+    """Firing (execution of a node) that has not finished.
 
-    These are the node's own task and the parameter syncs after it.
+    Attributes:
+        firing: The firing.
+        node: Its node.
+        task: Task of the node itself, as used in events.
+        tasks: All unfinished tasks, which include the parameter syncs after the node.
+        expires_at: Deadline of the node on the monotonic clock, or None if it is not running.
+        outcome: Result of the node once it has finished.
     """
 
     firing: Firing
@@ -43,7 +52,7 @@ class _RunningFiring:
 class NodeRunner:
     """Runner of the nodes of one graph.
 
-    `prefix` is prepended to the names of the graph's calls in the worker group.
+    `prefix` is put before the names of the graph's calls to get their names in the worker group.
     """
 
     def __init__(
@@ -75,9 +84,10 @@ class NodeRunner:
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Start a firing. `metas` is the store that has the metadata of the firing's ids.
+        """Start a firing (execution of a node).
 
-        `version` and `keeps` are passed to `WorkerGroup.submit`.
+        `metas` is the store that has the metadata of the firing's ids. `version` and `keeps` are
+        passed to `WorkerGroup.submit`.
         """
         node = self._graph.get_node(firing.node)
         if isinstance(node, MFCDef):
@@ -98,9 +108,9 @@ class NodeRunner:
         return not self._running_firings
 
     def wait(self) -> FiringOutcome:
-        """Wait for the next firing to finish, including the syncs after it, and return its outcome.
+        """Wait until any firing has finished, including the syncs after it; return its outcome.
 
-        Raises the error of a firing that failed, or `RunError` naming the node if a deadline has
+        If a firing failed, its error is raised. Raises `RunError` naming the node if a deadline has
         passed.
         """
         while True:
@@ -154,7 +164,7 @@ class NodeRunner:
         )
 
     def _next_event(self) -> Event:
-        """Return the next event. Raises `RunError` if the earliest deadline passes first."""
+        """Return the next event. Raises `RunError` if a deadline passes before it arrives."""
         bounded = []
         for run in self._running_firings.values():
             if run.expires_at is not None:

@@ -1,4 +1,4 @@
-"""Machines of a Ray cluster and the assignment of devices to them."""
+"""Machines of a Ray cluster, and the assignment of devices to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RayNode:
-    """Machine of a Ray cluster."""
+    """Machine of a Ray cluster.
+
+    Attributes:
+        id: Id that Ray gave to the machine.
+        host: Host name.
+        address: Network address.
+        cpus: Number of CPUs.
+        gpus: Number of GPUs.
+    """
 
     id: str
     host: str
@@ -20,7 +28,7 @@ class RayNode:
 
     @classmethod
     def from_listing(cls, listed: Mapping[str, Any]) -> RayNode:
-        """Build a machine from an entry of `ray.nodes()`."""
+        """Create a `RayNode` from an entry of `ray.nodes()`."""
         return cls(
             id=listed["NodeID"],
             host=listed["NodeManagerHostname"],
@@ -31,9 +39,9 @@ class RayNode:
 
 
 def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
-    """Return all nodes: first the node with id `here`, then the others, sorted by address.
+    """Return the machine with the id `here`, followed by the others sorted by address.
 
-    Device 0 is then on the machine where the run was started.
+    With this order, device 0 is on the machine where the run was started.
     """
     return sorted(
         nodes,
@@ -45,19 +53,19 @@ def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
 
 
 def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
-    """Return the indices of the placement group's bundles in the order of their nodes.
+    """Return the indices of the placement group's bundles, in the order of their machines.
 
-    There is one bundle per device. `on` maps the index of each bundle to the id of its node.
+    There is one bundle per device. `on` maps the index of each bundle to the id of its machine.
     """
     order = [node.id for node in nodes]
     return sorted(on, key=lambda index: (order.index(on[index]), index))
 
 
 def count_threads(on: Mapping[int, str], nodes: Sequence[RayNode]) -> dict[str, int]:
-    """Return, for each node id, the number of CPU threads that each device on the node uses.
+    """Return the number of CPU threads that each device on a machine uses, by machine id.
 
-    This is the node's number of CPUs divided by its number of devices, but at least 1. `on` maps
-    the index of each bundle to the id of its node.
+    It is the number of CPUs divided by the number of devices on the machine, but at least 1. `on`
+    maps the index of each bundle (one per device) to the id of its machine.
     """
     threads: dict[str, int] = {}
     for node in nodes:

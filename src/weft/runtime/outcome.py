@@ -1,4 +1,4 @@
-"""Result of one firing of a node."""
+"""Result of one firing (execution) of a graph node."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from weft.runtime.group import SampleMeta
 
 @dataclass(frozen=True)
 class FiringOutcome:
-    """Outcome of a firing: metadata of its outputs, metrics and times.
+    """Result of one firing (execution) of a graph node.
 
-    `outputs` is None if the node has no output keys.
+    Attributes:
+        firing: The firing.
+        outputs: Metadata of the outputs, or None if the node has no output keys.
+        metrics: Metrics of the node.
+        start_time: Start in seconds since the epoch.
+        seconds: Duration in seconds.
+        kept_ids: Ids that a filter kept; all ids for other nodes.
+        seen_samples: Log-probs or scores of a few ids for display, with tensors.
     """
 
     firing: Firing
@@ -28,7 +35,7 @@ class FiringOutcome:
 
 
 def describe_firing(node: Node, firing: Firing) -> str:
-    """Describe a firing for an error message: the node, its role or function, and the ids."""
+    """Describe a firing for an error message by its node, role or function, and ids."""
     if isinstance(node, MFCDef):
         what = f"role {node.role!r}"
     else:

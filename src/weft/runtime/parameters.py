@@ -1,4 +1,7 @@
-"""Parameter transfers between meshes: syncs between roles, and updates of a role's copies."""
+"""Parameter transfers between meshes (sets of devices with a layout).
+
+They are syncs from one role to another, and updates of a role's copies on other meshes.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ FailureCallback = Callable[[BaseException], None]
 
 
 class ParameterTransfers:
-    """Scheduler of parameter transfers. Not thread-safe.
+    """Scheduler of parameter transfers. It is not thread-safe.
 
-    `built` maps each rank to the description of its engines, and `hosts` maps each rank to its
-    machine.
+    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
+    rank. In the methods, `place` is the role and mesh of an engine, and `failed` is called with the
+    error of a transfer that fails.
     """
 
     def __init__(
@@ -59,9 +63,10 @@ class ParameterTransfers:
         ] = {}  # role -> last job that changes its own weights
 
     def initialize(self) -> None:
-        """Prepare all transfers, and initialize roles from roles on other meshes (`init_from`).
+        """Prepare all transfers, and initialize roles from the roles that `init_from` names.
 
-        Raises `ConfigError` if the parameters of the two roles of a transfer do not match.
+        Only roles on another mesh than their source are initialized here. Raises `ConfigError` if
+        the parameters of the two roles of a transfer do not match.
         """
         for sync in self._experiment.graph.syncs:
             if not self._has_equal_meshes(sync):
@@ -89,7 +94,10 @@ class ParameterTransfers:
         failed: FailureCallback,
         started: Callable[[], None],
     ) -> None:
-        """Start the parameter transfer `sync`, which the graph defines between two roles."""
+        """Start the parameter transfer between two roles that the graph defines as `sync`.
+
+        `done` is called with the target's new version.
+        """
         if not self._has_equal_meshes(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
@@ -137,7 +145,10 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Save a role's current weights under `version`, for later calls that need this version."""
+        """Save a role's current weights, for queued calls that need exactly this `version`.
+
+        Nothing is saved for copies of the role that already have this version.
+        """
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
                 source = self._get_own_key(role)
@@ -155,12 +166,12 @@ class ParameterTransfers:
                 self._dispatch.submit(job)
 
     def record_training(self, role: str, job: DeviceJob, version: int) -> None:
-        """Record that `job` is a train step of the role, which creates the weights of `version`."""
+        """Record that `job` is a train step, which gives the role's weights a new `version`."""
         self.mark_outdated(role, job)
         self._versions[role] = version
 
     def mark_outdated(self, role: str, job: DeviceJob | None, *, whole: bool = False) -> None:
-        """Mark the role's copies as outdated, because `job` changes the role's own weights.
+        """Mark all copies of a role as outdated, because `job` changes the role's own weights.
 
         If `whole` is True, the job can change any parameter; otherwise it changes only the
         parameters that train steps change.
@@ -172,7 +183,10 @@ class ParameterTransfers:
                 self._stale[place] = whole or self._stale.get(place, False)
 
     def reset(self) -> None:
-        """Discard all versions and saved weights after a restore, and mark all copies as outdated."""
+        """Forget all versions and saved weights after a restore.
+
+        All copies are marked as outdated.
+        """
         self._versions.clear()
         self._copy_versions.clear()
         self._weights_of_versions.clear()
@@ -183,11 +197,11 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy `place`, if it is outdated, for the call that is submitted next.
+        """Update the copy at `place`, if it is outdated, before the call that is submitted next.
 
         The copy gets the newest weights of its role or, if `version` is given, the weights of that
-        version. Returns the number of updates that the copy will have received, or None if `place`
-        is a role's own engine.
+        version. Returns the number of updates that the copy will have received by then, or None if
+        `place` is a role's own engine.
         """
         if place not in self._weights:
             return None
@@ -204,7 +218,7 @@ class ParameterTransfers:
         return self._weights[place]
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
-        """Remove and return the plan for sending saved weights to the copy of a role at `place`.
+        """Remove and return the plan that sends saved weights to the copy at `place`.
 
         `version` is the version of the weights. Raises `RunError` if this version was not saved.
         """
@@ -226,11 +240,11 @@ class ParameterTransfers:
     def update_running_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy `place`, if it is outdated, before or during the call submitted next.
+        """Update the copy at `place`, if it is outdated, before or during an interruptible call.
 
-        The call may start with the weights of `version` or newer weights. Returns the number of
-        updates that the copy must have received when the call starts, or None if `place` is a
-        role's own engine.
+        The call may start with the weights of `version` or with newer weights. Returns the number
+        of updates that the copy must at least have received when the call starts, or None if
+        `place` is a role's own engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)
@@ -285,7 +299,7 @@ class ParameterTransfers:
         self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters that may differ between the copy `place` and its role."""
+        """Return the names of the parameters in which a copy may differ from its role."""
         whole = self._stale.get(place, False)
         if whole:
             return self._plans.list_common(self._get_own_key(place[0]), place, partly=False)
@@ -294,7 +308,10 @@ class ParameterTransfers:
     # -- ways
 
     def list_plans(self, role: str) -> list[tuple[str, ReallocationPlan]]:
-        """Return the purpose and the plan of each recurring transfer of a role's weights."""
+        """Return all recurring transfers of a role's weights, as (purpose, plan).
+
+        The purpose is a phrase such as "to ref after actor_train".
+        """
         plans = []
         for sync in self._experiment.graph.syncs:
             if sync.source == role and not self._has_equal_meshes(sync):
@@ -335,9 +352,9 @@ class ParameterTransfers:
     ) -> DeviceJob:
         """Submit a transfer as a job.
 
-        If the target has ranks that the source lacks, the job is issued when the last change of the
-        source's weights is finished, so that these ranks do not wait for busy ranks of the source.
-        If `holds_up` is True, later requests for the two roles wait for the transfer.
+        If the target has ranks that the source lacks, the job is sent only after the last change of
+        the source's weights has finished. Otherwise, these ranks would wait for busy ranks of the
+        source. If `holds_up` is True, later requests for the two roles wait for the transfer.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks
@@ -372,9 +389,9 @@ class ParameterTransfers:
 def _repeat_command(
     command: DeviceCommand,
 ) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
-    """Return a function for `DeviceJob.make_command` that builds the same command for every rank."""
+    """Return a `DeviceJob.make_command` that gives the same command to every rank."""
     return lambda rank: (command, CommandTensors())
 
 
 def _ignore(_: object) -> None:
-    """Ignore the result of a job."""
+    """Do nothing; used as the callback of jobs whose result is not needed."""

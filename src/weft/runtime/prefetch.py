@@ -1,4 +1,4 @@
-"""Data loader that prepares the next batch in the background."""
+"""Data loader that loads the next batch in the background."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.runtime import background
 
 
 class PrefetchingLoader:
-    """Loader that loads one batch ahead in the background, for at most `epochs` epochs.
+    """Wrapper of a data loader that loads one batch ahead in the background.
 
-    `epochs` may be infinite. Errors of the wrapped loader are raised by `next_batch`. Nothing else
-    may use the wrapped loader. The saved state is the position after the last batch that was
-    returned.
+    It loads batches for at most `epochs` epochs, which may be infinite. Errors of the wrapped
+    loader are raised by `next_batch`. Nothing else may use the wrapped loader. The saved state is
+    the position after the last batch that `next_batch` returned.
     """
 
     def __init__(self, loader: BatchLoader, epochs: float) -> None:
@@ -26,7 +26,10 @@ class PrefetchingLoader:
         self._read_position()
 
     def _read_position(self) -> None:
-        """Store the wrapped loader's position. Must not be called while a batch is prefetched."""
+        """Store the wrapped loader's position.
+
+        This must not be called while a batch is being loaded in the background.
+        """
         self.epoch_done = self._loader.epoch_done
         self.num_ids = self._loader.num_ids
         self._state: Mapping[str, Any] = self._loader.state_dict()
@@ -44,11 +47,11 @@ class PrefetchingLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was returned."""
+        """Return the loader's position after the last batch that `next_batch` returned."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved position, and discard the batch that was loaded ahead, if any."""
+        """Restore a saved position, and discard a batch that was loaded ahead."""
         if self._next_batch is not None:
             self._next_batch.exception()  # wait: it must not advance the loader after the restore
             self._next_batch = None

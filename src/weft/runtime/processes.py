@@ -1,4 +1,7 @@
-"""Descendants of this process, read from /proc. None are found on systems other than Linux."""
+"""Descendants of this process, which are found in /proc.
+
+None are found on systems other than Linux.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Process id with the process's start time, which distinguishes processes that reuse an id."""
+    """Identity of a process: its pid and its start time in clock ticks since boot.
+
+    The start time distinguishes processes that use the same pid one after another.
+    """
 
     pid: int
     start_time: int
@@ -38,7 +44,7 @@ def find_descendants() -> set[ProcessId]:
 
 
 def kill_processes(processes: Iterable[ProcessId]) -> None:
-    """Send SIGKILL to the processes that still exist."""
+    """Send SIGKILL to those of the processes that still exist."""
     for process in processes:
         entry = _read_process(process.pid)
         if entry is not None and entry[1] == process:
@@ -47,12 +53,12 @@ def kill_processes(processes: Iterable[ProcessId]) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Let the kernel kill this process when its parent process ends (Linux only)."""
     _call_prctl(1, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose parent ends."""
+    """Make this process the new parent of descendants whose parent ends (Linux only)."""
     _call_prctl(36, 1)
 
 
@@ -62,7 +68,7 @@ def _call_prctl(what: int, value: int) -> None:
 
 
 def _read_process(pid: int) -> tuple[int, ProcessId] | None:
-    """Return the parent's pid and the `ProcessId` of process `pid`, or None if it does not exist."""
+    """Return the parent's pid and the `ProcessId` of a process, or None if it does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

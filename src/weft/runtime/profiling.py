@@ -1,4 +1,4 @@
-"""Profiler traces of the steps that the option `profile_steps` selects."""
+"""Recording of profiler traces of the steps that the option `profile_steps` selects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from weft.runtime.group import WorkerGroup
 
 
 def check_steps(steps: str | None, total: int) -> None:
-    """Raise `ConfigError` if a run of `total` steps ends before the first step to trace.
+    """Raise `ConfigError` if the run ends before the first step to trace.
 
-    `steps` is the value of the option `profile_steps`.
+    `steps` is the value of the option `profile_steps`, and `total` is the number of steps of the
+    run.
     """
     if steps is not None and parse_step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
@@ -26,7 +27,8 @@ def check_steps(steps: str | None, total: int) -> None:
 class StepProfiler:
     """Profiler that traces selected steps of a run and writes the traces to `folder`.
 
-    `steps` is the value of the option `profile_steps`; None turns profiling off.
+    `steps` is the value of the option `profile_steps`; with None, nothing is traced. `tell` shows a
+    message to the user.
     """
 
     def __init__(
@@ -39,16 +41,15 @@ class StepProfiler:
         self._first_step: int | None = None  # first traced step while a trace is running
 
     def start_before(self, step: int) -> None:
-        """Start the trace if `step`, which is about to run, is the first step to trace."""
+        """Start a trace if the step that is about to run is to be traced and none is running."""
         if self._first_step is None and step in self._steps:
             self._group.toggle_trace()
             self._first_step = step
 
     def write_after(self, step: int, *, over: bool = False) -> None:
-        """End and write the trace if `step` is the last step to trace.
+        """End and write the running trace if `step` is the last step to trace.
 
-        If `over` is True, `step` is the last step of the run, and an unfinished trace is written
-        too.
+        If `over` is True, the trace is written after any step, because no more steps follow.
         """
         if self._first_step is None or not (over or step >= self._steps[-1]):
             return
@@ -71,7 +72,7 @@ class StepProfiler:
         """Write an unfinished trace when the block ends, even if the run fails.
 
         No trace is written if devices are lost or the run is interrupted. `done` returns the number
-        of the last completed step, and `under_way` the number of the running step.
+        of the last completed step, and `under_way` that of the running step.
         """
         try:
             yield

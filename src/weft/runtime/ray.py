@@ -1,4 +1,4 @@
-"""Transport over Ray: each device is a Ray actor, and messages are calls of its methods.
+"""Message transport over Ray: each device is a Ray actor, and messages are calls of its methods.
 
 The Ray cluster is either started for the run or joined. No other module imports ray. This module
 does not import torch, so that the environment of a device's process is set before torch reads it.
@@ -89,9 +89,10 @@ def _build_late_error(seconds: float) -> DevicesLost:
 
 
 class _DeviceActor:
-    """Ray actor of one device.
+    """Ray actor that contains the process of one device.
 
-    `prepare` imports `weft.runtime.device_process`, after setting the environment.
+    `prepare` must be called first. It imports `weft.runtime.device_process` only after it has set
+    the environment.
     """
 
     def __init__(self, rank: int) -> None:
@@ -101,7 +102,11 @@ class _DeviceActor:
     def prepare(
         self, environment: Mapping[str, str], folder: str, paths: Sequence[str]
     ) -> ProcessAddress:
-        """Set up the environment and import paths, create the process and return its address."""
+        """Set up this process for a device, and return its address.
+
+        Sets the environment variables, the working directory `folder` and the import `paths`.
+        Raises `ConfigError` if the folder does not exist on this machine.
+        """
         os.environ.update(environment)
         if not os.path.isdir(folder):
             raise ConfigError(
@@ -155,10 +160,9 @@ class _DeviceActor:
 
 
 class RayDevices:
-    """`DeviceTransport` to Ray actors.
+    """`DeviceTransport` that sends messages to Ray actors.
 
-    `close` kills the actors. If the Ray cluster was started for these devices, `close` also stops
-    it.
+    `close` kills the actors, and also stops the Ray cluster if it was started for them.
     """
 
     def __init__(
@@ -169,7 +173,11 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the transport; `nodes` are the ids of the actors' machines, by rank."""
+        """Create the transport.
+
+        `where` are the addresses of the actors' processes, and `nodes` are the ids of their
+        machines, both by rank. `group` is the placement group of the actors.
+        """
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)
@@ -282,8 +290,9 @@ class RayDevices:
 class RayCluster:
     """Ray cluster that this process has joined.
 
-    `scratch` is the temporary folder of a cluster that this process started. A device that does not
-    answer for `silent_s` seconds counts as dead.
+    `scratch` is the temporary folder of a cluster that this process started, and `processes` are
+    the processes of this cluster. A device that does not answer for `silent_s` seconds counts as
+    dead.
     """
 
     def __init__(
@@ -305,19 +314,19 @@ class RayCluster:
 
     @property
     def lost_part(self) -> str | None:
-        """Description of the part of Ray that is lost, or None if no part is known to be lost."""
+        """Description of the part of Ray that does not respond, or None if none is known."""
         return self._watch.lost_part
 
     def is_alive(self) -> bool:
-        """Try to connect to Ray now, and return whether Ray answers.
+        """Return whether Ray accepts connections at this moment.
 
-        Other requests to a dead Ray block for a minute, after which Ray ends this process.
+        Any other request to a dead Ray would block for a minute, after which Ray ends this process.
         """
         self._watch.check()
         return self.lost_part is None
 
     def check_local_raylet(self) -> None:
-        """Raise `DevicesLost` if this machine's raylet does not answer.
+        """Raise `DevicesLost` if this machine's raylet (Ray's local daemon) does not respond.
 
         Ray ends a process that uses the object store of a dead raylet.
         """
@@ -327,7 +336,8 @@ class RayCluster:
     def check_not_lost(self) -> None:
         """Raise `DevicesLost` if part of Ray is known to be lost.
 
-        The loss is first reported to the supervisor, since Ray can end this process at any moment.
+        The loss is first reported to the supervisor process, since Ray can end this process at any
+        moment.
         """
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
@@ -401,15 +411,19 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this one first, then the others by address.
+        """Return the machines that are up: this machine, then the others sorted by address.
 
-        Device 0 is then on the machine where the run was started.
+        With this order, device 0 is on the machine where the run was started.
         """
         up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
         return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
     def find_lost_node(self, id: str) -> RayNode | None:
-        """Return the machine with this id if Ray lists it as dead or its raylet does not listen."""
+        """Return the machine with this id if it is lost, otherwise None.
+
+        A machine is lost if Ray lists it as dead or its raylet (Ray's daemon) accepts no
+        connections.
+        """
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
@@ -421,17 +435,21 @@ class RayCluster:
         return None
 
     def launch(self, count: int, device: str, environment: Mapping[str, str]) -> DeviceLaunch:
-        """Start the processes of `count` devices in the background, packed onto few machines."""
+        """Start the processes of `count` devices in the background.
+
+        They are packed onto as few machines as possible. `device` is the type of the devices
+        ("cuda" or "cpu").
+        """
         return DeviceLaunch(self, count, device, environment)
 
     def add_processes(self, pids: Collection[int]) -> None:
-        """Store the ids of device processes on this machine, so that `close` can kill them."""
+        """Remember device processes on this machine, so that `close` can kill them."""
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait up to `seconds` seconds for all promises, and return those that have no result yet.
+        """Wait up to `seconds` seconds for Ray's `promises`; return those still pending.
 
-        Raises `DevicesLost` as soon as Ray is known to be lost.
+        Raises `DevicesLost` as soon as part of Ray is known to be lost.
         """
         late = list(promises)
         end = time.monotonic() + seconds
@@ -441,7 +459,10 @@ class RayCluster:
         return late
 
     def close(self) -> None:
-        """Disconnect from the cluster; if this process started it, stop it and remove its files."""
+        """Disconnect from the cluster.
+
+        If this process started the cluster, it is stopped and its files are removed.
+        """
         self._watch.close()
         with silence_library("ray"):
             ray.shutdown()
@@ -451,7 +472,7 @@ class RayCluster:
 
 
 class DeviceLaunch:
-    """Device processes that are being started in the background.
+    """Start of device processes in the background.
 
     Each process uses its device's share of the machine's CPUs as threads, unless `OMP_NUM_THREADS`
     is set. To cancel the launch, close the `cluster`.
@@ -504,7 +525,7 @@ class DeviceLaunch:
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _wait_for_placement(self, seconds: float) -> bool:
-        """Wait up to `seconds` seconds for the placement group, and return whether it is ready.
+        """Wait up to `seconds` seconds for Ray to reserve all devices; return whether it has.
 
         `PlacementGroup.ready` is not used because it would start a process.
         """
@@ -521,9 +542,9 @@ class DeviceLaunch:
         return False
 
     def _find_placement(self) -> bool:
-        """Look up the machine of each device; return False if one of these machines is not up.
+        """Find the machine of each device; return False if one of these machines is not up.
 
-        If a lost machine has returned under another id, Ray moves its devices to that id.
+        If a lost machine has returned under another id, Ray later moves its devices to that id.
         """
         nodes = self.cluster.list_nodes()
         self._node_of_bundle: dict[int, str] = placement_group_table(self._group)[
@@ -533,9 +554,9 @@ class DeviceLaunch:
         return {node.id for node in self._live_nodes} == set(self._node_of_bundle.values())
 
     def _start_actors(self) -> None:
-        """Start the actors and request the addresses of their processes.
+        """Start the actors, and request the addresses of their processes.
 
-        An actor answers once it has imported everything that a device needs.
+        An actor answers this request once it has imported everything that a device needs.
         """
         threads = count_threads(self._node_of_bundle, self._live_nodes)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(
@@ -562,9 +583,10 @@ class DeviceLaunch:
 def _collect_answers(
     cluster: RayCluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
-    """Return the answer of each rank; `nodes` are the ids of the ranks' machines.
+    """Return the answers of all ranks to a request, waiting up to `seconds` seconds.
 
-    Raises `DevicesLost` naming the ranks that did not answer or the lost machine, and `RunError` or
+    `what` says what the ranks wait for, and `nodes` are the ids of their machines. Raises
+    `DevicesLost` naming the ranks that did not answer or the lost machine, and `RunError` or
     `ConfigError` if a device raised an error.
     """
     late = cluster.wait(promises, seconds)

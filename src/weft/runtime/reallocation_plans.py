@@ -1,4 +1,4 @@
-"""Cache of the plans by which parameters are transferred between meshes."""
+"""Cache of the plans by which parameters are transferred between meshes (sets of devices)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from weft.topology import Slice
 class ReallocationPlan:
     """Plan for transferring parameters from one engine's ranks to another's.
 
-    `num_bytes_moved` is the number of bytes that are sent between devices each time the plan is
-    executed, and `across` is the number of these bytes that are sent between machines.
+    Attributes:
+        key: Unique name of the plan.
+        ranks: All ranks of both engines.
+        transfers: Pieces of parameters to transfer.
+        num_bytes_moved: Number of bytes sent between devices each time the plan is executed.
+        across: Number of these bytes that are sent between machines.
     """
 
     key: str
@@ -40,8 +44,8 @@ class ReallocationPlan:
 class ReallocationPlanCache:
     """Cache of reallocation plans, each of which is created on first use.
 
-    `built` maps each rank to the description of its engines, and `hosts` maps each rank to its
-    machine.
+    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
+    rank. In the methods, an engine is identified by its role and mesh.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class ReallocationPlanCache:
     ) -> ReallocationPlan:
         """Return the plan that transfers the parameters `names` from `source` to `target`.
 
-        A plan that is not in the cache is created and sent to its ranks.
+        If the plan is not in the cache, it is created and sent to its ranks.
         """
         between = source, target, tuple(names)
         if between not in self._plans:
@@ -94,9 +98,10 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters of the engine `place` that train steps change.
+        """Return the names of those parameters of the engine `place` that train steps change.
 
-        If no rank reports these parameters, the names of all parameters are returned.
+        If the role's ranks do not report which ones these are, the names of all parameters are
+        returned.
         """
         role = place[0]
         mesh = self._meshes[place[0]]
@@ -108,7 +113,7 @@ class ReallocationPlanCache:
     def list_common(self, source: EngineKey, target: EngineKey, *, partly: bool) -> list[str]:
         """Return the names of the parameters that both engines have.
 
-        If `partly` is True, each engine may have other parameters too. Otherwise `ConfigError` is
+        If `partly` is True, each engine may also have other parameters. Otherwise `ConfigError` is
         raised if the parameters of the engines differ.
         """
         return list_common_parameters(
@@ -120,7 +125,7 @@ class ReallocationPlanCache:
         )
 
     def _compute_shapes(self, place: EngineKey) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of each parameter, computed from the slices of all ranks."""
+        """Return the shape of each whole parameter, computed from the slices of all ranks."""
         shapes: dict[str, tuple[int, ...]] = {}
         for parts in self.collect_slices(place).values():
             for name, part in parts.items():
@@ -131,9 +136,10 @@ class ReallocationPlanCache:
     def collect_slices(
         self, place: EngineKey, names: Iterable[str] | None = None
     ) -> dict[int, dict[str, Slice]]:
-        """Return the parameter slices of each rank, by parameter name.
+        """Return the slices of parameters that each rank of an engine holds.
 
-        If `names` is given, only the slices of these parameters are returned.
+        The result maps ranks to parameter names to slices. If `names` is given, only these
+        parameters are included.
         """
         held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
         slices: dict[int, dict[str, Slice]] = {}
@@ -144,10 +150,10 @@ class ReallocationPlanCache:
         return slices
 
     def _compute_itemsize(self, source: str, target: EngineKey, eta: float) -> int:
-        """Return the number of bytes that are sent per element.
+        """Return the number of bytes that are sent per element of a parameter.
 
-        Trained parameters are sent from the float32 master weights. If the target's dtype is
-        smaller and `eta` is 1, they are rounded to that dtype before they are sent.
+        Parameters of a trained role are sent from the float32 master weights. If the target's dtype
+        is smaller and `eta` is 1, they are rounded to that dtype before they are sent.
         """
         trained = self._experiment.roles[source].trained
         own, wanted = (

@@ -1,4 +1,4 @@
-"""Record of each process that worked on a run, in the file `run.json`."""
+"""Record of the processes that worked on a run, kept in the file `run.json`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ GIT_SECONDS = 5.0
 def record_process(
     run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
 ) -> None:
-    """Add this process to the run's `run.json`.
+    """Add this process to the run's file `run.json`.
 
-    Secrets in the command are masked. `chosen` lists the options whose values weft chose.
+    `step` is the number of completed steps, and `chosen` lists the options whose values weft chose.
+    Secrets in the command are masked.
     """
     before = RunRecord.read(run)
     command = build_command(sys.argv, sys.orig_argv)
@@ -57,7 +58,8 @@ def record_process(
 def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
     """Return the command that starts this process again, beginning with `weft` or `python`.
 
-    `words` is `sys.argv`, and `original` is `sys.orig_argv`.
+    `words` is `sys.argv`, and `original` is `sys.orig_argv`. A program given by `python -c` is
+    replaced by "...".
     """
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
@@ -68,7 +70,7 @@ def build_command(words: Sequence[str], original: Sequence[str]) -> list[str]:
 
 
 def parse_quickstart(command: Sequence[str]) -> str | None:
-    """Return the NAME in a command `weft quickstart NAME`, or None for other commands."""
+    """Return NAME if the command is `weft quickstart NAME`, otherwise None."""
     words = list(command)
     if words[:1] == ["weft"] and words[1:2] == ["quickstart"]:
         rest = words[2:]
@@ -98,7 +100,7 @@ def read_versions() -> dict[str, str]:
 
 
 def read_commit(folder: Path) -> str:
-    """Return the git commit of the checkout at `folder`, or "" if there is none.
+    """Return the abbreviated git commit of the checkout at `folder`, or "" if there is none.
 
     A `+` is appended if tracked files are modified.
     """

@@ -1,8 +1,9 @@
-"""Recovery points: the state that a restart needs, written between steps. The last two are kept.
+"""Recovery points, which contain the state that a restart needs.
 
-A point is written to `recover/step{N}.tmp`, flushed to disk and renamed to `recover/step{N}`. It is
-complete once its manifest `recover/step{N}.json`, with a checksum per file, has been written. A
-directory without a manifest is ignored. If a point is damaged, the one before it is used.
+A recovery point is written between steps, and the last two are kept. It is first written to
+`recover/step{N}.tmp`, then flushed to disk and renamed to `recover/step{N}`. It is complete once
+its manifest `recover/step{N}.json`, with a checksum per file, has been written. A directory without
+a manifest is ignored. If a recovery point is damaged, the one before it is used.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class RecoveryPointStore:
         self._folder = folder
 
     def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
-        """Write the point after `step` steps; `fill` writes its files into an empty directory.
+        """Write a recovery point, then remove all but the last two.
 
-        Only the last two points are kept. Raises `RunError` if the disk is full or fails; earlier
-        points then remain.
+        `step` is the number of completed steps. `fill` is called with an empty directory to write
+        the files. Raises `RunError` if the disk is full or fails; earlier recovery points then
+        remain.
         """
         point = RecoveryPoint(step, self._folder / f"step{step}")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ class RecoveryPointStore:
         return point
 
     def list_points(self) -> list[RecoveryPoint]:
-        """Return all points with a manifest, newest first, without verifying checksums."""
+        """Return all complete recovery points, newest first, without verifying their checksums."""
         steps = [
             match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))
         ]
@@ -68,9 +70,9 @@ class RecoveryPointStore:
         )
 
     def find_newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """Return the newest intact point, or None if no point is intact.
+        """Return the newest intact recovery point, or None if there is none.
 
-        `note` is called with a message for each damaged point that is skipped.
+        `note` is called with a message for each damaged one that is skipped.
         """
         for point in self.list_points():
             wrong = find_damage(point)
@@ -90,7 +92,7 @@ class RecoveryPointStore:
                 disk.remove(point.directory)
 
     def remove_partial(self) -> None:
-        """Remove incomplete points that a killed process left behind."""
+        """Remove incomplete recovery points that a killed process left behind."""
         disk.clean_up(self._folder)
         whole = {point.directory.name for point in self.list_points()}
         for path in self._folder.glob("step*"):
@@ -120,9 +122,9 @@ def find_damage(point: RecoveryPoint) -> str | None:
 def find_named_point(path: Path) -> RecoveryPoint:
     """Return the recovery point that the option `resume_from` selects.
 
-    `path` is the directory of a recovery point, of a checkpoint whose step also has a recovery
-    point, or of a run. For a run, the newest intact point is returned. Raises `CheckpointError` if
-    there is no such point; the message lists the points of the run.
+    `path` is the directory of a recovery point, of a checkpoint (which selects the recovery point
+    of the same step), or of a run (which selects its newest intact recovery point). Raises
+    `CheckpointError` if there is no such recovery point; the message lists those that exist.
     """
     path = path.expanduser()
     if not path.exists():

@@ -1,8 +1,8 @@
-"""Engines of a worker, one per (role, mesh): building, copying, offloading, saving and restoring.
+"""Engines of a worker: building, copying, offloading, saving and restoring.
 
-A worker has an engine for each role whose own mesh includes the worker's rank. If calls use a role
-on another mesh that includes this rank, the worker also has a copy of the role for that mesh.
-Transfers between devices are in `weft.runtime.parameters`.
+A worker has an engine for each role whose own mesh (set of devices with a layout) includes the
+worker's rank. If calls use a role on another mesh that includes this rank, the worker also has a
+copy of the role for that mesh. Transfers between devices are in `weft.runtime.parameters`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ OffloadableState = Literal["weights", "optimizer"]
 
 @runtime_checkable
 class SupportsDisablingAdapters(Protocol):
-    """Engine whose adapters can be disabled, so that another role can use its base weights."""
+    """Engine whose adapters can be disabled, so that another role can use its base weights.
+
+    `without_adapters` returns an engine for the base weights, or None if there are no adapters.
+    """
 
     def without_adapters(self) -> Engine | None: ...
 
 
 @runtime_checkable
 class ReportsTrainedNames(Protocol):
-    """Engine that knows which parameters its train steps change."""
+    """Engine that reports the names of the parameters that its train steps change."""
 
     @property
     def trained_names(self) -> frozenset[str]: ...
 
 
 class RoleEngines:
-    """Engines of this rank, by role and mesh.
+    """Engines on this rank, identified by role and mesh.
 
-    `specs` maps roles to their specs, which include the learning rate schedules. `groups` is
-    required for layouts with several devices.
+    `specs` maps roles to their model specs, which include the learning rate schedules. `groups` are
+    the process groups, which layouts with several devices need.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class RoleEngines:
 
     @property
     def engine_keys(self) -> list[EngineKey]:
-        """The (role, mesh) of every engine on this rank."""
+        """Role and mesh of every engine on this rank."""
         return list(self._engines)
 
     def _build(self, spec: ModelSpec, mesh: Mesh) -> Engine:
@@ -107,16 +110,16 @@ class RoleEngines:
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:
-        """Return whether both roles are on the same mesh, so that copying needs no communication."""
+        """Return whether both roles are on the same mesh, so that copying needs no transfers."""
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)
 
     def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """Return the engine of a trained role whose base weights `role` can use, or None.
+        """Return an engine for base weights that `role` can share with a trained role, or None.
 
-        The adapters of the returned engine are disabled. Both roles must have the same base
-        weights, their meshes must split these in the same way, and the engine must support
-        disabling its adapters.
+        The trained role's adapters are disabled in this engine. Both roles must have the same base
+        weights, their meshes must split these in the same way, and the trained role's engine must
+        support disabling its adapters.
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
@@ -139,9 +142,9 @@ class RoleEngines:
     ) -> Engine:
         """Return the role's engine on `mesh`, after moving its weights to the device.
 
-        By default, `mesh` is the role's own mesh. `weights` is the number of updates that a copy of
-        the role must have received; with `or_newer`, the copy may have received more. Raises
-        `RunError` if the copy has received another number of updates.
+        By default, `mesh` is the role's own mesh. For a copy of the role, `weights` is the number
+        of updates of its weights that it must have received; with `or_newer`, it may have received
+        more. Raises `RunError` if the number differs.
         """
         place = self._build_key(role, mesh)
         has = self._weights.get(place)
@@ -155,7 +158,7 @@ class RoleEngines:
         return self._engines[place]
 
     def offload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state to host memory, if they are on the device.
+        """Move weights or optimizer state (`what`) to host memory.
 
         Engines move what they need back to the device by themselves.
         """
@@ -164,23 +167,23 @@ class RoleEngines:
         self._offloaded.add((place, what))
 
     def onload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state back to the device after `offload`."""
+        """Move weights or optimizer state (`what`) back to the device if they were offloaded."""
         place = self._build_key(role, mesh)
         if (place, what) in self._offloaded:
             self._engines[place].onload(what)
             self._offloaded.discard((place, what))
 
     def find_engine(self, place: EngineKey) -> Engine | None:
-        """Return an engine without moving its weights, or None if this rank does not have it."""
+        """Return the engine at `place`, or None if this rank does not have it."""
         return self._engines.get(place)
 
     @contextmanager
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
-        """Yield the engine whose weights the block replaces, or None if this rank does not have it.
+        """Yield the engine at `place` for a block that replaces its weights.
 
-        `place` is the role and the mesh of the engine. A copy of a role cannot be used until the
-        block ends. `weights` is the number of updates that the copy has received when the block
-        ends.
+        `place` is the role and the mesh of the engine; None is yielded if this rank does not have
+        it. A copy of a role cannot be used until the block ends. `weights` is the number of updates
+        that the copy has received by then.
         """
         copy = place in self._weights
         if copy:
@@ -190,14 +193,14 @@ class RoleEngines:
             self._weights[place] = weights
 
     def sync(self, sync: ParamSync) -> int:
-        """Set target = eta * source + (1 - eta) * target; return the target's new version.
+        """Set target = eta * source + (1 - eta) * target for the parameters of two roles.
 
-        The new version of the target is the version of the source.
+        Returns the target's new version, which is the version of the source.
         """
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Save the state of the engine on each role's own mesh, but not of copies of roles.
+        """Save the state of each role's own engine below `folder`, but not of copies of roles.
 
         Frozen weights are omitted if they have not changed since they were loaded.
         """
@@ -207,7 +210,7 @@ class RoleEngines:
             self._get_own_engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
-        """Load the state of the engine on each role's own mesh from `folder`.
+        """Load the state of each role's own engine from `folder`.
 
         Raises `CheckpointError` if the state of a role is missing.
         """
@@ -224,7 +227,7 @@ class RoleEngines:
             self.engine(role).load_state(folder / role)
 
     def describe(self) -> dict[str, Mapping[str, Any]]:
-        """Return, for each role, the description of the engine on the role's own mesh."""
+        """Return the description of each role's own engine."""
         return {role: self._get_own_engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
@@ -236,7 +239,10 @@ class RoleEngines:
         return copies
 
     def get_trained_names(self, role: str) -> frozenset[str] | None:
-        """Return the names of the parameters that train steps change, or None if unknown."""
+        """Return the names of the role's parameters that train steps change.
+
+        Returns None if the engine does not report them.
+        """
         engine = self._get_own_engine(role)
         return engine.trained_names if isinstance(engine, ReportsTrainedNames) else None
 
@@ -247,9 +253,10 @@ class RoleEngines:
         return role, mesh or self._meshes[role]
 
     def _copy_parameters(self, source: str, target: str, eta: float, *, partly: bool) -> int:
-        """Set target = eta * source + (1 - eta) * target; return the target's new version.
+        """Set target = eta * source + (1 - eta) * target for two roles.
 
-        Both engines are on this rank. For `partly`, see `list_common_parameters`.
+        Both must have an engine on this rank. Returns the target's new version. For `partly`, see
+        `list_common_parameters`.
         """
         names = self._list_common(source, target, partly=partly)
         giver = self.engine(source)
@@ -266,13 +273,15 @@ class RoleEngines:
 def list_common_parameters(
     source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
-    """Return the names of the parameters that roles `source` and `target` have in common.
+    """Return the names of the parameters that the roles `source` and `target` have in common.
 
     `have` and `want` map the parameter names of the two roles to full shapes or, if both are on the
     same mesh, to local slices. A parameter is common if its shape or slice is equal in both. With
-    `partly`, either role may have other parameters too, such as a new head, which keeps its
-    initialization. Raises `ConfigError` naming the parameters that differ, if no parameter is
-    common or, without `partly`, if any differs.
+    `partly`, either role may have other parameters as well: for example, a new head, which keeps
+    its initialization.
+
+    Raises `ConfigError` naming the parameters that differ if no parameter is common or, without
+    `partly`, if any parameter differs.
     """
     names = []
     for name in want:

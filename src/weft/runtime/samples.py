@@ -1,4 +1,7 @@
-"""Samples as text: a few per step for samples.jsonl, and all completions for generations.jsonl."""
+"""Conversion of samples to text for the run's files.
+
+A few samples per step are written to samples.jsonl, and all completions to generations.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ PAIRS = ("rank", "comparison")
 
 
 def is_detailed_step(step: int) -> bool:
-    """Return whether the samples of this step are kept as whole groups, with values per token.
+    """Return whether the samples of a step are shown as whole groups, with values per token.
 
     All steps below 10 are detailed, then every 2nd step below 100, every 20th step below 1000, and
     so on.
@@ -38,9 +41,10 @@ def is_detailed_step(step: int) -> bool:
 
 
 class SampleReader:
-    """Reader of a few samples of a step, used before their tensors are dropped.
+    """Reader of a few samples of a step, to be used before their tensors are removed.
 
-    The samples are completions if the graph generates, otherwise rows that were trained on.
+    If the graph generates, the samples are completions; otherwise they are rows that were trained
+    on.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class SampleReader:
         tokenizer: Tokenizer,
         last: int | None = None,
     ) -> None:
-        """Create a reader that always shows the step `last`, if given, in detail."""
+        """Create a reader for which the step `last`, if given, is always a detailed step."""
         self._last_step = last
         self._group = group
         self._tokenizer = tokenizer
@@ -68,12 +72,12 @@ class SampleReader:
     def read_rows(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None = None
     ) -> list[dict[str, Any]]:
-        """Return samples of step `step`, which used these ids.
+        """Return rows that show samples of a step, given the ids that the step used.
 
-        In a detailed step (`is_detailed_step`), the samples are whole groups, with one row per
-        completion and values per token. In other steps, they are the first completion of each of up
-        to `SHOWN_SAMPLES` ids if the graph generates; otherwise there are none. `seen` has the
-        log-probs or scores of a few ids from the training call.
+        In a detailed step (`is_detailed_step`), whole groups are shown, with one row per completion
+        and values per token. In other steps, the first completion of each of up to `SHOWN_SAMPLES`
+        ids is shown if the graph generates; otherwise nothing is. `seen` has the log-probs or
+        scores of a few ids from the training call.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
@@ -113,10 +117,10 @@ class SampleReader:
         return step == self._last_step or is_detailed_step(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """Fetch the prompts and completions of these ids, with `optional` keys that all ids have.
+        """Fetch the prompts and completions of these ids, and `optional` keys that all ids have.
 
-        Keys that the graph renames are returned under their usual names: for example, `completion`
-        if the graph calls it `mixed_completion`.
+        Keys that the graph renames are returned under their original names: for example,
+        `completion` if the graph calls it `mixed_completion`.
         """
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
         # skip dataset keys that remapped keys replace
@@ -134,7 +138,7 @@ class SampleReader:
     def _fetch_trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None
     ) -> SequenceSample | None:
-        """Return the samples to show for a step whose graph generates no completions.
+        """Return the samples to show for a step of a graph that does not generate.
 
         If `seen` has any ids of the step, the samples are chosen from these ids, which are the same
         in every parallel layout. Otherwise the samples of the step's first ids are returned.
@@ -157,7 +161,7 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Iterate over rows with values per token, with one row for each completion."""
+        """Yield a row with values per token for each of the first completions of each id."""
         counts = batch.lengths["completion"].tolist()
         held = {}
         for key in (*BY_TOKEN, "advantages"):
@@ -184,12 +188,12 @@ class SampleReader:
     def _format_by_token(
         self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
-        """Return the token-level fields of a row: `tokens`, `logprobs`, `trained` and `advantages`.
+        """Return the fields of a row that show values per token, and summaries of these values.
 
-        `tokens` has the text of each token. `trained` (0 or 1) is left out if all tokens are
-        trained, and `advantages` if all are equal. The result also includes `advantage`, the mean
-        advantage, and `log_ratio`, the sum of log-probs minus reference log-probs over the trained
-        tokens.
+        The values per token are `tokens` (the text of each token), `logprobs`, `trained` (0 or 1;
+        left out if all tokens are trained) and `advantages` (left out if all are equal). The
+        summaries are `advantage`, the mean advantage, and `log_ratio`, the sum of log-probs minus
+        reference log-probs over the trained tokens.
         """
         columns: dict[str, Any] = {"tokens": self._decode_tokens(tokens[:TOKENS])}
         if "logprobs" in values:
@@ -208,7 +212,7 @@ class SampleReader:
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield, for each completion, its index in the batch and its row."""
+        """Yield (index in the batch, row) for each completion in the batch."""
         # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
@@ -248,20 +252,26 @@ class SampleReader:
 
 
 def _shorten(text: str) -> str:
-    """Return the text, with the middle cut out if it is longer than `TEXT` characters."""
+    """Return the text, with its middle replaced if it is longer than `TEXT` characters."""
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
 
 
 def _find_reference(values: Sequence[Any]) -> dict[str, Any]:
-    """Return {"answer": value} for the first value that is a string or number, or {} if none is."""
+    """Return the reference answer as {"answer": text}.
+
+    It is the first of `values` that is a string or number. Returns {} if there is none.
+    """
     reference = next((value for value in values if isinstance(value, str | int | float)), None)
     return {} if reference is None else {"answer": _shorten(str(reference))}
 
 
 def _compute_loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return {"loss": mean cross-entropy of the trained tokens}, or {} if no token is trained."""
+    """Return {"loss": mean cross-entropy of the trained tokens of a completion}.
+
+    Returns {} if no token is trained.
+    """
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
     trained = []
     for value, counts in zip(values["logprobs"], mask, strict=True):

@@ -1,4 +1,4 @@
-"""Length of a run, optimizer steps of its roles, and frequencies of actions."""
+"""Length of a run, number of optimizer steps of its roles, and frequencies of actions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class RunLength:
-    """Length of a run.
+    """Length of a run in steps.
 
-    An epoch has `num_ids` ids and `firings[node]` firings of each node. A run that trains and has
-    `max_steps` takes that many steps, over as many epochs as needed. Any other run takes
-    `total_train_epochs` epochs, or `max_steps` steps if these are fewer. Filters that drop ids can
-    only shorten the run.
+    A run that trains and has `max_steps` set takes that many steps, over as many epochs as needed.
+    Any other run takes `total_train_epochs` epochs, or `max_steps` steps if these are fewer.
+    Filters that drop ids can only make the run shorter.
+
+    Attributes:
+        num_ids: Number of sample ids per epoch.
+        firings: Number of firings (executions) of each node per epoch.
+        steps_per_epoch: Number of steps per epoch.
+        steps: Number of steps of the run.
     """
 
     num_ids: int
@@ -31,7 +36,7 @@ class RunLength:
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, loader: BatchLoader) -> RunLength:
-        """Compute the length of the run. Raises `ConfigError` if it has no steps."""
+        """Compute the length of a run. Raises `ConfigError` if it has no steps."""
         num_ids = loader.num_ids
         batches = loader.batches_per_epoch
         control = experiment.control
@@ -56,14 +61,20 @@ class RunLength:
         return cls(num_ids, firings, per_epoch, steps)
 
     def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """Return the number of optimizer steps of a training node, per epoch and in the whole run."""
+        """Return the number of optimizer steps of a training node.
+
+        The result has two numbers: per epoch, and in the whole run.
+        """
         per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
         share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
         firings = math.ceil(self.firings[node] * share - 1e-9)
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
     def count_trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Return the number of optimizer steps of a training node while its role is not frozen."""
+        """Return the number of optimizer steps of a training node in the whole run.
+
+        Steps during which its role is frozen are not counted.
+        """
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
             next(n.role for n in experiment.list_trained_nodes() if n.name == node)
@@ -71,7 +82,7 @@ class RunLength:
         return optimizer.build_schedule(total, per_epoch).total_steps
 
     def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """Return the specs of all roles, with the options of the run applied.
+        """Return the model specs of all roles, completed with the options of the run.
 
         Specs of trained roles also get their learning rate schedule.
         """
@@ -99,7 +110,14 @@ class RunLength:
 class ActionFrequency:
     """Frequency of an action in steps, epochs or seconds.
 
-    If several of these are set, the action is due whenever one of them requires it.
+    If several of these are set, the action is due whenever it is due by any of them.
+
+    Attributes:
+        steps: Number of steps between two actions.
+        epochs: Number of epochs between two actions.
+        secs: Number of seconds between two actions.
+        last_epochs: Number of completed epochs at the last check.
+        last_time: Time of the last action in seconds, on the monotonic clock.
     """
 
     steps: int | None = None
@@ -114,7 +132,10 @@ class ActionFrequency:
         return self.steps is not None or self.epochs is not None or self.secs is not None
 
     def check_due(self, step: int, epochs_done: int) -> bool:
-        """Return whether the action is due after `step` steps. Must be called once after each step."""
+        """Return whether the action is due after `step` completed steps.
+
+        Must be called exactly once after each step, with the number of completed epochs.
+        """
         by_step = self.steps is not None and step % self.steps == 0
         by_epoch = (
             self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs

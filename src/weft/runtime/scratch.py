@@ -1,4 +1,4 @@
-"""Temporary folders of a process, and the removal of those that killed processes left behind."""
+"""Temporary folders of processes, and removal of those that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class ScratchFolder:
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove the folders that dead processes of this user left behind, and return their paths."""
+    """Remove temporary folders that dead processes of this user left behind.
+
+    Returns the paths of the removed folders.
+    """
     folders = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         held = _lock_if_abandoned(folder)
@@ -45,9 +48,9 @@ def remove_leftovers() -> list[Path]:
 
 
 def _lock_if_abandoned(folder: Path) -> IO[str] | None:
-    """Lock the folder if the process that owned it is dead, and return the lock file.
+    """Lock a folder whose owner is dead, and return the lock file.
 
-    Returns None for folders that belong to other users, are in use, or are being created.
+    Returns None if the folder belongs to another user, is in use, or is being created.
     """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,4 +1,7 @@
-"""Copies of roles that serve only calls on stale weights, so that training need not wait for them."""
+"""Selection of calls that run on copies of a role that are separate from training.
+
+Such copies serve only calls that tolerate stale weights, so that training need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Return, for each call that runs independently of training, the copy of its role that it uses.
+    """Return the calls that run independently of training, each with the copy of its role.
 
-    Such a copy shares no device with the role's own mesh. All calls on the copy tolerate stale
-    weights, and no sync writes to the role.
+    A copy is identified by its role and mesh (set of devices with a layout). It shares no device
+    with the role's own mesh, all calls on it tolerate stale weights, and no sync writes to the
+    role.
     """
     meshes = experiment.build_meshes()
     used: dict[EngineKey, list[MFCDef]] = {}

@@ -1,4 +1,4 @@
-"""Session of a run: its steps, with evaluation, checkpoints and recovery points between them."""
+"""Session of a run: its steps, with evaluations, checkpoints and recovery points between them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,22 @@ LAST_BITS_WARNING = "its numbers may differ in the last bits from those of an un
 class SessionParts:
     """Components of a session.
 
-    `plan` is shown before the first step. If `plan_shown` is True, it has already been shown before
-    the devices were started. `format_peak_memory` formats the peak memory, given in GiB, as a line
-    for the end of the run, and returns whether to show this line. `ending_lines` are the last lines
-    of a finished run. `data` are the loaded data, whose rows may still be tokenized in the
-    background.
+    Attributes:
+        experiment: The experiment to run.
+        directory: Directory of the run.
+        group: Worker group that runs the engines.
+        master: Scheduler of the run's graph.
+        evaluator: Runner of the evaluation graph, or None if the run does not evaluate.
+        samples: Reader of the samples to show for each step.
+        horizon: Length of the run.
+        plan: Summary of the run that is shown before the first step.
+        format_peak_memory: Function that formats the peak memory, given in GiB, as a line for the
+            end of the run, and returns whether to show this line.
+        ending_lines: Last lines to show for a finished run.
+        hardware: Description of the device, for the report.
+        plan_shown: True if the plan has already been shown, before the devices were started.
+        fixed_prompts: Recorder of completions of fixed prompts, or None.
+        data: Loaded data, whose rows may still be tokenized in the background.
     """
 
     experiment: Experiment
@@ -71,10 +82,10 @@ class SessionParts:
 
 
 class Session:
-    """One process's work on a run: the master's steps, and the scheduled actions between them.
+    """Work of one process on a run.
 
-    Between steps, the session evaluates, and writes checkpoints and recovery points
-    (`_finish_step`).
+    It runs the master's steps. Between them, it evaluates, and writes checkpoints and recovery
+    points as scheduled (`_finish_step`).
     """
 
     def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:
@@ -108,13 +119,13 @@ class Session:
 
     @property
     def plan(self) -> RunPlan:
-        """Plan that is shown before the first step."""
+        """Summary of the run that is shown before the first step."""
         return self._parts.plan
 
     # -- begin and end
 
     def open(self, *, resumes: bool, instead_of: Session | None = None) -> None:
-        """Restore or start the run and open its files; nothing is written before this call.
+        """Start or restore the run, and open its files. Nothing is written before this call.
 
         `resumes` is True if the directory already contains this run. `instead_of` is an earlier
         session of this process that lost its devices and is replaced by this one.
@@ -152,7 +163,8 @@ class Session:
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended, and release the workers.
 
-        If the run failed or was stopped, unfinished work of the workers is abandoned at once.
+        Unless the run has finished, unfinished work of the workers is abandoned at once. `error` is
+        written to the log but not shown.
         """
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         self._close_data()
@@ -173,11 +185,11 @@ class Session:
             self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl."""
+        """Return the rows of metrics.jsonl, one for each step."""
         return list(read_rows(self._directory.path / METRICS))
 
     def release_devices(self, why: str) -> None:
-        """Release the devices without waiting, and show the user the reason `why`.
+        """Release the devices without waiting for their work, and show the user why.
 
         The terminal view stays open for the next session.
         """
@@ -191,11 +203,11 @@ class Session:
         self._observer.close("interrupted")
 
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
-        """Clean up after a killed process and return the newest recovery point of the directory.
+        """Remove partial files, and return the newest intact recovery point of the directory.
 
-        Returns None if `resume_from` names a point of this run, because the caller then uses that
-        point. If `own` is True, this process has written newer points, and `resume_from` is
-        ignored.
+        Returns None if there is none, or if `resume_from` names a point of this run, which the
+        caller then uses. If `own` is True, this process has written newer points, and `resume_from`
+        is ignored.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()
@@ -209,7 +221,10 @@ class Session:
         return self._points.find_newest(self._notes.append)
 
     def _restore_point(self, point: RecoveryPoint) -> None:
-        """Restore a recovery point, and warn of numerical settings that differ from the saved ones."""
+        """Restore a recovery point.
+
+        A warning is shown if numerical settings differ from the saved ones.
+        """
         state = self._master.load(point.directory)
         for name, every in self._frequencies.items():
             every.load_state_dict(state["due"][name])
@@ -248,7 +263,7 @@ class Session:
     # -- the run
 
     def run(self) -> None:
-        """Run to the last step.
+        """Run until the last step is done.
 
         Raises `Interrupted` after Ctrl-C or SIGTERM, and `RunError` or `UserError` if the run
         cannot continue.
@@ -284,10 +299,10 @@ class Session:
             self._finish_run()
 
     def _finish_run(self) -> None:
-        """Evaluate and save after the last step, if that has not been done.
+        """Evaluate and save after the last step, unless this has been done already.
 
-        This is necessary if filters dropped all remaining ids, so that the run ended earlier than
-        expected.
+        It has not been done if filters dropped all remaining ids, so that the run ended earlier
+        than expected.
         """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()
@@ -307,9 +322,10 @@ class Session:
         return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _finish_step(self, result: StepResult) -> None:
-        """Write the metrics of a step, and evaluate, save and write a recovery point as scheduled.
+        """Write the metrics of a step, and run the actions that are due after it.
 
-        Raises `Interrupted` if a signal was received.
+        These are evaluation, saving of checkpoints and writing of a recovery point. Raises
+        `Interrupted` if a signal was received.
         """
         # Find what is due, and write a finished trace.
         due = {}
@@ -398,7 +414,7 @@ class Session:
             self._parts.data.close()
 
     def build_interruption(self) -> Interrupted | None:
-        """Return the error to raise for a run that a second signal stopped during a step.
+        """Return the error for a run that a second signal stopped during a step.
 
         Returns None if no signal was received.
         """
@@ -408,7 +424,7 @@ class Session:
 
 
 def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
-    """Return a sentence that tells the user how to resume the run.
+    """Return a phrase that tells the user how to resume the run.
 
     `point` is the step of the last recovery point (0 if there is none). `step` is the number of
     steps that were completed when the run stopped.
@@ -421,9 +437,10 @@ def describe_resuming(control: Control, point: int, step: int | None = None) -> 
 
 
 def write_start_files(parts: SessionParts, step: int, *, records_process: bool) -> dict[str, Any]:
-    """Write the files of a run that starts or resumes; return its configuration without secrets.
+    """Write the files that describe a run when it starts or resumes.
 
-    If `records_process` is True, this process is also recorded in `run.json`.
+    Returns the run's configuration, with secrets masked. If `records_process` is True, this process
+    is also recorded in `run.json`.
     """
     directory = parts.directory
     config = mask_values(parts.experiment.resolve())
@@ -443,8 +460,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
 def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
     """Return the frequencies of the actions `evaluate`, `save`, `milestone` and `cut`.
 
-    The action `cut` writes a recovery point. If the run evaluates and no frequency is set for it,
-    the evaluation takes place once per epoch.
+    `milestone` saves a checkpoint that is never removed, and `cut` writes a recovery point. A run
+    that evaluates does so once per epoch if no frequency is set.
     """
     evaluate = ActionFrequency(
         control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs
@@ -466,7 +483,10 @@ def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionF
 
 
 def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the differences between the saved numerical settings `then` and the settings `now`."""
+    """Describe the numerical settings that have changed since a recovery point was saved.
+
+    `then` are the saved settings, and `now` the current ones. Returns "" if nothing differs.
+    """
     return "; ".join(
         f"{name} {then.get(name)} then, {value} now"
         for name, value in now.items()

@@ -1,4 +1,8 @@
-"""Handling of Ctrl-C and SIGTERM: the first lets the step finish, the second stops the run."""
+"""Handling of Ctrl-C and SIGTERM.
+
+After the first signal, the run stops once the current step is finished. The second signal stops it
+immediately.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,10 @@ SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # display names
 
 
 class SignalHandlers:
-    """Handlers of Ctrl-C and SIGTERM. `number` is the first signal received, or None."""
+    """Handlers of Ctrl-C and SIGTERM.
+
+    `number` is the first signal that was received, or None.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -30,7 +37,7 @@ class SignalHandlers:
         """Handle signals within the block, if this is the main thread.
 
         `step` returns the number of the running step. `tell` shows a line to the user, and is
-        called from the signal handler.
+        called from the signal handler. A second signal raises `KeyboardInterrupt`.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -55,10 +62,10 @@ class SignalHandlers:
     def build_interruption(
         self, step: int, again: str, lost: DevicesLost | None = None
     ) -> Interrupted:
-        """Return the error to raise for a run that a signal stopped after step `step`.
+        """Return the error for a run that a signal stopped after the step `step`.
 
-        `lost` is given if the devices were lost during the following step. `again` is a sentence on
-        how to resume the run.
+        `again` is a sentence on how to resume the run. `lost` is given if the devices were lost
+        during the step after that.
         """
         assert self.number is not None, "no signal was received"
         how = f"stopped by {SIGNAL_NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
@@ -67,7 +74,7 @@ class SignalHandlers:
         )
 
     def build_immediate_interruption(self, step: int, again: str) -> Interrupted | None:
-        """Return the error to raise for a run that a second signal stopped during step `step`.
+        """Return the error for a run that a second signal stopped during the step `step`.
 
         `again` is a sentence on how to resume the run. Returns None if no signal was received.
         """
@@ -78,7 +85,10 @@ class SignalHandlers:
 
 @contextmanager
 def silence_library(library: str) -> Iterator[None]:
-    """Suppress a library's output in the block, and restore signal handlers that it replaces."""
+    """Suppress a library's output in the block.
+
+    If the library replaces the handlers of Ctrl-C and SIGTERM, they are restored.
+    """
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()
     if main:

@@ -1,7 +1,7 @@
 """Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
 
-This module also joins the outputs of the parts. The master splits only metadata; workers find the
-data of their parts with `take_samples`.
+The outputs of the parts are joined here as well. The master splits only metadata; workers find the
+tensors of their parts with `take_samples`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ OWNER = "completion_of"  # metadata column of single completions: the id of thei
 def split(
     batch: SequenceSample, wanted: Minibatches, ranks: int, *, seed: int, role: str, step: int
 ) -> list[list[SequenceSample]]:
-    """Split a batch into minibatches, and each minibatch into one part for each data-parallel rank.
+    """Split a batch into minibatches, and each minibatch into one part per data-parallel rank.
 
     The result is indexed by [minibatch][rank] and contains the minibatches of all epochs in order.
-    In epochs after the first, the ids are shuffled, in an order that is the same after a restart
-    and on every layout.
+    In epochs after the first, the ids are shuffled. Their order depends only on `seed`, `role`,
+    `step` (the index of the call) and the epoch, so it is the same after a restart and on every
+    layout.
     """
     parts: list[SequenceSample] = []
     for epoch in range(wanted.epochs):
@@ -43,10 +44,10 @@ def split(
 
 
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
-    """Split a batch into `count` minibatches of consecutive ids, with sizes as equal as possible.
+    """Split a batch into `count` minibatches of consecutive ids, as equal in size as possible.
 
-    Groups of completions stay whole if this gives equal sizes or if the loss needs whole groups.
-    Otherwise the groups are first split into single completions.
+    Groups of completions stay whole if `unit` is "group", or if this gives equal sizes. Otherwise
+    they are first split into single completions.
     """
     if count == 1:
         return [batch]
@@ -60,11 +61,10 @@ def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[Seq
 
 
 def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
-    """Split a batch into one part of consecutive ids per rank, keeping the largest part small.
+    """Split a batch into one part of consecutive ids per rank, balanced by tokens.
 
     The number of tokens of the largest part is minimized. Groups of completions stay whole unless
-    there are fewer groups than ranks and the loss does not compare the completions of a group. Some
-    parts may be empty.
+    `unit` is "sequence" and there are fewer groups than ranks. Some parts may be empty.
     """
     if ranks == 1:
         return [batch]
@@ -77,7 +77,7 @@ def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[Sequ
 def split_completions(batch: SequenceSample) -> SequenceSample:
     """Return the batch with one id per completion, named `id[k]`, each with its prompt.
 
-    A value that an id has only once is repeated for each of its completions.
+    A value that exists once per original id is repeated for each of its completions.
     """
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():
@@ -110,15 +110,15 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
-    """Return the ids that the samples in `parts` had before groups were split into completions.
+    """Return the original ids of samples that may have been split into single completions.
 
-    The ids are in the order of the parts, without duplicates.
+    The ids are in the order of `parts`, without duplicates.
     """
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """Return the samples `parts`, which have only metadata, with their tensors from `batch`."""
+    """Return the samples in `parts`, which have only metadata, with tensors from `batch`."""
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)
     else:
@@ -136,6 +136,9 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
 def join_outputs(
     outputs: Sequence[SequenceSample | None], ids: Sequence[str]
 ) -> SequenceSample | None:
-    """Join the outputs of all ranks in the order of `ids`. Returns None if there are no outputs."""
+    """Join the outputs of all ranks, in the order of `ids`.
+
+    Returns None if there are no outputs.
+    """
     samples = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(samples).select(ids=ids) if samples else None

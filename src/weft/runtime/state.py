@@ -1,4 +1,7 @@
-"""Files of nested plain values and arrays, for the results of `state_dict`. Pickle is not used."""
+"""Files that store the results of `state_dict`.
+
+These are nested plain values and arrays. Pickle is not used.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ ARRAY = "$array"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested mappings, lists, strings, numbers, numpy arrays and tensors to a file.
+    """Write nested mappings, lists, strings, numbers, NumPy arrays and tensors to a file.
 
-    Floats are stored exactly. Raises `RunError` for any other value, naming its location.
+    Floats are stored exactly. Raises `RunError` for any other value, naming where it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)

@@ -1,4 +1,7 @@
-"""Metrics of node firings, collected until the step that they belong to is logged."""
+"""Metrics of firings (executions of graph nodes), collected for the log.
+
+They are kept until the step that they belong to is logged.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,34 @@ from weft.runtime.step_metrics import FiringMetrics, StepMetrics
 
 @dataclass
 class _LedgerEntry:
-    """Metrics of one firing. If `firing` is None, these are metrics of a node as a whole."""
+    """Metrics of a node.
+
+    Attributes:
+        node: Name of the node.
+        firing: Firing (execution) that was measured, or None if the metrics do not belong to a
+            single one.
+        measured: The metrics, or None while the firing is running.
+    """
 
     node: str
     firing: Firing | None
     measured: FiringMetrics | None  # None while the firing runs
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
-        """Return whether the firing reads any of the ids `ahead`, which later steps will train on."""
+        """Return whether the firing is for a later step.
+
+        This is the case if it reads any of the ids `ahead`, which later steps will train on.
+        """
         return (
             bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
         )
 
 
 class StepLedger:
-    """Record of running and finished firings, in the order in which the master scheduled them.
+    """Record of running and finished firings (executions), in the order of their scheduling.
 
-    A firing is logged with the first step after which none of its ids is in `ahead`, the ids that
-    later steps will train on.
+    In its methods, `ahead` are the ids that later steps will train on. A firing is logged with the
+    first step after which none of its ids is in `ahead`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +50,7 @@ class StepLedger:
         self._open_entries: dict[Firing, _LedgerEntry] = {}
 
     def add_firing(self, firing: Firing) -> None:
-        """Add a firing that the master has scheduled. Its metrics are recorded later."""
+        """Add a firing that has been scheduled. Its metrics are recorded when it finishes."""
         self._open_entries[firing] = _LedgerEntry(firing.node, firing, None)
         self._entries.append(self._open_entries[firing])
 
@@ -46,7 +59,7 @@ class StepLedger:
         self._open_entries.pop(firing).measured = measured
 
     def record_measurements(self, node: str, measured: FiringMetrics) -> None:
-        """Record metrics of a node that do not belong to a specific firing."""
+        """Record metrics of a node that do not belong to a single firing."""
         self._entries.append(_LedgerEntry(node, None, measured))
 
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
@@ -66,7 +79,7 @@ class StepLedger:
     def close_step(self, ahead: Collection[str] = ()) -> dict[str, float]:
         """Return the metrics of the finished step, and remove its firings from the record.
 
-        Firings that read any of the ids `ahead` belong to later steps and are kept.
+        Firings that read any of the ids `ahead` belong to later steps and stay in the record.
         """
         metrics = StepMetrics()
         later = list[_LedgerEntry]()
@@ -80,7 +93,7 @@ class StepLedger:
         return metrics.compute_metrics()
 
     def state_dict(self) -> list[Any]:
-        """Return the recorded firings as plain values. All of them must be finished."""
+        """Return the recorded firings, all of which must be finished, as plain values."""
         assert not self._open_entries, "no firing may be running"
         rows = []
         for line in self._entries:
@@ -102,7 +115,7 @@ class StepLedger:
         return rows
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        """Restore the firings that `state_dict` returned, replacing the current ones."""
+        """Replace the recorded firings by those that `state_dict` returned."""
         self._entries = [
             _LedgerEntry(
                 node, Firing(node, tuple(ids), step), FiringMetrics(metrics, num_ids, seconds)

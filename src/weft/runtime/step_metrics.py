@@ -1,4 +1,4 @@
-"""Metrics of one step's firings, joined into one line of metrics.jsonl."""
+"""Combination of the metrics of a step's nodes into one line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class FiringMetrics:
-    """Metrics of one firing, with its number of ids and its duration in seconds."""
+    """Metrics of one firing (execution) of a node.
+
+    Attributes:
+        metrics: Metrics by name.
+        num_ids: Number of sample ids that were processed, used as weight in averages.
+        seconds: Duration in seconds.
+    """
 
     metrics: Mapping[str, float]
     num_ids: int
@@ -17,7 +23,7 @@ class FiringMetrics:
 
 @dataclass
 class StepMetrics:
-    """Metrics of all firings of a step, grouped by node in the order in which nodes were added.
+    """Metrics of all firings (executions of nodes) in a step, grouped by node.
 
     Most nodes fire once per step. If a filter refills the batch, some nodes fire several times.
     """
@@ -29,7 +35,10 @@ class StepMetrics:
         self.firings.setdefault(node, []).append(measured)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return `time/{node}` and `{node}/{metric}` of all firings added since the last call."""
+        """Return `time/{node}` and `{node}/{metric}` for all firings since the last call.
+
+        `time/{node}` is the total duration in seconds.
+        """
         line: dict[str, float] = {}
         for node, fired in self.firings.items():
             line[f"time/{node}"] = sum(f.seconds for f in fired)
@@ -41,11 +50,11 @@ class StepMetrics:
 
 
 def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
-    """Combine the metrics of several firings.
+    """Combine the metrics of several firings (executions) of a node.
 
-    Counts (`num_*`) are summed. The largest `*_max`, the smallest `*_min`, and the last
-    `learning_rate` and `version` are kept. Other metrics are averaged over ids. Firings that lack a
-    metric do not count in its average.
+    Counts (`num_*`) are summed. For names that end in `_max` or `_min`, the maximum or minimum is
+    kept, and for `learning_rate` and `version` the last value. Other metrics are averaged over ids;
+    firings that lack a metric do not count in its average.
     """
     parts = list(fired)
     joined: dict[str, float] = {}

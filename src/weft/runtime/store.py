@@ -1,4 +1,7 @@
-"""Store of batches by id and key. Workers store tensors in it, the master only metadata."""
+"""Store of samples by id and key.
+
+Workers store tensors in it, and the master only metadata.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +37,28 @@ class _StoredBatch:
 
 @dataclass(eq=False)
 class _StoredBlock:
-    """Storage location of a group of ids.
+    """Location of the data of a group of ids, which is the same for all of these ids.
 
-    `keys` and `columns` map each key and each metadata column to the index of the batch that has
-    it.
+    Attributes:
+        keys: Number of the stored batch that has each key.
+        columns: Number of the stored batch that has each metadata column.
     """
 
     keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the indices of the batches with the block's keys, and of those with its metadata."""
+        """Return the numbers of the batches that this block refers to.
+
+        The result has two sets: batches with its keys, and batches with its metadata columns.
+        """
         return set(self.keys.values()), set(self.columns.values())
 
 
 class TensorStore:
-    """Thread-safe store of batches; a batch is kept until none of its ids is needed any more.
+    """Thread-safe store of batches, from which samples are read by id and key.
 
-    Batches are not copied.
+    Batches are not copied. A batch is kept until none of its ids is needed any more.
     """
 
     def __init__(self) -> None:
@@ -73,7 +80,10 @@ class TensorStore:
         return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
-        """Add a batch and return its metadata. Keys that an id already has are replaced."""
+        """Add a batch and return its metadata.
+
+        Values of keys that an id already has are replaced.
+        """
         with self._lock:
             number = self._next_number
             self._next_number = self._next_number + 1
@@ -89,7 +99,7 @@ class TensorStore:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return the `keys` of the samples `ids`, in the order of `ids`, with all their metadata.
+        """Return the tensors `keys` of the samples `ids`, in order and with all metadata.
 
         A key in `optional` is included if every id has it. Raises `DataError` if an id or a key is
         missing.
@@ -119,9 +129,9 @@ class TensorStore:
             )
 
     def iterate_batches(self) -> Iterator[SequenceSample]:
-        """Iterate over all stored samples in batches.
+        """Yield all stored samples in batches.
 
-        Ids with the same keys and metadata columns form one batch.
+        Ids with the same keys and metadata columns are in one batch.
         """
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
@@ -130,7 +140,7 @@ class TensorStore:
             yield self.fetch(ids, keys)
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Remove these ids, and free batches that no id needs any more."""
+        """Remove these ids, and free the batches that no other id needs."""
         with self._lock:
             for held, _, empty in self._ids.discard(ids):
                 if empty:
@@ -145,9 +155,10 @@ class TensorStore:
         return new
 
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
-        """Update the reference counts of batches after the block `held` has changed.
+        """Update how many blocks refer to each batch after the block `held` has changed.
 
-        `before` is what `held.read()` returned before the change.
+        `before` is what `held.read()` returned before the change. Batches that no block needs any
+        more are freed.
         """
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
@@ -155,7 +166,7 @@ class TensorStore:
         self._free_batches(set().union(*before))
 
     def _free_batches(self, numbers: Iterable[int]) -> None:
-        """Free those batches with indices `numbers` that no id needs.
+        """Free those of the batches `numbers` that no id needs.
 
         If only the metadata of a batch is needed, only its tensors are freed.
         """
@@ -182,7 +193,10 @@ class TensorStore:
     def _collect_metadata(
         self, ids: tuple[str, ...], parts: Mapping[_StoredBlock, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
-        """Return every metadata column that any of the ids has; ids without a value get None."""
+        """Return all metadata columns of these ids.
+
+        Ids that have no value in a column get None.
+        """
         columns: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
@@ -211,8 +225,8 @@ class TensorStore:
     ) -> SequenceSample:
         """Return a sample with the tensors `keys` of these ids, in the order of `ids`.
 
-        `parts` maps each block to those of the ids that are stored in it. `origin` has, for each of
-        these blocks, the index of the batch that contains the block's keys.
+        `parts` maps each block to those of the ids that belong to it. `origin` has, for each of
+        these blocks, the number of the batch that has its keys.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

@@ -1,7 +1,8 @@
-"""Messages from a run's process to its supervisor (`weft.launch.supervisor`).
+"""Messages from a run's process to its supervisor process (`weft.launch.supervisor`).
 
-The messages report running calls and the end of the process. A process that ends without such a
-report was killed by the system, or by Ray's library, which ends processes that use a lost raylet.
+They report which calls are running, and the end of the process. A process that ends without
+reporting it was killed by the system or by Ray's library, which ends processes that use a lost
+raylet (Ray's local daemon).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ SUPERVISOR_VARIABLE = "WEFT_SUPERVISED"
 
 
 class SupervisorPipe:
-    """Connection to the supervisor, to which messages are sent as lines of JSON.
+    """Pipe to the supervisor process, through which messages are sent as lines of JSON.
 
-    Nothing is sent if the process has no supervisor.
+    Nothing is sent if this process has no supervisor.
     """
 
     def __init__(self, descriptor: int | None = None, restarts: int = 0) -> None:
@@ -37,7 +38,7 @@ class SupervisorPipe:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SupervisorPipe:
-        """Return the connection that the variable `WEFT_SUPERVISED` in the environment describes."""
+        """Return the pipe that the environment variable `WEFT_SUPERVISED` describes."""
         fields = environment.get(SUPERVISOR_VARIABLE, "").split(":")
         if fields[2:] == [str(os.getppid())]:
             return cls(int(fields[0]), int(fields[1]))
@@ -45,15 +46,15 @@ class SupervisorPipe:
 
     @property
     def is_supervised(self) -> bool:
-        """True if the process has a supervisor."""
+        """True if this process has a supervisor."""
         return self._descriptor is not None
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> SupervisorPipe:
-        """Connect to the supervisor, as every command of weft does first.
+        """Return the pipe to the supervisor, and tie this process to it.
 
-        A supervised process is killed when its supervisor ends. It does not pass the pipe's
-        descriptor on to its children.
+        A supervised process is killed when its supervisor ends, and does not pass the pipe on to
+        its children. Every command of weft calls this method first.
         """
         wire = cls.from_environment(environment)
         if wire._descriptor is not None:
@@ -64,9 +65,10 @@ class SupervisorPipe:
     def report_call(
         self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
     ) -> None:
-        """Report that job `number` is a call on these ranks, unless it has been reported already.
+        """Report that the devices `ranks` start a call, unless this has been reported already.
 
-        `firing` is the index of the firing, and `where` describes the devices.
+        `number` is the number of the call's job, `firing` is the index of this execution of the
+        call, and `where` describes the devices.
         """
         with self._lock:
             if self._descriptor is None or number in self._unfinished_ranks:
@@ -75,13 +77,13 @@ class SupervisorPipe:
             self._send({"began": number, "call": call, "firing": firing, "where": list(where)})
 
     def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
-        """Report the calls that a rank has finished according to its `reports`."""
+        """Report the end of calls that are finished according to the `reports` of a rank."""
         for report in reports:
             if report.kind in ("finished", "failed"):
                 self.finish_rank(report.number, rank)
 
     def finish_rank(self, number: int, rank: int) -> None:
-        """Record that a rank has finished a call.
+        """Record that a rank has finished the call with the job number `number`.
 
         Once all ranks of the call have finished, the end of the call is reported.
         """
@@ -100,7 +102,7 @@ class SupervisorPipe:
             self._send({"anew": True})
 
     def report_lost_part(self, what: str) -> None:
-        """Report that part of Ray, `what`, is lost.
+        """Report that part of Ray is lost; `what` describes this part.
 
         This should be called at once, since Ray can end this process at any moment.
         """

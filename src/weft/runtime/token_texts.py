@@ -1,4 +1,4 @@
-"""Text of each token of a sequence, for coloring a text by token."""
+"""Decoding of the text of each token in a sequence, for coloring a text by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BROKEN = "\ufffd"  # replacement character: decoded from an incomplete byte sequ
 
 
 class TokenDecoder:
-    """Decoder of single tokens, with a cache of the text of each token."""
+    """Decoder of single tokens, which caches their texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -20,8 +20,8 @@ class TokenDecoder:
     def __call__(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, including special tokens.
 
-        If a character spans several tokens, the last of them has the character, and the text of the
-        others is empty.
+        If a character consists of several tokens, the text of the last one is the character, and
+        that of the others is empty.
         """
         texts: list[str] = []
         waiting: list[int] = []
@@ -55,9 +55,9 @@ class TokenDecoder:
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:
-        """Return the token that is decoded in front of other tokens, and its text.
+        """Return the token that is decoded in front of other tokens, and the text of this token.
 
-        This is the token of the letter "a" if the tokenizer can encode it, otherwise `fallback`.
+        It is the token of the letter "a" or, if the tokenizer cannot encode this, `fallback`.
         """
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

@@ -1,4 +1,7 @@
-"""Watcher of network addresses that a run depends on, which tries to connect to each every second."""
+"""Monitoring of network addresses that a run depends on.
+
+A connection to each address is attempted every second.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
 class AddressWatch:
-    """Watcher of network addresses; `places` maps a name to (host, port).
+    """Monitor of network addresses, which runs in a background thread.
 
-    `lost_part` describes the first address that has not answered for `seconds` seconds, or is None.
+    `places` maps names to (host, port). `lost_part` describes the first address that has not
+    responded for `seconds` seconds, or is None.
     """
 
     def __init__(self, places: Mapping[str, tuple[str, int]], seconds: float) -> None:
@@ -31,16 +35,16 @@ class AddressWatch:
         threading.Thread(target=self._poll_addresses, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
-        """Try to connect to the named addresses now, by default to all of them.
+        """Try to connect to the addresses with these names now; without names, to all addresses.
 
-        Sets `lost_part` if an address does not answer.
+        Sets `lost_part` if an address does not respond.
         """
         for name in names or self._addresses:
             if self.lost_part is None and not can_connect(self._addresses[name]):
                 self.lost_part = self._describe_loss(name)
 
     def close(self) -> None:
-        """Stop watching the addresses."""
+        """Stop monitoring the addresses."""
         self._closed.set()
 
     def _poll_addresses(self) -> None:
@@ -58,10 +62,10 @@ class AddressWatch:
 
 
 def check_listens(address: str) -> None:
-    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at `address` (HOST:PORT).
+    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at `address`.
 
-    Ray itself would retry for minutes and print every attempt. An `address` of another form is not
-    checked.
+    The address has the form HOST:PORT; an address of another form is not checked. Without this
+    check, Ray itself would retry for minutes and print every attempt.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:
@@ -78,7 +82,7 @@ def check_listens(address: str) -> None:
 
 
 def can_connect(place: tuple[str, int]) -> bool:
-    """Return whether a connection to `place`, a (host, port), can be opened."""
+    """Return whether a TCP connection to `place`, a (host, port), can be opened."""
     try:
         socket.create_connection(place, timeout=ANSWER_SECONDS).close()
     except OSError:

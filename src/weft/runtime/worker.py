@@ -1,4 +1,7 @@
-"""Worker: runs model function calls with their hooks, from stored inputs to stored outputs."""
+"""Worker of one device, which runs model function calls with their hooks.
+
+It reads the inputs of a call from its tensor store, and stores the outputs there.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,11 @@ from weft.topology import Mesh
 
 
 class Worker:
-    """Worker that runs the model function calls of one device, `rank`.
+    """Worker that runs the model function calls of one device.
 
-    `tokenizers` maps roles to tokenizers. `specs` maps roles to their specs, which include the
-    learning rate schedules. `cache` is the folder for cached outputs.
+    `specs` maps roles to their model specs, which include the learning rate schedules. `cache` is
+    the folder for cached outputs, `rank` is the rank of the device, and `groups` are the process
+    groups that layouts with several devices need.
     """
 
     def __init__(
@@ -77,11 +81,13 @@ class Worker:
         weights: int | None = None,
         updates: PendingUpdates | None = None,
     ) -> MFCResult:
-        """Run the call `name` on these minibatches, and return its result with outputs as metadata.
+        """Run the call `name` on these minibatches.
 
-        `early` receives outputs that are made before the end of the call. `weights` is the number
-        of updates that the role's copy must have received. `updates` are requests, such as
-        transfers of new weights, that the call may run between its steps.
+        The outputs are stored, and the result contains only their metadata. `step` is the index of
+        the call's firing (execution). `early` receives outputs that are ready before the end of the
+        call. `weights` is the number of updates that the role's copy must have received, and
+        `updates` are requests, such as transfers of new weights, that the call may run between its
+        steps.
 
         If the call raises a `RunError`, the node, role and ids are added to its message; for any
         other error, they are added as a note.
@@ -152,8 +158,8 @@ class Worker:
     ) -> Model:
         """Return the handle through which interfaces use the role's engine on `mesh`.
 
-        By default, `mesh` is the role's own mesh. For `weights` and `or_newer`, see
-        `RoleEngines.engine`.
+        By default, `mesh` is the role's own mesh. `step` is the index of the call's firing
+        (execution). For `weights` and `or_newer`, see `RoleEngines.engine`.
         """
         control = self._experiment.control
         tokenizers = self._tokenizers
@@ -176,8 +182,8 @@ class Worker:
     def save(self, role: str, directory: Path) -> None:
         """Write a role's model to `directory` in the Hugging Face format.
 
-        If the interface that trains the role implements `save`, that method writes the model;
-        otherwise the engine writes it.
+        The model is written by the method `save` of the interface that trains the role, if there is
+        one; otherwise by the engine.
         """
         for name, node in self.calls.items():
             if node.role == role and node.trains and implements_method(node.interface, "save"):
@@ -188,8 +194,9 @@ class Worker:
     def save_state(self, point: Path, own: Path | None = None) -> None:
         """Save the state of engines and interfaces, and all stored tensors.
 
-        The state of engines is written to `point`. The state of interfaces and the tensors are
-        written to `own`, the folder of this device (default: `point`).
+        The state of engines is written to `point`, the directory of the recovery point. The state
+        of interfaces and the tensors are written to `own`, the folder of this device (default:
+        `point`).
         """
         own = own or point
         self.roles.save_state(point / ENGINES_FOLDER)
@@ -203,7 +210,7 @@ class Worker:
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
-        """Load a recovery point, which may have been written by any number of devices.
+        """Load the recovery point in the directory `point`, written by any number of devices.
 
         The tensors in the folders `held` are added to the tensor store.
         """
@@ -226,9 +233,10 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Return the result of a call, computing only the outputs that are not in the cache.
+        """Run a call on the samples whose outputs are not in the cache; return the whole result.
 
-        The metrics are those of the interface, plus `cached_fraction`.
+        The metrics are those of the interface, and `cached_fraction`, the fraction of ids that were
+        in the cache.
         """
         if name not in self._caches:
             folder = f"{name.replace('/', '-')}-{compute_fingerprint(node, model.engine)}"

@@ -1,7 +1,7 @@
-"""Layout of the files with the workers' state in a recovery point.
+"""File layout of the workers' state in a recovery point.
 
-A single device writes into the recovery point itself. If there are several devices, each writes
-into a folder of its own.
+If there is only one device, it writes into the directory of the recovery point. If there are
+several, each writes into its own folder there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def get_rank_folder(point: Path, rank: int) -> Path:
 def list_rank_folders(point: Path) -> list[Path]:
     """Return the folders that the devices wrote in a recovery point, ordered by rank.
 
-    If a single device wrote the recovery point, this is `[point]`.
+    If there was only one device, the result is `[point]`.
     """
     if (point / INTERFACES_FILE).is_file():
         return [point]
@@ -36,14 +36,14 @@ def list_rank_folders(point: Path) -> list[Path]:
 
 
 def write_samples(folder: Path, store: TensorStore) -> None:
-    """Write all samples of the store to `folder`."""
+    """Write all samples in the store to files below `folder`."""
     (folder / STORE_FOLDER).mkdir(parents=True)
     for number, sample in enumerate(store.iterate_batches()):
         (folder / STORE_FOLDER / f"{number}.bin").write_bytes(sample.to_bytes())
 
 
 def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
-    """Iterate over the samples that `write_samples` wrote, in order."""
+    """Yield the samples that `write_samples` wrote to these folders, in order."""
     for folder in folders:
         held = (folder / STORE_FOLDER).iterdir() if (folder / STORE_FOLDER).is_dir() else ()
         for path in sorted(held, key=lambda p: int(p.stem)):
@@ -51,7 +51,10 @@ def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
 
 
 def read_interfaces(point: Path) -> dict[str, Any]:
-    """Return the state of each call's interface, which is the same on all ranks of a role."""
+    """Return the saved state of each call's interface.
+
+    All ranks of a role have saved the same state.
+    """
     states: dict[str, Any] = {}
     for folder in list_rank_folders(point):
         states = {**read_state(folder / INTERFACES_FILE), **states}

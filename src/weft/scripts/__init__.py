@@ -1,1 +1,1 @@
-"""Commands of older programs, under their module names."""
+"""Replacements for scripts of other programs, under the same module names."""

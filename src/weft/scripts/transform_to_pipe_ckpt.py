@@ -1,4 +1,4 @@
-"""`python -m weft.scripts.transform_to_pipe_ckpt`: the same as `weft convert partition`.
+"""Script `python -m weft.scripts.transform_to_pipe_ckpt`, which runs `weft convert partition`.
 
 Arguments: `--model_dir D --num_stages N --output_dir O`.
 """

@@ -1,10 +1,10 @@
 """Child process that parses large JSON bodies: `python -m weft.serve._read_json`.
 
-It loads no torch.
+It does not load torch.
 
 Python's JSON parser holds the GIL until it is done: a list of five million numbers would delay
 health checks by a second. A request on standard input consists of the body's length in bytes, as an
-8-byte little-endian integer, and the body. An answer on standard output has the same layout; its
+8-byte little-endian integer, and the body. The answer on standard output has the same layout; its
 content is a pickled ("ok", value) or ("error", message).
 """
 
@@ -42,9 +42,9 @@ def main() -> None:
 
 
 class CompactConverter:
-    """Converter of long lists of numbers to arrays, which also counts all other values.
+    """Converter of parsed JSON, which turns long lists of numbers into arrays.
 
-    Raises `ValueError` if a body has more than `MOST_VALUES` other values.
+    All other values are counted. Raises `ValueError` if a body has more than `MOST_VALUES` of them.
     """
 
     def __init__(self) -> None:

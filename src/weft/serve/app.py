@@ -1,4 +1,4 @@
-"""ASGI application that checks tokens, routes requests to endpoints, and formats errors."""
+"""ASGI application that checks access tokens, routes requests to endpoints, and formats errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ServerApp:
         )
 
     def _find_endpoint(self, path: str) -> str:
-        """Return the endpoint's label in the metrics for a request path.
+        """Return the label in the metrics for the endpoint at a request path.
 
         All unknown paths have the same label, so that clients cannot create new time series.
         """
@@ -111,9 +111,9 @@ class ServerApp:
         raise RequestRefused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
     async def _complete(self, exchange: HttpExchange, *, chat: bool) -> None:
-        """Answer a completion request with the policy.
+        """Answer a chat or text completion request with the policy.
 
-        Raises `RequestRefused` if the request names another model.
+        Raises `RequestRefused` if the request names a model other than the policy.
         """
         body = await self.background.read(await self._read_body(exchange))
         name = body.get("model")
@@ -151,7 +151,10 @@ class ServerApp:
     async def _answer_model_request(
         self, exchange: HttpExchange, name: str, version: str | None, rest: str | None
     ) -> None:
-        """Answer a request to `/v2/models/NAME`, or to the subpath `rest`, such as `/infer`."""
+        """Answer a request to `/v2/models/NAME`, or to a path below it.
+
+        `rest` is the path below it, such as `/infer`, or None.
+        """
         served = self.inference_endpoint.get_model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
@@ -215,7 +218,7 @@ class ServerApp:
             )
 
     async def _refuse(self, exchange: HttpExchange, refused: RequestRefused) -> None:
-        """Send an error in the format of the endpoint's protocol.
+        """Send an error response in the format of the endpoint's protocol.
 
         If a streamed answer has begun, the error is sent as the last event of the stream.
         """
@@ -248,7 +251,7 @@ def _convert_exception(error: Exception, seconds: float) -> RequestRefused:
     """Convert an exception to an error response.
 
     `seconds` is the server's time limit, which is stated in the message of a timeout. Details of
-    internal errors are only written to the server's log.
+    internal errors are written only to the server's log.
     """
     if isinstance(error, RequestRefused):
         return error

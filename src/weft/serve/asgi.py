@@ -1,4 +1,4 @@
-"""HTTP exchange over ASGI: size-limited body, complete or streamed reply, disconnect detection."""
+"""Handling of one HTTP request over ASGI: reading the body, replying, and detecting disconnects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ DRAIN = 4
 class RequestRefused(Exception):
     """Raised if a request must be answered with an error status.
 
-    `param` is the name of the invalid field, and `code` is the kind of error, as in OpenAI's API.
+    `status` is the HTTP status. `param` is the name of the invalid field, and `code` is a short
+    name of the error, as in OpenAI's API.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ClientDisconnected(Exception):
 
 @dataclass
 class HttpExchange:
-    """One HTTP request and its reply."""
+    """One HTTP request over ASGI and its reply."""
 
     scope: Mapping[str, Any]
     receive: Callable[[], Awaitable[Message]]
@@ -123,7 +124,10 @@ class HttpExchange:
         kind: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send a complete reply, compressed if the client accepts it and the body is large."""
+        """Send a complete reply, compressed if the client accepts it and the body is large.
+
+        `kind` is the content type.
+        """
         more = dict(headers or {})
         encoding = self._choose_encoding() if len(body) >= WORTH_COMPRESSING else None
         if encoding is not None:

@@ -1,4 +1,4 @@
-"""Run slow CPU work off the event loop: parsing, templates, tokenizing, encoding answers.
+"""Slow CPU work outside of the event loop: parsing, templates, tokenizing, encoding answers.
 
 Threads suffice for work that releases the GIL regularly (tokenizers in Rust, templates, numpy in
 chunks). Parsing large JSON bodies holds the GIL throughout, so a child process does that
@@ -57,15 +57,15 @@ class BackgroundWork:
     async def read(self, text: bytes) -> dict[str, Any]:
         """Parse a request body, which must be a JSON object.
 
-        In large bodies, long lists of numbers are converted to arrays. Raises `DataError` for
-        invalid JSON and for a value that is not an object.
+        Large bodies are parsed in the child process, which converts long lists of numbers to
+        arrays. Raises `DataError` for invalid JSON and for a value that is not an object.
         """
         if len(text) <= LARGE:
             return read_object(text)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, text)
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Copy a tokenizer for each worker thread.
+        """Make a copy of a tokenizer for each worker thread.
 
         Must be called before the first request, because copying holds the GIL for tenths of a
         second.
@@ -85,8 +85,10 @@ class BackgroundWork:
     def encode(self, tokenizer: Tokenizer, text: str, bos: bool | None = None) -> list[int]:
         """Return the token ids of a text, using this thread's copy of the tokenizer.
 
-        Long texts are tokenized one at a time. Creating hundreds of thousands of ids holds the GIL,
-        and several threads in succession would hold it for tenths of a second.
+        Only one long text is tokenized at a time. Creating hundreds of thousands of ids holds the
+        GIL, and several threads in succession would hold it for tenths of a second. `bos` says
+        whether to begin with the token for the beginning of a sequence; None leaves this to the
+        tokenizer.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
             return self.get_tokenizer(tokenizer).encode(text, bos=bos)
@@ -99,7 +101,7 @@ class BackgroundWork:
             self._reader.communicate()
 
     def _read(self, text: bytes) -> dict[str, Any]:
-        """Parse a large body in the child process, which is started if it is not running.
+        """Parse a large request body in the child process, which is started if it is not running.
 
         Raises `DataError` for an invalid body, and `RunError` if the process has ended.
         """
@@ -128,10 +130,10 @@ class BackgroundWork:
 
 
 def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the decompressed body; `encoding` is the request's content encoding.
+    """Return the decompressed body of a request.
 
-    Raises `RequestRefused` for an unknown encoding, invalid data, or a result of more than `limit`
-    bytes. Decompression stops at the limit.
+    `encoding` is the request's content encoding. Raises `RequestRefused` for an unknown encoding,
+    invalid data, or a result of more than `limit` bytes. Decompression stops at the limit.
     """
     if encoding in ("", "identity"):
         return body

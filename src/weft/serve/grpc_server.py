@@ -1,4 +1,7 @@
-"""gRPC version of the inference protocol; shares its implementation with the HTTP version."""
+"""gRPC version of the open inference protocol (KServe v2).
+
+It shares the implementation of the HTTP version.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ OPEN = ("ServerLive", "ServerReady")  # calls that need no token
 
 @dataclass(frozen=True)
 class GrpcCallHandlers:
-    """Handlers of the inference protocol's gRPC calls.
+    """Handlers of the gRPC calls of the open inference protocol.
 
     Inference runs in `loop`, the event loop of the HTTP server. `inferring` limits the number of
     concurrent inference calls.
@@ -131,9 +134,9 @@ class GrpcCallHandlers:
         return reply
 
     def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
-        """Run `work` in the event loop and return its result.
+        """Run a coroutine in the HTTP server's event loop, and return its result.
 
-        `work` is cancelled if the client disconnects or the deadline passes.
+        The coroutine is cancelled if the client disconnects or the deadline passes.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         context.add_callback(future.cancel)
@@ -147,7 +150,10 @@ class GrpcCallHandlers:
 
 
 def build_grpc_server(app: ServerApp, loop: asyncio.AbstractEventLoop) -> grpc.Server:
-    """Return a gRPC server that is not yet started and has no port."""
+    """Return a gRPC server for the application, without a port and not yet started.
+
+    `loop` is the event loop of the HTTP server.
+    """
     calls = GrpcCallHandlers(app, loop)
     limit = app.limits.body_bytes
 

@@ -1,4 +1,7 @@
-"""HTTP version of the inference protocol: `/v2`, model metadata, `/v2/models/NAME/infer`."""
+"""HTTP version of the open inference protocol (KServe v2).
+
+It serves server metadata at `/v2`, model metadata, and inference at `/v2/models/NAME/infer`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ EXTENSIONS = ["binary_tensor_data"]
 class InferenceEndpoint:
     """Endpoint for the metadata of all served models, and for inference with these models.
 
-    `most_load` is the maximum load of each model, as counted by `ServingWorker.load`.
+    `most_load` is the maximum load of each model, in completions and rows (`ServingWorker.load`).
     """
 
     models: Mapping[str, ServedModel]
@@ -84,7 +87,7 @@ class InferenceEndpoint:
     async def infer(
         self, served: ServedModel, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the model's output tensors by name.
+        """Run inference with a model, and return its output tensors by name.
 
         Raises `DataError` for invalid inputs, and `RequestRefused` if the model is overloaded.
         """

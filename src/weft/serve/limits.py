@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits on each request and on the load of each model."""
+    """Limits on each request and on the load of each model.
+
+    Attributes:
+        body_bytes: Maximum size of a request's body in bytes, also after decompression.
+        body_seconds: Maximum time for a body to arrive.
+        seconds: Maximum time from the arrival of a request to the end of its answer.
+        most_prompt: Maximum length of a prompt in tokens.
+        prompt_bytes: Maximum size of a request's text in bytes, before it is tokenized.
+        most_new: Maximum length of a completion in tokens.
+        most_load: Maximum number of waiting and running completions and rows of a model.
+    """
 
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0

@@ -1,4 +1,4 @@
-"""Request and token counts of the server in Prometheus's text format."""
+"""Counts of requests and tokens, in the text format of Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI endpoints of a policy: `/v1/chat/completions` and `/v1/completions`.
+"""OpenAI-compatible endpoints of a policy: `/v1/chat/completions` and `/v1/completions`.
 
 Both can return a complete answer or stream it.
 """
@@ -37,7 +37,7 @@ PAUSE = 16  # tokens handled per request before yielding to the event loop
 
 @dataclass(frozen=True)
 class CompletionEndpoints:
-    """Chat and text completion endpoints of one policy."""
+    """OpenAI-compatible endpoints for chat and text completions by one policy."""
 
     policy: ServedModel
     metrics: ServerMetrics
@@ -47,9 +47,10 @@ class CompletionEndpoints:
     async def answer_request(
         self, exchange: HttpExchange, body: Mapping[str, Any], *, chat: bool
     ) -> None:
-        """Answer a completion request; `chat` selects the endpoint.
+        """Answer a completion request.
 
-        Raises `RequestRefused` if the request is invalid or the policy is overloaded.
+        `chat` is true for `/v1/chat/completions`. Raises `RequestRefused` if the request is invalid
+        or the policy is overloaded.
         """
         settings = read_settings(body, self.limits.most_new, self._stop_ids, chat=chat)
         if chat:
@@ -73,7 +74,7 @@ class CompletionEndpoints:
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     def _encode_chat(self, messages: Any) -> list[int]:
-        """Return the token ids of a conversation, rendered with the chat template.
+        """Return the token ids of a conversation, rendered with the model's chat template.
 
         Raises `RequestRefused` for invalid messages, and for a policy without a chat template.
         """
@@ -103,10 +104,11 @@ class CompletionEndpoints:
             raise RequestRefused(400, message, param="messages") from None
 
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
-        """Return the token ids of each prompt.
+        """Return the token ids of each prompt in the request's field `prompt`.
 
-        A single prompt is a string, or a list or array of token ids. `prompt` can also be a list of
-        several prompts of the same kind. Raises `RequestRefused` for any other value.
+        The field can be a single prompt, which is a string, a list of token ids or an array of
+        token ids. It can also be a list of several prompts of one kind. Raises `RequestRefused` for
+        any other value.
         """
         self._check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
@@ -159,7 +161,8 @@ class CompletionEndpoints:
 def is_ids(value: Any) -> bool:
     """Return whether `value` is a non-empty list of integers, or an integer array.
 
-    Large requests have arrays in place of lists of token ids.
+    These are the forms in which a request gives token ids. In large requests, long lists of token
+    ids have been converted to arrays.
     """
     if isinstance(value, np.ndarray):
         return value.dtype.kind == "i"
@@ -181,7 +184,7 @@ def count_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class OpenAIResponseForm:
-    """Builder of the response objects for one request, in the format of the request's endpoint."""
+    """Builder of the JSON objects in the response to one request, in the endpoint's format."""
 
     id: str
     created: int
@@ -196,7 +199,7 @@ class OpenAIResponseForm:
         )
 
     def build_head(self, *, chunk: bool) -> dict[str, Any]:
-        """Return the fields that are common to all response objects.
+        """Return the fields that all response objects have in common.
 
         `chunk` is true for the objects of a streamed answer.
         """
@@ -262,7 +265,7 @@ def _build_token(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _decode_piece(piece: bytes) -> str:
-    """Return the text of a token's bytes.
+    """Return a token's bytes decoded as UTF-8.
 
     Incomplete characters are replaced by U+FFFD; the response field `bytes` has the exact bytes.
     """
@@ -272,7 +275,8 @@ def _decode_piece(piece: bytes) -> str:
 def _map_texts(token: EmittedToken) -> dict[str, float]:
     """Return the log-probs of the likeliest tokens and of the sampled token, keyed by their text.
 
-    If several tokens have the same text, the log-prob of the likeliest is returned.
+    If several tokens have the same text, the first log-prob is kept, which is that of the
+    likeliest.
     """
     logprobs: dict[str, float] = {}
     for piece, logprob in (*token.top, (token.piece, token.logprob)):
@@ -282,10 +286,10 @@ def _map_texts(token: EmittedToken) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CompletionRun:
-    """A completion request that is being processed.
+    """Processing of one completion request.
 
-    The choice with index `p * n + k` is completion k of prompt p, where n is the number of
-    completions per prompt.
+    The answer has n completions of each prompt. The choice with index `p * n + k` is completion k
+    of prompt p.
     """
 
     endpoints: CompletionEndpoints
@@ -303,7 +307,7 @@ class CompletionRun:
         return await self.endpoints.background.run(self._encode_answer, texts)
 
     def _encode_answer(self, texts: Sequence[GrowingText]) -> bytes:
-        """Return the complete answer as JSON.
+        """Return the complete answer as JSON, in bytes.
 
         The choices are encoded one at a time, so that other threads can run in between.
         """
@@ -357,7 +361,7 @@ class CompletionRun:
         await exchange.send_event(json.dumps(value))
 
     async def _generate_events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Iterate over token events as tokens are sampled, each with the index of its choice.
+        """Yield an event for each sampled token, with the index of the token's choice.
 
         Closing the generator cancels unfinished completions.
         """

@@ -1,4 +1,4 @@
-"""Parse and check the fields of requests to the OpenAI endpoints."""
+"""Parsing and validation of the fields of requests to the OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ class CompletionSettings:
 def read_settings(
     body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
 ) -> CompletionSettings:
-    """Validate the fields of a request and return the settings.
+    """Validate the fields of a completion request, and return the settings.
 
-    `most_new_tokens` is the server's limit per completion. Raises a `RequestRefused` that states
-    the field, its value and the rule that it violates.
+    `most_new_tokens` is the server's limit per completion, `stop_ids` are the policy's stop ids,
+    and `chat` selects the endpoint. Raises a `RequestRefused` that states the field, its value and
+    the rule that it violates.
     """
     _check_names(body, CHAT if chat else COMPLETION)
     temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)
@@ -158,7 +159,10 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
-    """Return the error for a field with an invalid value; `rule` says which values are valid."""
+    """Return the error for a field with an invalid value.
+
+    `rule` is a phrase that says which values are valid.
+    """
     text = repr(value)
     return RequestRefused(
         400, f"{name}={text if len(text) <= 80 else text[:77] + '...'}: {rule}", param=name
@@ -235,9 +239,9 @@ def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """Return how many of the likeliest tokens to report at each position.
+    """Return the number of likeliest tokens to report at each position, with their log-probs.
 
-    Returns None if the request asks for no log-probs.
+    Returns None if the request asks for no log-probs at all.
     """
     if not chat:
         if body.get("logprobs") is not None:

@@ -1,4 +1,4 @@
-"""Served models: a policy samples and returns log-probs, and a reward model returns scores."""
+"""Models offered by the server: policies, which sample and return log-probs, and reward models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ REWARDS = "rewards"
 class ServedModel:
     """A policy or reward model that the server offers.
 
-    `output` is the name of the model's output in the inference protocol. Valid token ids are 0 to
-    `vocab_size` - 1.
+    `output` is the name of the model's output in the open inference protocol: "logprobs" or
+    "rewards". Valid token ids are 0 to `vocab_size` - 1.
     """
 
     name: str
@@ -48,11 +48,11 @@ class ServedModel:
 
     @cached_property
     def pieces(self) -> TokenBytes:
-        """The tokenizer's tokens as bytes."""
+        """Bytes of each token of the tokenizer."""
         return TokenBytes(self.tokenizer)
 
     def build_metadata(self) -> dict[str, Any]:
-        """Return the model's metadata in the inference protocol."""
+        """Return the model's metadata as defined by the open inference protocol."""
         inputs = [_describe_tensor(IDS, "INT32", -1, -1), _describe_tensor(MASK, "INT32", -1, -1)]
         if self.output == LOGPROBS:
             inputs.append(_describe_tensor(STARTS, "INT32", -1, 1))
@@ -66,9 +66,9 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return the token sequences in the inputs, and the start of each in its row, int64 [B].
+        """Return the token sequences in the inputs, and the position of each in its row, int64 [B].
 
-        The start is the index of the row's first unmasked token in `input_ids` [B, T]. Raises a
+        The position is the index of the row's first unmasked token in `input_ids` [B, T]. Raises a
         `DataError` that names the invalid tensor.
         """
         takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
@@ -145,10 +145,10 @@ class ServedModel:
     def _read_starts(
         self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]
     ) -> list[int]:
-        """Return the index of the first scored token in each row.
+        """Return the index of the first token to score in each row.
 
-        For a policy, the index is the row's value of the input `prompt_length`, by default 1. A
-        reward model scores only the last token. Raises `DataError` for invalid lengths.
+        For a policy, this is the row's value of the input `prompt_length`, by default 1. A reward
+        model scores only the last token. Raises `DataError` for invalid lengths.
         """
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]

@@ -1,4 +1,4 @@
-"""The server's HTTP, gRPC and metrics ports, each in a separate thread.
+"""Server with HTTP, gRPC and metrics ports, each served in a separate thread.
 
 with Server([policy, reward], ServerPorts(http=8000), ServerLimits(), token) as server:
     print(server.urls)
@@ -42,7 +42,7 @@ class ServerPorts:
 
 @dataclass
 class Server:
-    """Context manager that serves models while open.
+    """Context manager that serves models over HTTP and, if their ports are set, gRPC and metrics.
 
     `urls` maps each protocol to its address.
     """
@@ -60,7 +60,10 @@ class Server:
     _grpc: Any = None
 
     def __enter__(self) -> Server:
-        """Start the models' workers and listen. Raises `ConfigError` for a port that is in use."""
+        """Start the models' workers, and listen on the ports.
+
+        Raises `ConfigError` for a port that is in use.
+        """
         models = {model.name: model for model in self.models}
         app = ServerApp(
             models, self.limits, self.token, self.metrics, int(time.time()), self.background
@@ -106,8 +109,8 @@ class Server:
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
         """Serve an ASGI application on the socket `listening`, in a new thread.
 
-        The method returns when the application accepts connections or has failed. The thread ends
-        after `close` is called. `name` is the application's key in `urls`.
+        The method returns when the application accepts connections or has failed. The thread runs
+        until `close` is called. `name` is the application's key in `urls`.
         """
         import uvicorn
 

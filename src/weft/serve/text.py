@@ -1,4 +1,4 @@
-"""Text of a completion that is decoded token by token, cut before the first stop string."""
+"""Decoding of a completion token by token, cut before the first stop string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """A token whose text has been emitted, which means that the text can no longer change.
+    """A token whose text has been emitted, because later tokens cannot change it.
 
     `piece` has the token's bytes. `offset` is the position of the token's text in the completion,
     in characters. `top` has the bytes and the log-prob of each of the likeliest tokens at the same
@@ -30,9 +30,9 @@ class EmittedToken:
 class GrowingText:
     """Incremental decoder of one completion.
 
-    `feed` returns new text that can no longer change, and `take` returns the tokens of that text.
-    Text that may be the start of a stop string is held back. End tokens and the tokens of the stop
-    string are left out.
+    `feed` adds a token and returns the new text that later tokens cannot change; `take` returns the
+    tokens of that text. Text that may be the start of a stop string is held back. End tokens and
+    the tokens of the stop string are left out.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GrowingText:
         return self._text[: self._num_emitted]
 
     def feed(self, event: TokenEvent) -> str:
-        """Add a token, and return the new text that can no longer change."""
+        """Add a token, and return the new text that later tokens cannot change."""
         self.count += 1
         top = tuple((self._pieces.get_bytes(id), logprob) for id, logprob in event.top)
         self._pending_tokens.append(
@@ -78,7 +78,7 @@ class GrowingText:
         return new
 
     def take(self) -> list[EmittedToken]:
-        """Return the tokens whose text was emitted since the last call."""
+        """Return the tokens whose text has been emitted since the last call."""
         taken = self._emitted_tokens
         self._emitted_tokens = []
         return taken

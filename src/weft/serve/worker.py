@@ -1,12 +1,13 @@
-"""Worker thread that is the only user of a network: it samples all requests in one running batch.
+"""Worker thread that serves all requests for one network.
 
-Sequences are scored between decoding steps.
+The thread is the only user of the network. It samples the completions of all requests in one
+running batch, and scores sequences between decoding steps.
 
-worker = ServingWorker(engine, spec)
-worker.start()
-worker.generate(CompletionJob("a", prompt, 1, max_new_tokens=64, sampling=spec, tell=print))
-scores = worker.score(ScoredRows([ids], [len(ids) - 1]), "scores").result()
-worker.stop()
+    worker = ServingWorker(engine, spec)
+    worker.start()
+    worker.generate(CompletionJob("a", prompt, 1, max_new_tokens=64, sampling=spec, tell=print))
+    scores = worker.score(ScoredRows([ids], [len(ids) - 1]), "scores").result()
+    worker.stop()
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CompletionJob:
     """Request for `count` completions of one prompt.
 
     `tell` is called in the worker's thread with each token event. If the job fails, `tell` is
-    called once more, with the exception. Jobs with equal `draws_as` use the same random numbers.
+    called a last time, with the exception. Jobs with equal `draws_as` use the same random numbers.
     """
 
     id: str
@@ -78,9 +79,9 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """Request to score rows.
+    """Request to score token sequences.
 
-    `want` is the name of the output. `future` receives one vector per row.
+    `want` is the name of the network's output. `future` receives one vector per row.
     """
 
     rows: ScoredRows
@@ -182,9 +183,10 @@ class ServingWorker:
         self._fail(RunError("the server is stopping"))
 
     def _generate(self, generator: Generator) -> None:
-        """Decode until the worker stops, or until a new generator is needed for the waiting jobs.
+        """Sample completions until the worker stops, or until waiting jobs need a new generator.
 
-        A generator accepts at most `MOST_SETTINGS` different sampling settings.
+        A new one is needed because a generator accepts at most `MOST_SETTINGS` different sampling
+        settings.
         """
         while not self._stopping:
             self._read_commands(wait=generator.idle and not self._waiting_jobs, generator=generator)
@@ -196,9 +198,10 @@ class ServingWorker:
                 self._pass_event(event)
 
     def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
-        """Process all queued commands; with `wait`, block until there is at least one.
+        """Process all queued commands, such as new and cancelled jobs.
 
-        If `generator`, the open generator, is given, cancelled jobs are also aborted in it.
+        With `wait`, block until there is at least one command. If `generator`, the open generator,
+        is given, cancelled jobs are also aborted in it.
         """
         while True:
             try:
@@ -225,7 +228,7 @@ class ServingWorker:
                 self._change_load(-sum(job.count for job in dropped))
 
     def _admit_jobs(self, generator: Generator) -> None:
-        """Add waiting jobs to the running batch, in order.
+        """Add waiting jobs to the running batch of `generator`, in order.
 
         If the generator already has `MOST_SETTINGS` different sampling settings, this stops at the
         first job that needs new ones.
@@ -259,12 +262,12 @@ class ServingWorker:
         job.tell(event)
 
     def _remove_job(self, id: str) -> None:
-        """Remove a job that is finished or cancelled, and reduce the load."""
+        """Forget a finished or cancelled job, and reduce the load by its unfinished completions."""
         self._change_load(-self._num_unfinished.pop(id))
         del self._jobs[id]
 
     def _score_waiting(self) -> None:
-        """Score the waiting rows, in one batch for each combination of output and temperature.
+        """Score the waiting rows, batching those with the same output and temperature.
 
         If a batch fails, each of its requests is scored alone, so that only invalid requests fail.
         """
@@ -344,9 +347,9 @@ class ServingWorker:
 def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """Return token sequences as one sample, in which each sequence is a prompt and a completion.
+    """Return a batch in which each token sequence is a prompt and a completion.
 
-    Each sequence has its own id. `starts[i]` is the number of prompt tokens in sequence i.
+    Each sequence has a separate id. `starts[i]` is the number of prompt tokens in sequence i.
     """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {

@@ -2,7 +2,7 @@
 
     from weft.testing import check_dataset
 
-Each check is imported on first access, because the check of families loads torch and transformers.
+Each check is imported on first access, since `check_family` loads torch and transformers.
 """
 
 from __future__ import annotations

@@ -31,15 +31,16 @@ BATCHES = 12  # number of loader positions from which resuming is checked
 
 
 def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
-    """Check all required properties of a dataset class, given as a class or a registered name.
+    """Check that a dataset class, given as a class or a registered name, behaves as weft requires.
 
-    The dataset is built as `cls(util=DatasetUtility(...), **args)`.
+    The dataset is built as `cls(util=DatasetUtility(...), **args)`. Raises `AssertionError` if a
+    check fails.
 
-    A map-style class must return samples with one unique id each, and the same sample for the same
-    index on every access and in every object built with the same arguments. An iterable class must
-    yield the same batches in every pass. Both must have consistent keys and lengths, token ids
-    within the vocabulary and samples that survive serialization, and must resume exactly at every
-    batch.
+    A map-style dataset must return samples with one unique id each. It must return the same sample
+    for the same index on every access, and in every dataset built with the same arguments. An
+    iterable dataset must yield the same batches in every pass. Both must have consistent keys and
+    lengths, token ids within the vocabulary, and samples that can be serialized. Both must resume
+    exactly at every batch.
 
     `tokenizer` defaults to `build_small_tokenizer()`. Prints one line that lists the checks.
     """
@@ -72,7 +73,10 @@ def build_small_tokenizer() -> Tokenizer:
 
 
 def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check a map-style dataset and return a description of the checks."""
+    """Check a map-style dataset and return a one-line summary of the checks.
+
+    `build` builds the dataset once more with the same arguments, and `words` is its tokenizer.
+    """
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
@@ -112,7 +116,10 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
 
 
 def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check an iterable dataset and return a description of the checks."""
+    """Check an iterable dataset and return a one-line summary of the checks.
+
+    `build` builds the dataset once more with the same arguments, and `words` is its tokenizer.
+    """
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() yields no batch"
     for number, batch in enumerate(first):
@@ -136,9 +143,9 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
 
 
 def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
-    """Check that the keys of a sample are consistent and survive serialization.
+    """Check that the tensors and lengths of a sample are consistent and survive serialization.
 
-    Raises `AssertionError` if they do not; the message refers to the sample as `where`.
+    Raises `AssertionError` otherwise; the message refers to the sample as `where`.
     """
     # Every key has data, and token ids are in the vocabulary.
     for key in sample.keys:
@@ -194,10 +201,10 @@ def _check_same_sample(one: SequenceSample, other: SequenceSample, where: str) -
 
 
 def _check_resume(make: Callable[[], BatchLoader]) -> str:
-    """Check that resuming continues with the same batches; return a description of the check.
+    """Check that a resumed loader continues with the same batches; return a summary of the check.
 
-    For each of the first `BATCHES` batches, a new loader is resumed from the state before the
-    batch.
+    For each of the first `BATCHES` batches, a new loader made by `make` is resumed from the state
+    before the batch.
     """
     loader = make()
     states = [loader.state_dict()]

@@ -1,8 +1,9 @@
 """Check a model family: `check_family(MY_FAMILY)` raises `AssertionError` on failure.
 
-The built-in families pass the same check. The family is compared with a tiny random `transformers`
-model (float32, CPU): its logits, log-probs, gradients of all parameters, classifier scores, and the
-model that `transformers` loads from a directory saved by weft.
+The built-in families pass the same check. weft's network is compared with a tiny random
+`transformers` model (float32, CPU): the logits, log-probs, gradients of all parameters and
+classifier scores must agree. `transformers` must also load the directory that weft saves as the
+same model.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ SCORES = frozenset({"scores"})
 
 
 def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
-    """Check all required properties of a model family.
+    """Check that a model family agrees with the corresponding model of `transformers`.
 
     The family must be registered, and `transformers` must know its `model_type`. `overrides`
     replace values of the family's `tiny` config.json. No network access is needed. Prints one line
-    that lists the checks.
+    that lists the checks. Raises `AssertionError` if a check fails.
     """
     assert families.get(family.name) is family, (
         f"{family.name} is not registered; call register_hf_family"
@@ -79,7 +80,11 @@ def _disable_progress_bars() -> Iterator[None]:
 def build_reference_model(
     family: Family, head: str, seed: int, overrides: Mapping[str, Any]
 ) -> Any:
-    """Return a `transformers` model with random values in all parameters, even biases and norms."""
+    """Return a tiny `transformers` model to compare with, on the CPU.
+
+    Random noise is added to all parameters, including biases and norms, so that none keeps a
+    trivial value. `head` is "lm", or "score" for a reward model.
+    """
     values = {**family.tiny, "pad_token_id": 0, **overrides}
     config = transformers.AutoConfig.for_model(family.name, **values)
     config._attn_implementation = "eager"
@@ -98,7 +103,7 @@ def build_reference_model(
 def check_config(family: Family, reference: Any) -> None:
     """Check that writing and reading config.json preserves the family's configuration.
 
-    `transformers` must also read the written values with the same meaning.
+    `transformers` must also understand the written values in the same way.
     """
     config = family.config(reference.config.to_dict())
     written = family.to_hf(config)
@@ -112,7 +117,7 @@ def check_config(family: Family, reference: Any) -> None:
 
 
 def check_language_model(family: Family, reference: Any, directory: Path, seed: int) -> None:
-    """Compare logits, log-probs and gradients with the reference, before and after saving.
+    """Compare logits, log-probs and gradients with the `transformers` model `reference`.
 
     Packed, single-sequence and cached passes must agree. The model saved by weft is then loaded in
     `transformers` and compared again.
@@ -154,9 +159,10 @@ def _check_values(network: Transformer, reference: Any, sequences: list[Tensor])
 def check_gradients(
     family: Family, network: Transformer, reference: Any, sequences: list[Tensor]
 ) -> None:
-    """Compare each parameter's gradient with the reference, for a weighted mean of log-probs.
+    """Compare the gradient of every parameter with that in `reference`.
 
-    Parameters are matched by their names in the checkpoint.
+    The loss is a weighted mean of log-probs. Parameters are matched by their names in the
+    checkpoint.
     """
     reference = copy.deepcopy(reference)
     weights = torch.cos(torch.arange(sum(len(s) - 1 for s in sequences)))
@@ -199,9 +205,10 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
 
 
 def check_parts(directory: Path) -> None:
-    """Check that reading one layer, or half a tensor, reads only the bytes of that part.
+    """Check that reading a part of a checkpoint reads no other bytes.
 
-    The embedding, the layers and the head together must have all parameters of the checkpoint.
+    The parts are each tensor of one layer, and a slice of it. The embedding, the layers and the
+    head together must also have all parameters of the checkpoint.
     """
     reader = hf_io.ParameterReader(directory)
     names = reader.keymap.list_names("block", layer=1)
@@ -229,7 +236,10 @@ def check_parts(directory: Path) -> None:
 def check_classifier(
     family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]
 ) -> None:
-    """Compare the scores of reward models saved by `transformers` and by weft."""
+    """Check that weft and `transformers` compute the same scores for a reward model.
+
+    The model is saved by `transformers` and loaded by weft, and the other way round.
+    """
     reference = build_reference_model(family, "score", seed, overrides)
     reference.save_pretrained(directory / "reward")
     network = hf_io.load(directory / "reward", "score")
@@ -257,7 +267,8 @@ def check_classifier(
 def _make_sequences(vocab_size: int, seed: int) -> list[Tensor]:
     """Return random sequences of token ids, without the id 0.
 
-    Id 0 is the reference's padding, whose embedding gets no gradient in `transformers`.
+    Id 0 is the padding token of the reference model, and `transformers` gives its embedding no
+    gradient.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     return [torch.randint(1, vocab_size, (n,), generator=generator) for n in LENGTHS]

@@ -49,16 +49,17 @@ TEXTS = {
 def check_interface(
     cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any
 ) -> None:
-    """Check all required properties of an interface class.
+    """Check that an interface class behaves as weft requires.
 
-    The interface is built as `cls(**args)` and called on a small random Llama.
+    The interface is built as `cls(**args)` and called on a small random Llama. Raises
+    `AssertionError` if a check fails.
 
     Each implemented method must return an `MFCResult` with finite metrics and with outputs for
     exactly the ids of the batch and a matching number of sequences. It must not modify the batch,
     and must return the same result when it is called again with the same weights. `generate` and
     `inference` must return the same outputs for an id alone as within a batch. A train step must
-    increase the version by one. `state_dict` must survive writing to disk and `load_state_dict`.
-    `save` must write at least one file.
+    increase the version of the weights by one. `state_dict` must survive writing to disk and
+    `load_state_dict`. `save` must write at least one file.
 
     `batch` defaults to `build_small_batch()`. `head` is the network's head: lm, value or score.
     """
@@ -79,7 +80,7 @@ def check_interface(
 
 @dataclass(frozen=True)
 class InterfaceBench:
-    """Interface class to check, together with the inputs of its methods."""
+    """Interface class to check, together with the inputs that its methods are called with."""
 
     cls: type[Any]
     args: Mapping[str, Any]
@@ -126,12 +127,15 @@ class InterfaceBench:
         )
 
     def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
-        """Call the method `name` once, on a new instance of the interface and a new model."""
+        """Return the result of one call of the method `name`, on a new interface and a new model.
+
+        `batch` defaults to the bench's batch.
+        """
         return _call(self.build(), name, self.build_model(), self.batch if batch is None else batch)
 
 
 def build_small_batch() -> SequenceSample:
-    """Return a batch of three ids with two completions each.
+    """Return a batch of three ids (prompts) with two completions each.
 
     The batch has all keys that the built-in datasets and nodes produce, except `support`.
     """

@@ -1,1 +1,1 @@
-"""Compatibility with Open-Assistant: its config keys, and the arguments of its scripts."""
+"""Compatibility with Open-Assistant: its config keys and its scripts' arguments."""

@@ -32,7 +32,8 @@ UNUSED = {  # chat flags without effect -> reason
 class ScriptArguments:
     """Parsed arguments of one of Open-Assistant's scripts.
 
-    `named` has the values of the script's own flags, and `rest` the words that are passed to weft.
+    `named` maps the script's own flags to their values. `rest` has the other arguments, which are
+    passed to weft unchanged.
     """
 
     named: dict[str, list[str]] = field(default_factory=dict)
@@ -211,7 +212,7 @@ def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[
 def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--configs X --triton_mode rm|sft` to `weft convert triton`.
 
-    The model to convert is the one that the sections name.
+    The model to convert is read from the sections.
     """
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.get_single("--triton_mode")
@@ -227,10 +228,11 @@ def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[
 def find_triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
-    """Return the path of the reward model or the reference model in the given config sections.
+    """Return the path of the reward model or the SFT model in the given config sections.
 
-    `mode` is "rm" for the reward model, or "sft" for the reference model. Raises `ConfigError` if
-    the sections do not name the model.
+    `mode` is "rm" for the reward model, or "sft" for the SFT model, from which PPO starts.
+    `assigned` are assignments that override the sections, and `folders` are additional folders of
+    sections. Raises `ConfigError` if the sections do not name the model.
     """
     from weft import registry
     from weft.cli import overrides

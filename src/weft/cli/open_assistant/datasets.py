@@ -34,7 +34,8 @@ ENTRY_SYNTAX = "an entry is '- name' or '- name:' with its parameters (fraction,
 class InvalidDatasetEntry(Exception):
     """Raised if a list of datasets has an invalid item.
 
-    The exception has the item's index and the reason. The index is -1 if the whole list is invalid.
+    `index` is the position of the item, or -1 if the whole list is invalid. The message is the
+    reason.
     """
 
     def __init__(self, index: int, why: str) -> None:
@@ -43,9 +44,10 @@ class InvalidDatasetEntry(Exception):
 
 
 def convert_entries(entries: Any) -> list[dict[str, Any]]:
-    """Convert a list of datasets to entries of `dataset.sources`. Raises `InvalidDatasetEntry`.
+    """Convert a list of datasets to entries of `dataset.sources`.
 
-    The list can also be a string of names separated by commas.
+    The list can also be a string of names separated by commas. Raises `InvalidDatasetEntry` for an
+    invalid list or item.
     """
     if isinstance(entries, str):
         entries = [each for each in entries.split(",") if each]
@@ -79,7 +81,8 @@ def _convert_entry(entry: Any, index: int) -> dict[str, Any]:
 def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the entry of `dataset.sources` for the dataset `name` with the given parameters.
 
-    `index` is the item's position in the list, for errors.
+    `index` is the position in the list, for errors. Raises `InvalidDatasetEntry` for an unknown
+    hf_dataset_name.
     """
     source: dict[str, Any] = {"named": name}
     given = {}
@@ -116,7 +119,7 @@ def _join_folder(data_path: str, file: str) -> str:
 
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Return the entries with their numbers of rows per epoch multiplied by `share`.
+    """Return the entries with the number of rows that each uses per epoch multiplied by `share`.
 
     Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not determine the
     number of rows.

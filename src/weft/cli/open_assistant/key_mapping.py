@@ -22,7 +22,7 @@ NO_OFF_VALUE = object()
 
 @dataclass(frozen=True)
 class MappedOption:
-    """Value of one of weft's options, with the Open-Assistant key that sets it."""
+    """Value of a weft option, and the Open-Assistant key that sets it."""
 
     value: Any
     key: str
@@ -30,10 +30,10 @@ class MappedOption:
 
 @dataclass
 class KeyMapping:
-    """Keys of an Open-Assistant configuration, and the weft options that they are mapped to.
+    """Translation of an Open-Assistant configuration to weft's options, filled key by key.
 
-    The configuration is merged from several named sections. `ranks` maps a key to the position of
-    its section. Later sections override earlier ones.
+    The configuration is merged from several config sections, and later sections override earlier
+    ones. `ranks` maps each key to the position of its section.
     """
 
     config: RunConfig
@@ -66,20 +66,19 @@ class KeyMapping:
         return self.values.get(key, default)
 
     def with_key(self, key: str) -> KeyMapping:
-        """Return a view of this mapping that attributes newly set options to `key`.
+        """Return a copy of this mapping that attributes newly set options to `key`.
 
-        Both share their contents, so that an option set in one is also set in the other.
+        The copy shares its options, notes and errors with the original.
         """
         return replace(self, key=key)
 
     def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
-        """Set the option `target` of the run to `value`.
+        """Set the option `target` of the run to `value`, unless a later section has already set it.
 
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
-        sampling options. `off` is the value that has no effect: a key with this value is ignored if
-        the experiment does not have the option. A key from a later section overrides one from an
-        earlier section.
+        sampling options. `off` is the value that has no effect: with this value, an option that the
+        experiment does not have is skipped.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -95,8 +94,8 @@ class KeyMapping:
     def get_rank(self, key: str) -> int:
         """Return the position of the section that sets `key`, or -1 if the key is not set.
 
-        A key in a group, such as `rank_config.dtype`, has the group's position, unless the key was
-        set individually.
+        For a key in a group, such as `rank_config.dtype`, this is the position of the section that
+        sets the group, unless the key was set individually.
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
@@ -134,10 +133,10 @@ def format_yaml_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Rule that says how one of Open-Assistant's keys is mapped.
+    """Rule for translating one of Open-Assistant's keys.
 
-    `says` is the description of the mapping in the documentation, and `modes` are the trainers that
-    read the key.
+    `says` describes the rule in the documentation. `modes` are the trainers that read the key: sft,
+    rm or rl.
     """
 
     says: str
@@ -146,7 +145,7 @@ class KeyRule:
 
 
 def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
-    """Return the rule for a key that sets weft's option `target`, which has a different name.
+    """Return the rule for a key that sets weft's option `target` to the key's value.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
     the value that has no effect.
@@ -159,16 +158,19 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
 
 
 def ignore_with_note(why: str, *modes: str) -> KeyRule:
-    """Return the rule for a key that has no effect in weft, except that the note `why` is shown."""
+    """Return the rule for a key that weft ignores.
+
+    `why` is the note to the user that explains the reason.
+    """
     return KeyRule(
         f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)
     )
 
 
 def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
-    """Return the rule for a key that accepts only the `allowed` values, which have no effect.
+    """Return the rule for a key that weft supports only with one of the `allowed` values.
 
-    For other values, an error with the reason `why` is recorded.
+    These values have no effect. For other values, an error with the reason `why` is recorded.
     """
 
     def apply_rule(done: KeyMapping, value: Any) -> None:

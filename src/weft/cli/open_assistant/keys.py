@@ -264,7 +264,7 @@ def _get_peft_type(done: KeyMapping) -> Any:
 def _map_prefix(done: KeyMapping, settings: Mapping[str, Any]) -> None:
     """Map the settings of prefix tuning.
 
-    The default number of prefix tokens is Open-Assistant's.
+    If the number of prefix tokens is not set, Open-Assistant's default is used.
     """
     if "num_virtual_tokens" in settings:
         at = done.with_key("peft_config.num_virtual_tokens")
@@ -480,7 +480,7 @@ OWN = (
 def map_keys(done: KeyMapping) -> KeyMapping:
     """Map all keys in `done` to options, and return `done`.
 
-    The options, notes and errors are stored in `done`.
+    The resulting options, notes and errors are added to `done`.
     """
     if done.mode == RL and any(key in TRLX for key in done.values):
         TRLX["implied"].rule(done, None)
@@ -504,7 +504,11 @@ def map_keys(done: KeyMapping) -> KeyMapping:
 
 
 def _set_implied_options(done: KeyMapping) -> None:
-    """Set the dialogue format and the learning-rate schedule that Open-Assistant's trainers use."""
+    """Set the options whose values are fixed in the code of Open-Assistant's trainers.
+
+    These are the dialogue format, its special tokens, the validation share and, outside RL, the
+    learning-rate schedule.
+    """
     at = done.with_key(IMPLIED)
     if done.mode != RL:
         at.set_option("{model}.optimizer.lr_scheduler_type", "linear")
@@ -530,9 +534,9 @@ def _set_implied_options(done: KeyMapping) -> None:
 
 
 def format_key_table() -> str:
-    """Return a Markdown table of Open-Assistant's keys and what each is mapped to.
+    """Return a Markdown table of Open-Assistant's keys and the options that they are mapped to.
 
-    docs/open-assistant.md contains the table, which a test compares with this result.
+    The table is part of docs/open-assistant.md; a test compares the two.
     """
     names = {SFT: "sft", RM: "rw", RL: "ppo"}
     lines = ["| key | read by | in weft |", "|---|---|---|"]

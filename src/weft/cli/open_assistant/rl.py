@@ -152,9 +152,9 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 
 
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
-    """Return the key in `keys` that the last config section sets, or `IMPLIED` if none is set.
+    """Return the key in `keys` whose section comes last, or `IMPLIED` if none of the keys is set.
 
-    If this section sets several of the keys, the first of them in `keys` is returned.
+    If the section sets several of the keys, the first of them in `keys` is returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
@@ -162,7 +162,7 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
 
 
 def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
-    """Return the value of the key in `keys` that the last config section sets.
+    """Return the value of the key in `keys` whose section comes last.
 
     Returns `default` if none of the keys is set, or if the value is not a number of at least 1.
     """
@@ -191,7 +191,11 @@ def _count_updates(done: KeyMapping) -> int:
 
 
 def _map_batch_sizes(done: KeyMapping, value: Any) -> None:
-    """Set the rollouts per step and the minibatch size; in trlX, both are per device."""
+    """Set the number of rollouts per step and the minibatch size.
+
+    In trlX, both numbers are per device, so they are multiplied by the number of data-parallel
+    ranks.
+    """
     done.with_key(_find_latest_key(done, ROLLOUT_KEYS)).set_option(
         "dataset.train_bs_n_seqs", _count_rollouts(done) * done.data_ranks
     )
@@ -270,7 +274,7 @@ def _map_truncation(name: str, done: KeyMapping, value: Any) -> None:
     """Set the sampling limit `name`, such as top_k.
 
     If a server computes the reference log-probs, the limit is not set and a note is added, because
-    the server computes the log-probs over all ids.
+    the server normalizes its log-probs over the whole vocabulary.
     """
     if done.get("triton_host_sft") is not None and value not in (0, 1):
         done.add_note(
@@ -317,8 +321,8 @@ def _map_reward_deviation(done: KeyMapping, value: Any) -> None:
 def _set_implied_options(done: KeyMapping, value: Any) -> None:
     """Set the options that correspond to trlX's fixed behaviour.
 
-    In trlX, the value head is part of the policy, so the critic starts from the actor. Values are
-    not normalized, and there is no early stopping or warm-up.
+    In trlX, the value head is part of the policy, so the critic is initialized from the actor.
+    Values are not normalized, and there is neither early stopping nor learning-rate warm-up.
     """
     for name, each in (
         ("value_norm", False),

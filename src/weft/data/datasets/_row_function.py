@@ -1,7 +1,6 @@
-"""Dataset types that are defined by a user's function, which converts one row.
+"""Dataset types that convert each row with a user's function.
 
-The decorator `register_dataset(name, rows="prompt_answer")` makes a dataset type from the
-function.
+The decorator `register_dataset(name, rows="prompt_answer")` makes a dataset type from the function.
 """
 
 from __future__ import annotations
@@ -30,9 +29,15 @@ from weft.registry import datasets, import_user_code
 class RowFunctionEncoder:
     """Row encoder that converts rows with a user's function before encoding them.
 
-    The function `name` in `module` returns rows of the dataset type `rows`, which the encoder
-    `inner` encodes. `source` is a hash of the file that defines the function. It is part of the
-    cache key, since a changed function can produce other token ids.
+    Attributes:
+        rows: built-in dataset type of the converted rows
+        inner: row encoder of that type
+        module: name of the module that defines the function
+        file: path of the file that defines the function
+        name: name of the function
+        source: SHA-256 hash of that file; it is part of the cache key, since a changed function can
+            produce other token ids
+        options: keyword arguments of the function
     """
 
     rows: str
@@ -80,7 +85,7 @@ class RowFunctionEncoder:
 
 
 class RowDataset:
-    """Dataset of the rows of a file, converted by a user's function."""
+    """Dataset of rows that are read from files and converted by a user's function."""
 
     def __init__(
         self, form: RowEncoder, lengths: Any, util: DatasetUtility, path: str, split: str | None

@@ -32,8 +32,22 @@ BAD_REPLIES_COLUMN = "augmented"  # column of bad replies; every epoch draws one
 class DatasetUtility:
     """Settings that weft passes to every dataset class as `cls(util=DatasetUtility(...), **args)`.
 
-    One process reads the data for all devices, so `rank` is 0 and `world_size` is 1. A class that
-    draws random numbers must derive them from `seed`.
+    One process reads the data for all devices, so `rank` is always 0 and `world_size` is always 1.
+
+    Attributes:
+        tokenizer: tokenizer for the rows
+        seed: seed from which a class must derive all random numbers that it draws
+        rank: rank of the reading process
+        world_size: number of reading processes
+        cache_dir: folder for the cache of tokenized rows; None means the default folder
+        num_workers: number of tokenizing processes; None means a number that suits the files
+        progress: function that returns a context manager showing progress
+        random_window: probability that a row that is too long is cut to a random window instead of
+            its beginning
+        columns: columns to rename, as {name in the dataset type: name in the file}
+        name: name of the named dataset to read, for messages; empty for other sources
+        most: number of samples after which no more rows are read; None means no limit
+        ahead: allow large files to be tokenized during training
     """
 
     tokenizer: Tokenizer
@@ -53,7 +67,7 @@ class DatasetUtility:
 
     @property
     def differs_by_epoch(self) -> bool:
-        """Return whether the samples differ between epochs."""
+        """Return whether the samples change from epoch to epoch, because of random draws."""
         return self.random_window > 0 or self.tokenizer.additions.tags
 
 
@@ -71,8 +85,8 @@ class MapDataset(Protocol):
 def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
     """Return whether a dataset has random access to its samples.
 
-    The result is False for a torch `IterableDataset`, although it can have a length and inherits a
-    `__getitem__`, since this method only raises an error.
+    The result is False for a torch `IterableDataset`. Such a dataset inherits a `__getitem__`
+    method, but that method only raises an error.
     """
     bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
     return (
@@ -93,7 +107,12 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class TokenizedDataset(Protocol):
-    """Dataset whose rows weft tokenizes: the row encoder `form` fills a table of samples."""
+    """Dataset whose rows weft itself tokenizes.
+
+    Attributes:
+        form: class of the row encoder, which converts rows to samples
+        table: table of all samples
+    """
 
     form: type[RowEncoder]
     table: TokenTable | BackgroundTokenTable
@@ -108,9 +127,9 @@ def build_table(
 ) -> tuple[TokenTable | BackgroundTokenTable, EpochSamples | None]:
     """Tokenize the rows of a built-in dataset type and return (table, epoch samples).
 
-    The epoch samples are an `EpochSamples` if the samples differ between epochs, else None.
-    `options` are fields of `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the
-    nearest name, for any other option, and `DataError` for rows that cannot be used.
+    The second value is an `EpochSamples` if the samples differ between epochs, else None. `options`
+    are fields of `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the nearest name,
+    for any other option, and `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -136,7 +155,7 @@ def build_table(
 
 
 def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow | None:
-    """Return the random window for rows that are too long, or None if it is not used.
+    """Return the random window for rows that are too long, or None if random windows are disabled.
 
     Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window because the
     chat template does not render a conversation that has only a system message.
@@ -165,9 +184,9 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
 def split_options(
     form: type[RowEncoder], options: dict[str, Any]
 ) -> tuple[RowEncoder, LengthLimits]:
-    """Build a row encoder and its length limits from `options`.
+    """Divide `options` between a row encoder and its length limits, and return both objects.
 
-    Raises `ConfigError` for unknown options.
+    Raises `ConfigError` for options that neither of them has.
     """
     of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(LengthLimits)}
@@ -192,8 +211,9 @@ def split_options(
 class TableDataset:
     """Base class of the built-in dataset types. Each of their samples has one id.
 
-    A subclass consists of a docstring and the row encoder `form`. The keyword arguments `options`
-    are fields of `form` and of `LengthLimits`. `default_options` replaces some of their defaults.
+    A subclass consists of a docstring and the row encoder class `form`. The keyword arguments
+    `options` are fields of `form` and of `LengthLimits`. A subclass can change the defaults of
+    these fields in `default_options`.
     """
 
     form: ClassVar[type[RowEncoder]]
@@ -229,7 +249,7 @@ def is_table_dataset(dataset: MapDataset) -> TypeGuard[TableDataset]:
 
 
 def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
-    """Raise `UserError` if the tokenizer lacks EOS or, with `as_chat`, a chat template."""
+    """Raise `UserError` if the tokenizer has no EOS or, with `as_chat`, no chat template."""
     tokenizer.require_eos()
     if as_chat:
         tokenizer.require_chat_template()
@@ -245,11 +265,11 @@ def encode_with_eos(tokenizer: Tokenizer, content: str) -> list[int]:
 def build_answer_group(
     prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any
 ) -> EncodedSample:
-    """Build a group of sequences that each consist of a prompt and an answer.
+    """Build a sample from token sequences that each consist of a prompt and an answer.
 
     Only the answer is trained on: the tokens after the longest common prefix of the sequence and
     `prompt`. A token that spans the end of the prompt and the beginning of the answer is therefore
-    part of the answer.
+    part of the answer. `more` are other fields of `EncodedSample`.
     """
     bounds = [count_common_prefix(prompt, sequence) for sequence in sequences]
     masks = []
@@ -267,12 +287,12 @@ def encode_replies(
     as_chat: bool = False,
     **more: Any,
 ) -> EncodedSample:
-    """Encode replies to the prompt in column `key` as one group of sequences.
+    r"""Encode replies to the prompt in column `key` as one sample with a completion per reply.
 
-    Each sequence is the prompt, a reply and EOS. A prompt of messages is rendered by the chat
-    template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered too.
-    If a dialogue in the `\\n\\nHuman:` format is rendered, the reply is stripped of surrounding
-    whitespace, as the turns before it are.
+    Each sequence consists of the prompt, a reply and EOS. A prompt of messages is rendered by the
+    chat template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered
+    too. If a dialogue in the `\n\nHuman:` format is rendered, surrounding whitespace is stripped
+    from the reply, as it is from the earlier turns. `more` are other fields of `EncodedSample`.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -336,10 +356,11 @@ def read_plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 def build_group(
     sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any
 ) -> EncodedSample:
-    """Build a group from whole sequences and their masks, which are True on trained tokens.
+    """Build a sample from whole sequences and their masks, which are True on trained tokens.
 
-    The prompt is the longest common prefix without trained tokens. Tokens after the last trained
-    token are left out. Raises `BadRow` if a sequence has no trained token.
+    The prompt of the sample is the longest common prefix without trained tokens. Tokens after the
+    last trained token are left out. `more` are other fields of `EncodedSample`. Raises `BadRow` if
+    a sequence has no trained token.
     """
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
@@ -365,11 +386,12 @@ def encode_continuations(
     may_be_empty: bool = False,
     **more: Any,
 ) -> EncodedSample:
-    """Encode conversations that continue `context`, as one group of sequences.
+    """Encode several continuations of the conversation `context` as one sample.
 
-    Only the continuations in `replies` are trained. With `may_be_empty`, the last turn may have no
-    content, and its end token is trained. Raises `BadRow` if a continuation has no assistant turn,
-    or if an assistant turn that must have content is empty.
+    Only the continuations in `replies` are trained; each of them is a completion. With
+    `may_be_empty`, the last turn may have no content, and its end token is trained. `more` are
+    other fields of `EncodedSample`. Raises `BadRow` if a continuation has no assistant turn, or if
+    an assistant turn that must have content is empty.
     """
     conversations = []
     for number, reply in enumerate(replies, 1):

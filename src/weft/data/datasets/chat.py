@@ -111,8 +111,8 @@ class ChatEncoder:
 class ChatDataset(TableDataset):
     """Dataset of conversations: rows `{messages[{role, content}]}` or `{prompt, completion}`.
 
-    A `completion` is a list of messages. A sample has the keys `prompt`, `completion` and
-    `loss_mask`. The completion of a sample begins with the first trained reply.
+    A `completion` is a list of messages. A sample has the keys `prompt`, `completion` (from the
+    first trained reply to the last one) and `loss_mask` (1 on trained tokens).
 
     The options are messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong and
     truncate_side.

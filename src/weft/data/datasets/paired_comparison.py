@@ -18,8 +18,8 @@ from weft.registry import register_dataset
 class PairedComparisonEncoder:
     """Row encoder for prompts with pairs of answers.
 
-    Answer j of `pos_answers` is better than answer j of `neg_answers`. `margin` is one number, or
-    one number per pair.
+    Answer j of the column `pos_answers` is better than answer j of `neg_answers`. The column
+    `margin` has one number, or one number per pair.
 
     At most the first `max_pairs_per_prompt` pairs of a row are kept. With `as_chat`, the prompt is
     rendered as the user's message and each answer as the assistant's.
@@ -71,13 +71,14 @@ def _read_margins(value: Any, pairs: int) -> list[float]:
 
 @register_dataset("paired_comparison")
 class PairedComparisonDataset(TableDataset):
-    """Dataset of rows `{prompt, pos_answers[], neg_answers[]}`.
+    """Dataset of rows `{prompt, pos_answers[], neg_answers[]}` with n pairs of answers.
 
-    Each row is a group of 2n completions, which alternate: better, worse, better, worse, ...
+    Each row becomes a sample with 2n completions: better, worse, better, worse, and so on.
 
     A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse),
-    `comparison` (index of the pair), `margin` and `label`. The options are prompt_key, id_key,
-    max_pairs_per_prompt, as_chat, max_seqlen, max_prompt_len, overlong and truncate_side.
+    `comparison` (index of the pair), `margin` (of the pair, 0 by default) and `label` (1 better, 0
+    worse). The options are prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen,
+    max_prompt_len, overlong and truncate_side.
     """
 
     form = PairedComparisonEncoder

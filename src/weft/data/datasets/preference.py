@@ -50,13 +50,13 @@ Values = Mapping[str, list[float]]
 
 @dataclass(frozen=True)
 class PreferenceEncoder:
-    """Row encoder for a chosen and a rejected reply, or for a single labelled reply.
+    r"""Row encoder for a chosen and a rejected reply, or for a single labelled reply.
 
     If both replies are whole conversations, their common prefix is the prompt, and the prompt
     column is not read. A whole conversation is a list that begins with a user or system message, or
-    a text in the `\\n\\nHuman:` format (split after the last `\\n\\nAssistant:` that both have in
-    common). Any other reply answers the prompt of the row: `prompt`, `instruction`, `question`, or
-    `messages` without a final reply.
+    a text in the `\n\nHuman:` format (split after the last `\n\nAssistant:` of the common prefix).
+    Any other reply answers the prompt of the row, which is in the column `prompt`, `instruction` or
+    `question`, or in `messages` without a final reply.
 
     With `as_chat`, texts are rendered with the chat template too. A row `{prompt, completion,
     label}` or `{messages, label}` has a single reply, labelled as good (true or 1) or bad (false or
@@ -120,7 +120,7 @@ class PreferenceEncoder:
     def _encode_texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
     ) -> EncodedSample:
-        """Encode two texts, which are replies to the row's prompt or whole dialogues."""
+        """Encode two texts, which are either replies to the row's prompt or whole dialogues."""
         replies = [
             read_text({"chosen": chosen}, "chosen"),
             read_text({"rejected": rejected}, "rejected"),
@@ -203,10 +203,11 @@ def _count_shared(talks: Sequence[Sequence[Message]]) -> int:
 def _encode_dialogues(
     tokenizer: Tokenizer, contents: Sequence[str], values: Values
 ) -> EncodedSample:
-    """Encode two dialogues given as texts.
+    r"""Encode two whole dialogues, given as texts in the `\n\nHuman:` format.
 
-    The assistant's turns after the common prefix are trained. If the last turn is empty, as in some
-    rows of hh-rlhf, only its EOS is trained.
+    The assistant's turns after the common prefix are trained. If the texts have no turns,
+    everything after their common words is trained. If the last turn is empty, as in some rows of
+    hh-rlhf, only its EOS is trained.
     """
     prompt = dialogue.find_shared_prompt(*contents)
     sequences = []
@@ -226,10 +227,13 @@ def _encode_dialogues(
 
 @register_dataset("preference")
 class PreferenceDataset(TableDataset):
-    """Dataset of rows `{chosen, rejected}`, which are groups of two completions, the chosen first.
+    """Dataset of rows `{chosen, rejected}`, or of rows with a single labelled reply.
 
-    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin` and
-    `label`. The options are prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen,
+    Each row becomes a sample with two completions, the chosen one first, or with the single reply.
+    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 chosen, 1 rejected),
+    `comparison` (always 0), `margin` and `label` (1 for a good reply, 0 for a bad one).
+
+    The options are prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen,
     max_prompt_len, overlong and truncate_side.
     """
 

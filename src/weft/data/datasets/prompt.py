@@ -38,15 +38,15 @@ MESSAGES = "prompt_messages"
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Row encoder for prompts that are completed by generation.
+    r"""Row encoder for prompts that the model completes by generation.
 
     A prompt is a text, or a list of messages that is rendered with the template's generation
-    prompt. With `as_chat`, a text is rendered as the user's message.
+    prompt. With `as_chat`, a text is rendered as the user's message. The messages of a rendered
+    prompt are saved in the metadata as `prompt_messages`.
 
-    In a preference row in the `\\n\\nHuman:` format, the prompt is the common prefix of the two
-    dialogues, up to the last `\\n\\nAssistant:`. The messages of a rendered prompt are saved in the
-    metadata as `prompt_messages`. In an Open-Assistant tree, every message of the prompter is a
-    prompt.
+    In a preference row in the `\n\nHuman:` format, the prompt is the common prefix of the two
+    dialogues, up to the last `\n\nAssistant:`. An Open-Assistant tree gives one prompt for each
+    message of a prompter (a human user).
     """
 
     prompt_key: str | None = None
@@ -118,7 +118,10 @@ class PromptEncoder:
     def _encode_branch(
         self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
-        """Encode one path of a message tree that ends with a message of the prompter."""
+        """Encode the prompt that `path` leads to in a message tree.
+
+        The path begins at the root and ends with a message of a prompter (a human user).
+        """
         columns = {}
         for name, value in row.items():
             if name not in ("prompt", self.id_key):

@@ -17,9 +17,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswerEncoder:
-    """Row encoder for a prompt with one answer. The answer and EOS are trained.
+    """Row encoder for a prompt with one answer. The answer and its EOS are trained.
 
-    With `as_chat`, the prompt is rendered as the user's message.
+    With `as_chat`, the prompt is rendered as the user's message and the answer as the assistant's.
     """
 
     prompt_key: str | None = None
@@ -53,7 +53,7 @@ class PromptAnswerEncoder:
 
 @register_dataset("prompt_answer")
 class PromptAnswerDataset(TableDataset):
-    """Dataset of rows `{prompt, answer}`. Each row is a group of one completion.
+    """Dataset of rows `{prompt, answer}`. Each row becomes a sample with one completion.
 
     A sample has the keys `prompt`, `completion` and `loss_mask`. The options are prompt_key,
     answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong and truncate_side.

@@ -31,10 +31,10 @@ from weft.registry import register_dataset
 class RankingEncoder:
     """Row encoder for prompts with ranked replies.
 
-    The prompt is text or messages, in the column `prompt`, `messages` or `prefix`. `replies` are
+    The prompt is text or messages, in the column `prompt`, `messages` or `prefix`. The replies are
     sorted best first, and at most `max_replies` of them are kept. If the prompt is null, the
-    replies are whole texts. The column `augmented` contains deliberately bad replies; every epoch
-    draws one of them and ranks it last.
+    replies are whole texts. The column `augmented` contains deliberately bad replies; one of them
+    is drawn at random and ranked last.
 
     With `as_chat`, a text prompt is rendered as the user's message and each reply as the
     assistant's.
@@ -118,9 +118,9 @@ class RankingEncoder:
 
 
 def _build_values(count: int) -> dict[str, list[float]]:
-    """Return the values `rank`, `comparison` and `margin` of `count` replies in one comparison.
+    """Return the values `rank`, `comparison` and `margin` for `count` replies, sorted best first.
 
-    The replies are sorted best first.
+    The replies form one comparison without margins.
     """
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}
@@ -128,10 +128,11 @@ def _build_values(count: int) -> dict[str, list[float]]:
 
 @register_dataset("ranking")
 class RankingDataset(TableDataset):
-    """Dataset of rows `{prompt, replies[]}`, which are groups of K completions, the best first.
+    """Dataset of rows `{prompt, replies[]}`, with replies sorted best first.
 
-    A sample has the keys `prompt`, `completion`, `loss_mask`, `rank` (0 is the best), `comparison`
-    and `margin`. The options are prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen,
+    Each row becomes a sample with one completion per reply. A sample has the keys `prompt`,
+    `completion`, `loss_mask`, `rank` (0 is the best), `comparison` (always 0) and `margin` (always
+    0). The options are prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen,
     max_prompt_len, overlong and truncate_side.
     """
 

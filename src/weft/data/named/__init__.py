@@ -1,4 +1,8 @@
-"""Named datasets: catalogue entries (`entries/*.yaml`), readers of rows (`readers/`), and files."""
+"""Public datasets that a user selects by name, such as `webgpt`.
+
+A catalogue entry (`entries/*.yaml`) says where a dataset comes from and which reader (`readers/`)
+converts its rows.
+"""
 
 from weft.data.named.catalogue import find_entry, list_names
 from weft.data.named.entry import CatalogueEntry

@@ -36,7 +36,8 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
     """Return the catalogue entry of the dataset `name`.
 
     Entries in the user's `files` override others of the same name. Raises `ConfigError` if there is
-    no such entry, suggesting the nearest names, or if a language pair has an unknown language.
+    no such entry, suggesting similar names, or if the name contains an unknown language (as in
+    wmt2019_zh-xx).
     """
     known = _load_entries(files)
     match = known.get(name) or known.get(name.lower())
@@ -49,9 +50,9 @@ def find_entry(name: str, files: Sequence[str] = ()) -> CatalogueEntry:
 
 
 def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """Return the sorted names of all entries, or only of the entries for `mode` (sft, rm or rl).
+    """Return the sorted names of all entries, or only of those for `mode` (sft, rm or rl).
 
-    Aliases are not included.
+    `files` are the user's YAML files with further entries. Aliases are not included.
     """
     if mode is not None and mode not in MODES:
         raise build_unknown_name_error("mode", mode, MODES)
@@ -65,7 +66,7 @@ def list_names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
 
 
 def read_entries(file: Path) -> dict[str, CatalogueEntry]:
-    """Read a YAML file of entries, `NAME: {reader: .., repo: .., ...}`.
+    """Read a YAML file of entries, `NAME: {reader: .., repo: .., ...}`, and return them by name.
 
     Raises `ConfigError` if an entry is invalid.
     """
@@ -113,9 +114,9 @@ def _parse_registered(name: str, value: Any) -> CatalogueEntry:
 
 
 def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
-    """Return the entry for the pair of languages in `name`, such as wmt2019_zh-en.
+    """Return the entry for the language pair at the end of `name`, such as wmt2019_zh-en.
 
-    Raises `ConfigError` if a language is unknown.
+    `entry` is the entry for all language pairs. Raises `ConfigError` if a language is unknown.
     """
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")

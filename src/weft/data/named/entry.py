@@ -16,12 +16,25 @@ SEVERAL = ("modes", "aliases")  # fields with several values
 class CatalogueEntry:
     """Entry of the catalogue: where a named dataset comes from, and how to read it.
 
-    `train` and `valid` are names of splits, or patterns of file names (`*x*.json`). Without
-    `valid`, a part of the rows is held out for validation. `options` are the default options of the
-    reader, which a user's options override.
+    An entry without `repo` and `url` can only be read from a local copy.
 
-    `repo`, with `config` and `revision`, is a dataset on the hub. `url` is a file to download. An
-    entry without `repo` and `url` can only be read from a local copy.
+    Attributes:
+        name: name of the dataset
+        reader: name of the reader, a function that converts the rows
+        modes: modes in which the dataset can be used: sft, rm, rl
+        repo: name of the dataset on the hub, OWNER/NAME
+        config: configuration of the dataset on the hub
+        revision: revision of the dataset on the hub
+        url: https address of a file to download
+        train: split with the training rows, or a pattern of file names such as `*x*.json`
+        valid: split or pattern for the validation rows; if None, a part of the training rows is
+            held out for validation
+        separator: text between the records of a plain text file
+        rows_in: key of the list of rows, if a file is one JSON object
+        aliases: other names of the dataset
+        licence: licence of the dataset, for messages
+        note: remark for the user
+        options: default options of the reader, which a user's options override
     """
 
     name: str
@@ -78,7 +91,7 @@ class CatalogueEntry:
 
     @property
     def origin(self) -> str:
-        """Address and configuration of the dataset, for messages."""
+        """Address and configuration from which the dataset is downloaded, for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

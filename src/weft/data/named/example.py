@@ -17,13 +17,18 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type
 
 @dataclass(frozen=True)
 class Example:
-    """Conversation that ends with a user message, and the `replies` to it, best first.
+    """Conversation that ends with a user message, and the replies to it.
 
-    If there is no conversation, the replies continue `text`. If there are no replies either, `text`
-    is plain text to train on.
+    If `context` is empty, the replies continue `text`. If there are no replies either, `text` is
+    plain text to train on.
 
-    All examples of one `group` are used for the same purpose, training or validation. In mode rl,
-    `columns` are additional columns of the row that is made from the example.
+    Attributes:
+        context: messages of the conversation, without the replies
+        replies: alternative replies, best first
+        text: text that precedes the replies if there is no conversation
+        group: name of a group of examples that must all be used for training or all for validation
+        id: id of the row made from the example, or None to number the rows
+        columns: additional columns of the row in mode rl
     """
 
     context: Sequence[Message] = ()
@@ -38,9 +43,13 @@ class Example:
 class ReaderContext:
     """Settings and counters of a reader for one pass over a named dataset.
 
-    `left_out[reason]` is the number of rows that were left out for a reason. `cut[part]` is the
-    number of rows whose examples lack this part of the conversation. `training` is True for
-    training rows and False for validation rows.
+    Attributes:
+        name: name of the dataset
+        mode: kind of training that the rows are for: sft, rm or rl
+        training: True for training rows, False for validation rows
+        seed: seed of the random choices
+        left_out: number of rows left out, by reason
+        cut: number of rows of which a part was omitted, by a description of the part
     """
 
     name: str
@@ -63,16 +72,16 @@ class ReaderContext:
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count the row in `cut` for each of `columns` that has a value in the row.
+        """Record that the reader ignores `columns`.
 
-        Readers call this for columns that they ignore.
+        Each of these columns that has a value in the row is counted in `cut`.
         """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def make_random(self, *parts: object) -> random.Random:
         """Return a random generator that depends only on the seed, the dataset's name and `parts`.
 
-        `parts` identify the purpose of the generator, which produces the same numbers in every run.
+        `parts` identify the purpose of the generator, for example by a row index.
         """
         digest = hashlib.blake2b(
             "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8
@@ -80,9 +89,10 @@ class ReaderContext:
         return random.Random(int.from_bytes(digest, "little"))
 
     def accept_texts(self, *texts: str) -> bool:
-        """Return whether none of the texts contains an unwanted phrase.
+        """Return whether the texts are free of unwanted phrases. If not, count the row as left out.
 
-        If one does, the row is counted as left out.
+        Unwanted phrases, such as "as an AI language model", reveal that a text was copied from a
+        model.
         """
         if any(find_unwanted_phrase(text) for text in texts):
             self.skip("unwanted phrases")
@@ -125,7 +135,7 @@ def make_example(messages: Sequence[Message], **more: Any) -> Example:
 
 
 def to_row(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
-    """Convert an example to (dataset type, row) for a mode (sft, rm or rl).
+    """Convert an example to a row for a mode (sft, rm or rl), and return (dataset type, row).
 
     Returns None if the example lacks something that the mode needs, such as a second reply.
     """

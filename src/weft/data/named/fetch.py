@@ -1,6 +1,7 @@
 """Files of a named dataset, from a local copy or a download.
 
-Without a network, an error that names the folder for a local copy is raised at once.
+If the network is unavailable, downloads fail within seconds, with an error that names the folder in
+which to put a local copy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Files of a named dataset: training files, and the files of its validation split.
+    """Training and validation files of a named dataset.
 
     `valid` is empty if the dataset has no validation split.
     """
@@ -44,7 +45,7 @@ class DatasetFiles:
 
 
 def find_copies_folder(entry: CatalogueEntry, cache: Path) -> Path:
-    """Return the folder for the user's local copies of the files.
+    """Return the folder in which a user can put local copies of the dataset's files.
 
     Files downloaded from a URL are saved there too.
     """
@@ -104,10 +105,10 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 
 
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
-    """Return advice for a `path` that does not exist.
+    """Return advice for a `path` that does not exist, to be appended to the error message.
 
-    If the path is only a file name, it comes from a section of an Open-Assistant config, and the
-    advice says where to put a copy of the file. Otherwise, the advice is to check the spelling.
+    A path that is only a file name comes from an Open-Assistant configuration. In this case, the
+    advice says where to put a copy of the file. Otherwise, it is to check the spelling.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -120,9 +121,10 @@ def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
 
 
 def choose_files(entry: CatalogueEntry, place: Path) -> DatasetFiles:
-    """Return the files of an entry at `place`, a folder or a single training file.
+    """Return the training and validation files of an entry at `place`.
 
-    Raises `DataError` if the folder has no training files of the entry.
+    `place` is a folder, or a single training file. Raises `DataError` if the folder has no training
+    files of the entry.
     """
     if place.is_file():
         return DatasetFiles([place], [place] if entry.valid == entry.train else [])
@@ -166,10 +168,10 @@ def format_file_name(entry: CatalogueEntry, file: Path) -> str:
 def read_entry_rows(
     entry: CatalogueEntry, file: Path
 ) -> Iterator[tuple[RowLocation, Row | UnreadableRow]]:
-    """Iterate over (place, row) of a file of a named dataset.
+    """Yield (location, row) for each row of a file of a named dataset.
 
     A plain text file is split into records at the entry's `separator`. Each record becomes a row
-    with the only column `text`.
+    with the single column `text`.
     """
     if (
         entry.rows_in is not None
@@ -230,10 +232,9 @@ def _find_split_files(root: Path, split: str) -> list[Path]:
 
 
 def _build_request(entry: CatalogueEntry) -> dict[str, Any]:
-    """Return the keyword arguments of the hub request for an entry.
+    """Return the keyword arguments for downloading an entry from the hub.
 
-    The request selects the files that match the entry's patterns, or all files of its
-    configuration.
+    They select the files that match the entry's patterns, or all data files of its configuration.
     """
     patterns = []
     for which in (entry.train, entry.valid):

@@ -1,6 +1,6 @@
-"""Selection of values in a row by a path, and texts composed of several values.
+"""Selection of values in a row by a path, and templates that combine several values.
 
-Examples: `"{context} {question}"`, `"{answers.text.0}"`.
+Examples of templates: `"{context} {question}"`, `"{answers.text.0}"`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PLACE = re.compile(r"\{([^{}\n]+)\}")
 
 
 def fill_template(template: str, row: Row, random: Random) -> str:
-    """Return a text made from the columns of a row.
+    """Fill in a template with the columns of a row and return the text.
 
     `template` is the path of a column (`answer`, `meta.text`) or a text with such paths in braces.
-    In a path, a number is the index of a list entry, `?` a random entry, and `*` all entries,
-    joined by spaces. Null and missing values become "". Raises `BadRow` for a column that the row
-    lacks.
+    In a path, a number is the index of a list entry, `?` selects a random entry, and `*` joins all
+    entries with spaces. Null and missing values become "". Raises `BadRow` for a column that the
+    row lacks.
     """
     if not PLACE.search(template):
         return _to_text(pick_value(template, row, random))
@@ -29,7 +29,7 @@ def fill_template(template: str, row: Row, random: Random) -> str:
 
 
 def pick_value(path: str, row: Row, random: Random) -> Any:
-    """Return the value at a path in a row.
+    """Return the value at a path in a row. Paths are described in `fill_template`.
 
     Returns None for a key that a nested mapping lacks, since null keys are removed when Parquet
     files are read. Raises `BadRow` for a column that the row lacks.

@@ -46,8 +46,8 @@ Reader = Callable[..., Iterator[Example]]
 class ValidationSplit:
     """Choice of the validation rows of a named dataset.
 
-    If `own` is set and the dataset has a validation split, the rows of that split are used.
-    Otherwise, a fraction `share` of the groups of training rows is held out.
+    If `own` is set and the dataset has a validation split, that split is used. Otherwise, a
+    fraction `share` of the training rows is held out. Rows of the same group are held out together.
     """
 
     share: float = 0.0
@@ -56,14 +56,17 @@ class ValidationSplit:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """Source that reads the prepared files of a named dataset, and notes on rows left out."""
+    """Source that reads the prepared files of a named dataset, with notes for the user.
+
+    The notes report rows and parts of conversations that were left out.
+    """
 
     source: SourceSpec
     notes: tuple[str, ...] = ()
 
 
 def find_mode(dataset_type: str) -> str:
-    """Return the mode in which named datasets provide rows for this dataset type: sft, rm or rl.
+    """Return the mode (sft, rm or rl) of named datasets whose rows suit this dataset type.
 
     Raises `ConfigError` for a type that is not built into weft.
     """
@@ -88,8 +91,8 @@ def prepare(
     """Write the rows of the dataset `source.named` to files, unless they are in the cache.
 
     Returns the source that reads these files. `files` are the user's YAML files with catalogue
-    entries. Raises `ConfigError` or `DataError` with the name of the dataset, the problem and its
-    fix.
+    entries. Raises `ConfigError` or `DataError` with a message that names the dataset and says what
+    to change.
     """
     # Find the entry, its reader, and the files.
     assert source.named is not None
@@ -135,7 +138,7 @@ def prepare(
 
 
 def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """Iterate over notes on left-out rows, omitted parts of conversations, and unread keys."""
+    """Yield notes on left-out rows, omitted parts of conversations, and ignored message keys."""
     left_out = report["left_out"]
     if left_out:
         breakdown = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
@@ -164,7 +167,7 @@ def _split_options(
     """Divide options into (options of the reader, options of the dataset type).
 
     The reader's options are those of the entry, overridden by the user's `args`. Raises
-    `ConfigError` for unknown or missing options.
+    `ConfigError` for unknown options, and if an option that the reader requires is missing.
     """
     known = list_reader_options(reader)
     of_type = set()
@@ -205,7 +208,7 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _DatasetConversion:
-    """Conversion of the dataset of one catalogue entry to rows for one mode."""
+    """Conversion of a named dataset to rows for one mode (sft, rm or rl)."""
 
     entry: CatalogueEntry
     reader: Reader
@@ -229,7 +232,7 @@ class _DatasetConversion:
     def write_rows(
         self, files: DatasetFiles, split: ValidationSplit, folder: Path
     ) -> dict[str, Any]:
-        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`. Returns the report."""
+        """Write `train.jsonl`, `valid.jsonl` and finally `report.json`, and return the report."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
@@ -271,7 +274,11 @@ class _DatasetConversion:
     def _write(
         self, files: list[Path], stream: TextIO, use: ReaderContext, start: int = 0
     ) -> tuple[str, list[str]]:
-        """Write the rows of `files` to `stream`, and return (dataset type, group of each row)."""
+        """Convert the rows of `files`, write them to `stream`, and return (dataset type, groups).
+
+        `groups` has the name of each row's group, whose rows stay together when validation rows are
+        held out. Row ids are numbered from `start`.
+        """
         groups: list[str] = []
         types: set[str] = set()
         rows = _FileRows(self.entry, files)
@@ -339,7 +346,10 @@ class _FileRows:
 
 
 def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the rows marked in `held` from the first file to the second, and return both row counts."""
+    """Move the rows marked in `held` from the first file to the second, and return both row counts.
+
+    `parts` are the two files.
+    """
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:

@@ -1,1 +1,1 @@
-"""Backends, which build engines; the option `backend` of a role names one of them."""
+"""Backends that build engines; the option `backend` of a role names one of them."""

@@ -1,4 +1,7 @@
-"""Backend `auto`: `torch` if weft implements the model type in config.json, else `hf`."""
+"""Backend `auto`, which selects the backend `torch` or `hf` by the model type in config.json.
+
+The selected backend is `torch` if weft has its own implementation of the model type, else `hf`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from weft.topology import Layout
 
 
 def choose_backend(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with `backend` set to one that can run the model, unless it is already set.
+    """Return the spec with `backend="auto"` replaced by a backend that can run the model.
 
-    If `backend` is "auto" and the spec has no path, the spec is returned unchanged. Raises
-    `UserError` for a model that cannot be read.
+    A spec with another backend, or without a path, is returned unchanged. Raises `UserError` for a
+    model that cannot be read.
     """
     if spec.backend != AUTO or spec.path is None:
         return spec
@@ -34,7 +37,7 @@ def choose_backend(spec: ModelSpec) -> ModelSpec:
 
 @register_backend(AUTO)
 def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> Engine:
-    """Build the engine with the backend that can run the role's model.
+    """Build the role's engine with a backend that can run its model.
 
     Raises `UserError` for a role without a path, and for a model that the backend cannot read or
     run.

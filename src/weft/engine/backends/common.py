@@ -1,4 +1,4 @@
-"""Checks of specs and choice of dtypes, used by all backends that build a network."""
+"""Option checks and choices of dtypes, shared by all backends that build a network."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from weft.topology import Layout
 def choose_role_device(spec: ModelSpec) -> torch.device:
     """Return the role's device, and select the flash attention version that the role requests.
 
-    Must be called before weights are read. Raises `ConfigError` if the device or the version is not
-    available.
+    Must be called before weights are read. Raises `ConfigError` if the device or the flash
+    attention version is not available.
     """
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
@@ -89,7 +89,7 @@ def check_replicated_layout(layout: Layout) -> None:
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raise `ConfigError` if every n-th layer is to be recomputed and n exceeds `layers`."""
+    """Raise `ConfigError` if the recomputation interval exceeds `layers`, the number of layers."""
     if spec.recomputed_layers > layers:
         raise ConfigError(
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
@@ -101,7 +101,7 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
     """Raise `ConfigError` if the network's blocks cannot be compiled as the spec requests.
 
-    The error is also raised for `fp8` without `compile`.
+    The option `fp8` without `compile` raises the same error.
     """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None
@@ -145,9 +145,10 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
 
 
 def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
-    """Return the 8-bit matrix product for compiled blocks, or None to use torch's own product.
+    """Return the 8-bit matrix product that compiled blocks use.
 
-    Raises `ConfigError` if 8-bit products are requested but not available on the device.
+    Returns None if the spec does not request 8-bit products; torch's own product is then used.
+    Raises `ConfigError` if they are requested but not available on the device.
     """
     if not spec.fp8:
         return None
@@ -165,7 +166,7 @@ def build_fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Produ
 
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
-    """Raise `ConfigError` if the network cannot be quantized as the option `quantize` requests."""
+    """Raise `ConfigError` if the option `quantize` does not support the network or the layout."""
     setting = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
@@ -202,8 +203,8 @@ def check_fp8(spec: ModelSpec) -> None:
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
     """Return the spec with its dtype set.
 
-    A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU and that of the
-    checkpoint on a GPU. New weights whose config.json does not name a dtype are float32.
+    A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU, and that of the
+    checkpoint on a GPU. Newly initialized weights are float32 if config.json does not name a dtype.
     """
     if spec.dtype is not None:
         return spec
@@ -221,10 +222,10 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 
 
 def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
-    """Return the dtype in which weights are read.
+    """Return the dtype to which weights are converted when they are read.
 
-    If all weights are trained, the dtype is at least float32, because the weights that are read
-    become the master weights. If weights are frozen, it is the role's dtype.
+    If all weights are trained, the dtype is at least float32, because the weights become the master
+    weights. If weights are frozen, it is the role's dtype.
     """
     dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:

@@ -1,4 +1,4 @@
-"""The backend `hf`: any decoder that `transformers` knows, on one device."""
+"""Backend `hf`, which runs any decoder of `transformers` on one device."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return a description of the engine on one rank, from config.json alone.
+    """Return a description of the engine on one rank, computed from config.json without weights.
 
     Raises `UserError` for options or models that `hf_backend` rejects before it reads weights.
     """
@@ -142,7 +142,7 @@ def _build_copy_shard(network: HFNetwork, mesh: RankMesh, device: torch.device) 
 
 
 def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """Apply the role's settings to its module: trained parameters, adapters, recomputation."""
+    """Apply the role's settings to the module: trained parameters, adapters and recomputation."""
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
@@ -185,9 +185,9 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If weft's cache cannot store the decoder's keys and values, the cache stores token ids instead.
-    Each id is then split into `DIGITS` digits, and the cache has the shapes of a network with one
-    layer.
+    If weft's cache cannot store the decoder's keys and values, it stores token ids instead. The
+    returned shapes are then those of a network with one layer and one head, whose keys are the
+    `DIGITS` digits of a token id.
     """
     values = module.config.to_dict()
     heads = 1
@@ -236,7 +236,7 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes for the user on operations that are slow with this model, and the reasons."""
+    """Return notes for the user that name the operations that are slow with this model, and why."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -270,7 +270,7 @@ def _save(
     spec: ModelSpec,
     tokenizer: Tokenizer,
 ) -> None:
-    """Write the model with merged adapters, and the adapters alone in the subdirectory `adapter/`.
+    """Write the model with merged adapters, and the adapters alone to the subdirectory `adapter/`.
 
     The adapter's files contain the name of the base model.
     """

@@ -1,4 +1,7 @@
-"""Backend of a role without a network, which has only a tokenizer or gets its outputs elsewhere."""
+"""Backend for roles that run no network in this process.
+
+Such a role needs only a tokenizer, or gets its outputs from elsewhere, such as a server.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 class NullEngine:
     """Engine without a network, parameters or state.
 
-    `compute(batch, want, temperature)` computes the outputs for `forward`. Without `compute`,
-    `forward` raises `ConfigError`. Methods that need weights always raise `ConfigError`. `family`
-    is the name of the engine in reports.
+    `forward` returns the result of `compute(batch, want, temperature)`. It raises `ConfigError` if
+    there is no `compute`, or if its argument `top` is set. Methods that need weights always raise
+    `ConfigError`. `family` is the name of the engine in reports.
     """
 
     def __init__(
@@ -113,7 +116,10 @@ def _refuse(what: str) -> NoReturn:
 
 @register_backend("null")
 def null(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> NullEngine:
-    """Build an engine without a network; raise `ConfigError` for a trained role."""
+    """Build an engine without a network.
+
+    Raises `ConfigError` for a trained role.
+    """
     if spec.trained:
         _refuse("be trained")
     return NullEngine(layout)

@@ -1,4 +1,4 @@
-"""Backend of a role whose scores or log-probs come from a service at a URL."""
+"""Backend for roles that get scores or log-probs from a service at a URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend `torch`: weft's own packed decoder on one device."""
+"""Backend `torch`, which runs weft's own decoder for packed sequences on one device."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """Return a description of the engine on the mesh's first rank, from config.json alone.
+    """Return a description of the engine on the mesh's first rank, computed from config.json.
 
-    No weights are read, and the device need not exist. Without a tokenizer, the vocabulary is not
-    extended by added tokens. Raises the same `UserError`s as `torch_backend`.
+    No weights are read, and the device need not exist. Without a tokenizer, the vocabulary does not
+    include added tokens. Raises the same `UserError`s as `torch_backend`.
     """
     path = common.check_spec(spec)
     layout = mesh.layout
@@ -147,7 +147,12 @@ def _describe_network(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return facts about one rank's part of the network, without the parameter counts."""
+    """Return facts about one rank's part of the network.
+
+    The keys are `vocab_size`, `num_layers`, `sizes` (most fields of
+    `weft.engine.memory.NetworkShape`) and `shared_prompts` (when common prefixes are computed
+    once).
+    """
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
@@ -176,7 +181,7 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
-    """Return the maximum length of sequences whose common prefix can be computed once.
+    """Return the maximum length in tokens of sequences whose common prefix can be computed once.
 
     Returns 0 if the network cannot share prefixes.
     """
@@ -187,11 +192,13 @@ def _find_longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _count_adapter_elements(network: Transformer) -> int:
-    """Return how many elements per token a layer's adapters keep for the backward pass, on average.
+    """Return the number of elements per token that a layer's adapters keep for the backward pass.
 
-    Each adapter keeps its low-rank product. With dropout, it also keeps a mask of one byte per
-    element, and keeps its input after dropout rather than before. An adapter without dropout on the
-    last matrix of an MLP also keeps its input, which would be recomputed if there were no adapter.
+    The result is an average over layers, rounded up. Each adapter keeps its low-rank product. An
+    adapter with dropout also keeps its input after dropout, and the dropout mask of one byte per
+    element. An adapter without dropout on the last matrix of an MLP keeps its input, which would
+    otherwise be recomputed. Norm outputs that need not be kept are subtracted
+    (`_count_dropped_elements`).
     """
     experts = network.config.experts
     num_elements = 0
@@ -217,7 +224,7 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the number of elements per token that adapters of the MLP's last matrix keep as input.
+    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
 
     Only adapters without dropout are counted.
     """
@@ -228,10 +235,10 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of elements per token of those norm outputs that need not be kept.
+    """Return the number of elements per token of the norm outputs that need not be kept.
 
-    A norm output need not be kept for the backward pass if only adapters with dropout read it,
-    because each of these adapters keeps its own copy after dropout.
+    The backward pass does not need a norm output that is read only by layers whose adapters all
+    have dropout, because each of these adapters keeps its own copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -249,7 +256,10 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
-    """Return the fields of `weft.engine.memory.NetworkShape`, except the parameter counts."""
+    """Return most fields of `weft.engine.memory.NetworkShape` for the network.
+
+    The fields `parameters`, `trainable`, `row_ranks` and `shards` are not included.
+    """
     config = network.config
     lm = network.kind == "lm"
     experts = config.experts
@@ -275,11 +285,11 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
 
 
 def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
-    """Return the number of operations per token in this rank's part of the network.
+    """Return the computing cost per token of this rank's part of the network.
 
     Each token is multiplied by the matrices of `top_k` experts and by all matrices outside the
-    experts. With `frozen`, the matrices need no gradient. With a load-balancing loss, all tokens
-    pass through the whole last layer, but this additional work is not counted.
+    experts. `frozen` means that the matrices need no gradient. A load-balancing loss passes all
+    tokens through the whole last layer; this additional work is not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])

@@ -1,9 +1,10 @@
-"""Accounting of the KV cache, without torch.
+"""Accounting of the memory of the KV cache, for the scheduler.
 
-The scheduler uses the interface `BlockManager`, which hides how memory is organized. `SlotManager`
-counts the memory of `models/kv/slots.py`: each sequence has one contiguous slot, and all slots grow
-together by doubling, because gathering scattered parts would take several times as long as a decode
-step on a CPU. A shared prefix is stored once, outside the slots.
+The scheduler uses the interface `BlockManager`, which hides how the memory is organized.
+`SlotManager` is the implementation for `models/kv/slots.py`, where each sequence has one contiguous
+slot. All slots grow together, by doubling: on a CPU, gathering scattered memory would take several
+times as long as a decode step. A shared prefix is stored once, outside the slots. The module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Key = Hashable
 
 
 class BlockManager(Protocol):
-    """Accounting of the KV cache, in tokens, for sequences and the prefixes that they share."""
+    """Interface for counting the tokens of KV cache that sequences and shared prefixes use."""
 
     # minimum tokens that a stored prefix must save; None: prefixes are not shared
     min_saved_tokens: int | None
@@ -61,18 +62,19 @@ class BlockManager(Protocol):
 class SlotManager:
     """Accounting of a KV cache in slots of equal size; implements `BlockManager`.
 
-    The slots are those of `weft.models.kv.slots`. There are at most `max_slots` slots of `capacity`
-    tokens, a multiple of `unit`. Slots and shared prefixes together have at most `max_tokens` +
-    `unit` - 1 tokens, so that a sequence of `max_tokens` tokens fits wherever its prefix ends.
+    Each sequence has one slot (see `weft.models.kv.slots`). There are at most `max_slots` slots,
+    and each has room for `capacity` tokens, a multiple of `unit`. Slots and shared prefixes
+    together take at most `max_tokens` + `unit` - 1 tokens. The additional `unit` - 1 tokens ensure
+    that a sequence of `max_tokens` tokens fits wherever its prefix ends.
 
-    `num_slots` slots are allocated: those in use and, within the limits, spare ones for later
-    sequences, because all slots are copied whenever their number changes. Spare slots are freed if
-    their memory is needed for something else. `ahead` is for operating systems that provide memory
-    only when it is written. With `ahead`, slots have the length of the longest sequence from the
-    start, if `max_slots` of them use at most half the limit.
+    `num_slots` slots are allocated. They include spare slots for later sequences, because all slots
+    are copied whenever their number changes. Spare slots are freed if their memory is needed for
+    something else. With `ahead`, slots have the length of the longest expected sequence from the
+    start, if `max_slots` of them use at most half the limit. This is useful on operating systems
+    that provide memory only when it is written.
 
-    The cost of a step does not depend on the number of sequences, because the length of a running
-    sequence is stored as the difference from a clock.
+    The lengths of running sequences are stored relative to a common step counter, so the cost of a
+    step does not depend on the number of sequences.
     """
 
     INITIAL_CAPACITY = 64  # initial tokens per slot

@@ -1,8 +1,8 @@
-"""Key-value caches of a generator, which consist of pages or of slots.
+"""Key-value caches of a generator, which store keys and values in pages or in slots.
 
-Keys and values are stored in pages (`models/kv/pages.py`) if the device's attention kernels can
-read pages, otherwise in slots (`models/kv/slots.py`). Pages and slots differ in the scheduler's
-accounting, in memory, and in how a decode step runs.
+Pages (`models/kv/pages.py`) are used if the device's attention kernels can read them, otherwise
+slots (`models/kv/slots.py`). Pages and slots differ in the scheduler's accounting, in memory use,
+and in how a decode step runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SAMPLING_COLUMNS = 4  # columns for sampling, before those of `PagedCache.step`
 
 
 class SequenceCache(Protocol):
-    """Interface of key-value caches, which `KVCache` and `PagedCache` implement and document."""
+    """Interface of a key-value cache, implemented and documented by `KVCache` and `PagedCache`."""
 
     def allocate(self, count: int = 1) -> list[int]: ...
     def link(self, slots: Iterable[int], prefix: Any) -> None: ...
@@ -63,7 +63,7 @@ class SequenceCache(Protocol):
 class GenerationCaches(Protocol):
     """Interface of a generator's key-value caches and of the network passes that use them.
 
-    A pass needs at least `min_rows` tokens.
+    A pass must have at least `min_rows` tokens.
     """
 
     min_rows: int
@@ -81,7 +81,7 @@ class GenerationCaches(Protocol):
         ...
 
     def resize(self, cache: Any) -> None:
-        """Resize the cache of the running sequences to the size that `blocks` has reserved."""
+        """Resize the cache of the running sequences to the size that is reserved in `blocks`."""
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:

@@ -1,6 +1,7 @@
-"""State of the running sequences, as columns: row r of each array is slot r of the KV cache.
+"""State of the running sequences, with one array per attribute.
 
-The state is in arrays, so that a step costs a few array operations for any number of sequences.
+Row r of each array belongs to slot r of the KV cache. With arrays, a step costs a few array
+operations for any number of sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UNIFORMS_PER_BLOCK = 64
 
 
 class DecodeBatch:
-    """State of the running sequences, with one row per sequence in each column.
+    """State of the running sequences, with one row per sequence in each array.
 
     For each row, `count` contains the number of sampled tokens, `keys` the seed of the random
     numbers, and `settings` an index into a `SettingsTable`.
@@ -67,7 +68,7 @@ class DecodeBatch:
 
     @property
     def min_remaining(self) -> int:
-        """Smallest number of tokens that can still be sampled in any row."""
+        """Smallest number of tokens that any row may still sample before it reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:

@@ -20,7 +20,7 @@ class Decoder(Protocol):
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return whether attention supports prefixes that are stored separately from the sequences.
+        """Return whether sequences can read a shared prefix that is stored separately from them.
 
         `longest` is the maximum number of tokens in a sequence.
         """

@@ -5,8 +5,8 @@
         while not generator.idle:
             for event in generator.step(): ...
 
-A completion depends on its prompt, its (id, k), the step and the seed, and not on the other
-sequences: random numbers are hashes (`weft.randomness`), and rows are computed independently.
+A completion depends only on its prompt, its id and index (`k`), the step and the seed, and not on
+other sequences: random numbers are hashes (`weft.randomness`), and rows are computed independently.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def open_generator(
 class LogitsHead:
     """Output layer of a network.
 
-    On devices where each matrix product would first convert the matrix to float32, the matrix is
-    converted only once.
+    On some devices, each matrix product first converts the matrix to float32. There, the output
+    matrix is converted once and kept.
     """
 
     def __init__(self, network: Decoder) -> None:
@@ -207,7 +207,7 @@ class BatchGenerator:
                     self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token for each running sequence and for each prompt that becomes complete.
+        """Sample one token for each sequence that is running or whose prompt is completed.
 
         Returns no events if the generator is idle, or if the step computes only a part of a long
         prompt.
@@ -293,8 +293,8 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns tensors [m, hidden] with one hidden state per added row, that of the prompt's last
-        token. The added rows are the last rows of the batch, in the same order.
+        Returns tensors [m, hidden] with the hidden state of the prompt's last token for each added
+        row. The added rows are the last rows of the batch, in the same order.
         """
         states = []
         leaders = []
@@ -379,8 +379,8 @@ class BatchGenerator:
     ) -> Callable[[], SampledRows]:
         """Sample one token for every row, and return a function that waits for the tokens.
 
-        The last rows are sampled from `states`. For all rows before them, `first` returns the
-        tokens.
+        The last rows are sampled from their hidden states `states`. If there are rows before them,
+        `first` returns the tokens of those rows.
         """
 
         def draw() -> SampledRows:
@@ -505,8 +505,8 @@ def _find_text_stops(
 ) -> npt.NDArray[np.bool_]:
     """Return, for each row, whether the new token completes one of the row's stop texts.
 
-    `least` contains the minimum length of a completion for each index of settings. The result is
-    False for rows with fewer tokens.
+    `least` contains the minimum length of a completion, indexed by the row's settings. The result
+    is False for rows with fewer tokens.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, for a few fixed numbers of rows.
 
-A step is a matrix of integers (`weft.models.kv.pages.PagedCache.step`). It is padded with rows of
-zeros to the size of a graph and copied into the graph's fixed buffer; then the graph is replayed.
-Graphs contain the addresses of weights and pages, so they are discarded when these have moved.
+The input of a step is a matrix of integers (`weft.models.kv.pages.PagedCache.step`). It is padded
+with rows of zeros to the size of a graph and copied into the graph's fixed buffer; then the graph
+is replayed. Graphs contain the addresses of weights and pages, so they are discarded when weights
+or pages have moved.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class CapturedGraph:
 class DecodeGraphs:
     """CUDA graphs of decode steps, by kind of step and number of rows.
 
-    `runs[kind]` is a function that maps a step, int32 [B, C] on the device, to an output [B, ...];
-    none of its other inputs may change between calls. A step runs in the smallest captured graph
-    that is large enough. If there is none, a graph for the expected number of rows is captured
-    immediately. A size that has run `after` times in a larger graph gets its own graph.
+    `runs` maps each kind of step, such as "greedy", to the function that runs it. The function maps
+    the step's input, int32 [B, C] on the device, to an output [B, ...]; anything else that it reads
+    must stay the same between calls. A step runs in the smallest captured graph with enough rows.
+    If there is none, a graph for the expected number of rows is captured immediately. If steps of
+    one size have run `after` times in a larger graph, that size gets its own graph.
 
     Without `capture`, steps are not captured. If a capture fails, one `RuntimeWarning` is issued
     and stored in `note`, and later steps run without graphs. `counts` contains the numbers of

@@ -1,8 +1,9 @@
-"""Several generators on one network with interleaved steps.
+"""Generation by several generators on one network, whose steps are interleaved.
 
-While the tokens of one generator are in transit, the passes of the others are computed.
+While one generator's tokens are sent between ranks, the passes of the other generators are
+computed.
 
-    with open_interleaved(decoder, spec, 4, budget=budget, agree_on_tokens=agree_on_tokens, ...) as generator:
+    with open_interleaved(decoder, spec, 4, budget=budget, ...) as generator:
         ...
 
 This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
@@ -102,9 +103,10 @@ class InterleavedGenerator:
             loads[home] += 1
 
     def step(self) -> list[TokenEvent]:
-        """Start a step in every generator, and finish the oldest unfinished step.
+        """Start a step in every generator that has none in progress, and finish the oldest step.
 
-        Returns the events of that step, or the events of steps that `abort` had to finish.
+        Returns the events of the finished step. If `abort` had to finish steps, their events are
+        returned first.
         """
         if self._events:
             events = self._events

@@ -1,11 +1,12 @@
-"""Decode steps on a CPU, several of them in one call of the kernel.
+"""Decoding on a CPU, with several steps per call of the kernel.
 
-Between two calls, the host's work takes a tenth to a quarter as long as a step of a small network,
-mostly because the step's weights have displaced the host's data from the CPU's caches. Therefore
-the kernel continues with the tokens that it draws itself, up to the first token that ends a
-completion. The generator fetches the results one step at a time. If anything else happens in
-between, steps whose results were not fetched are discarded: they have only written to memory of the
-KV cache that no slot uses yet.
+If each step needed its own call, the host's work between calls would take a tenth to a quarter as
+long as a step of a small network, mostly because the step's weights displace the host's data from
+the CPU's caches. Therefore the kernel continues with the tokens that it samples itself, up to the
+first token that ends a completion. The generator fetches the results one step at a time. If
+something else must be computed in between, such as a prompt, steps that were not fetched are
+discarded. This is safe because they have only written to parts of the KV cache that no slot uses
+yet.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class MultiStepDecoder:
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _samples_whole_vocabulary(self, kind: int) -> bool:
-        """Return whether the settings with index `kind` only sample from the whole vocabulary.
+        """Return whether the settings with index `kind` allow sampling in the kernel.
 
-        Returns False for greedy decoding, sampling limits, stop texts, recorded ids and reported
-        alternatives. Stop ids may be excluded until the minimum length is reached.
+        The kernel can only sample from the whole vocabulary. The result is False for greedy
+        decoding, sampling limits, stop texts, recorded ids and reported alternatives. Stop ids may
+        be excluded until the minimum length is reached.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

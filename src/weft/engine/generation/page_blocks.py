@@ -1,8 +1,8 @@
-"""Accounting of the KV cache in pages, for the scheduler, without torch.
+"""Accounting of the KV cache in pages, for the scheduler.
 
 `models/kv/pages.py` shares the pages of common prefixes, and copies a partly full page when a
-sequence writes to it. Each sequence is counted with the maximum number of pages that it can need
-for itself, so memory that is counted as free really is free.
+sequence writes to it. Each sequence is charged for the maximum number of unshared pages that it can
+need, so memory that is counted as free really is free. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from weft.engine.generation.blocks import Key
 class PageManager:
     """Accounting of a KV cache in pages of `page` tokens; implements `BlockManager`.
 
-    The pages have room for `max_tokens` tokens in total. The cost of a step does not depend on the
-    number of sequences, because sequences that need another page in the same step (modulo `page`)
-    are in one group.
+    The pages have room for `max_tokens` tokens in total. Sequences are grouped by the step (modulo
+    `page`) at which they need another page, so the cost of a step does not depend on their number.
     """
 
     def __init__(
@@ -86,10 +85,11 @@ class PageManager:
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
-        """Return the value of clock % page at which the sequence needs another page.
+        """Return the step counter modulo `page` at which a sequence needs another page.
 
-        `distance` is the sequence's length minus the clock. According to `_count_pages`, a sequence
-        needs another page when its length reaches 2, page + 2, 2 page + 2, and so on.
+        `distance` is the sequence's length minus the current value of the step counter. According
+        to `_count_pages`, a sequence needs another page when its length reaches 2, page + 2, 2 page
+        + 2, and so on.
         """
         return (2 - distance) % self.page
 

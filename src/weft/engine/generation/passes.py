@@ -1,7 +1,7 @@
 """Forward passes of a network over cached sequences.
 
-If the CPU kernel supports the network, one call of the kernel computes a pass; otherwise the pass
-runs module by module. The results are bitwise equal.
+If the CPU kernel supports the network, a pass is one call of the kernel; otherwise, the network's
+modules run one after another. The results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def has_slot_kernel(network: object) -> bool:
 
 @dataclass
 class _PreparedForward:
-    """Network and one key-value cache, prepared for calls of the CPU kernel."""
+    """State of the CPU kernel for the network and one key-value cache, reused between passes."""
 
     forward: CachedForward
     num_moves: int  # `KVCache.num_moves` at the time of preparation
@@ -125,8 +125,9 @@ class DecoderPasses:
         return prepared.forward.run(self._build_pass(prepared, x), rows)
 
     def run_ahead(self, x: Packed, draws: kernels.DrawParameters) -> tuple[Tensor, Tensor]:
-        """Compute several decode steps in one call, as `CachedForward.run_ahead` does.
+        """Compute several decode steps in one call, and return their tokens and log-probs.
 
+        Both are [n, R] for n steps and R rows, as described in `CachedForward.run_ahead`.
         `can_sample` must return True for the cache.
         """
         assert isinstance(x.attention, Cached)
@@ -143,7 +144,7 @@ class DecoderPasses:
         )
 
     def can_sample(self, cache: KVCache) -> bool:
-        """Return whether one call can compute decode steps over the cache and sample tokens."""
+        """Return whether the kernel can sample tokens in decode steps over the cache."""
         prepared = self._prepare(cache)
         return prepared is not None and prepared.forward.weights.head is not None
 
@@ -208,8 +209,9 @@ class DecoderPasses:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the rotation tables cos and sin, and the index of each token's row in both tables.
 
-        `cos` and `sin` are [P, 1, half] and have rows for `steps` decode steps; the row indices are
-        int64 [T]. Returns None for a network without rotary positions.
+        `cos` and `sin` are [P, 1, half]: P rows, enough for `steps` decode steps, of half the
+        rotated dimensions. The row indices are int64 [T] for T tokens. Returns None for a network
+        without rotary positions.
         """
         settings = self._network.config.rope
         dtype = context.cache.dtype
@@ -227,7 +229,7 @@ class DecoderPasses:
 
 
 def _supports_network(network: Decoder) -> bool:
-    """Return whether the CPU kernel computes everything that the network's modules do.
+    """Return whether the CPU kernel can compute the network completely.
 
     Returns False for a network with hooks, adapters or quantized layers, and for one whose results
     have to be reduced over ranks.

@@ -1,9 +1,9 @@
-"""Prefixes that several prompts share, and the choice of those to store once; no torch.
+"""Index of prefixes that several prompts share, to choose those that are stored only once.
 
 A prompt is identified by a chain of hashes, one every `STRIDE` tokens and one at its second-to-last
 token, so a few look-ups per sequence find the prompts that share a prefix. A shared prefix never
-contains a sequence's last token: every sequence computes that itself, because the first token is
-sampled from the result.
+contains a sequence's last token: every sequence computes its own last token, because its first new
+token is sampled from the result. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Sampling of tokens from logits.
 
 Each token is drawn with one uniform random number, by inverting the CDF over the ids in vocabulary
-order. Only the n likeliest ids can be drawn; of equally likely ids, lower ones come first. n is set
-by top-k, then by top-p over the ids that top-k left, then by min-p (the order of `transformers`).
+order. Only the n likeliest ids can be drawn; among equally likely ids, lower ids are preferred. n
+is limited by top-k, then by top-p over the ids that top-k kept, then by min-p (the order of
+`transformers`).
 
 Log-probs are those of the distribution that training recomputes: at `temperature`, normalized over
 the kept ids if a limit is set, and over the whole vocabulary otherwise. Ids that `min_new_tokens`
 bans can neither be drawn nor kept, but they count in the normalization over the whole vocabulary.
-With `greedy`, the log-prob is the model's at temperature 1, because with a limit of one id every
-log-prob would be 0.
+With `greedy`, log-probs are those of the model at temperature 1: if they were normalized over the
+one id that is kept, all of them would be 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""Scheduler of sequences for continuous batching, without torch and without a clock.
+"""Scheduler of sequences for continuous batching.
 
 Sequences wait in the order of submission. A step first reserves room for one more token of every
 running sequence. If memory is short, the youngest sequence is preempted: it waits again, and its
 keys and values are computed again later. Then waiting sequences are admitted, oldest first, and
 their prompts are computed up to the prefill budget of the step. A longer prompt takes several
-steps, in each of which every running sequence gets one token. Sequences with equal first tokens
-share their computation: a prefix that is worth storing separately (`PromptPrefix`) is computed and
-stored once; sequences with exactly the same tokens after it are computed once and copied.
+steps, in each of which every running sequence gets one token.
+
+Sequences with equal first tokens share their computation: a prefix that is worth storing separately
+(`PromptPrefix`) is computed and stored once; sequences with exactly the same tokens after it are
+computed once and copied.
+
+Decisions do not depend on the time, and the module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from weft.errors import RunError
 
 @dataclass(frozen=True)
 class GenerationBudget:
-    """Limits on the work that a generator does at the same time."""
+    """Limits on the sequences and tokens that a generator processes at the same time."""
 
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # maximum tokens in the KV cache
@@ -33,7 +37,7 @@ class GenerationBudget:
 
 @dataclass(eq=False)
 class Sequence:
-    """A completion in progress, with the tokens sampled so far.
+    """Completion in progress, with its prompt and the tokens sampled so far.
 
     `limit` is the maximum number of new tokens. While the sequence runs, its new tokens can be
     recorded elsewhere (`DecodeBatch`); they are copied to this object before the sequence waits
@@ -61,10 +65,11 @@ class Sequence:
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens whose keys and values are to be computed in one or more steps, after `parent_prefix`.
+    """Tokens whose keys and values are computed after those of `parent_prefix`.
 
-    They are either the tokens of `new_prefix`, or the remaining tokens of `sequences`, which are
-    equal for all these sequences.
+    The computation takes one or more steps; `num_done` tokens are done. The tokens are either those
+    of a shared prefix, `new_prefix`, or the remaining tokens of `sequences`, which are the same for
+    all these sequences.
     """
 
     tokens: tuple[int, ...]
@@ -95,9 +100,9 @@ class PrefillChunk:
 class StepPlan:
     """Work of one decoding step.
 
-    First the memory of the `preempted` sequences is freed. Then the last tokens of the sequences in
-    `decodes` and the prompt tokens in `chunks` are computed. Each sequence in `decodes` gets one
-    new token, and so does each sequence whose last chunk is computed.
+    First the memory of the `preempted` sequences is freed. Then the network computes the last
+    tokens of the sequences in `decodes` and the prompt tokens in `chunks`. Each sequence in
+    `decodes` gets one new token, and so does each sequence whose last chunk is computed.
     """
 
     preempted: list[Sequence]

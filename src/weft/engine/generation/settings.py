@@ -1,6 +1,7 @@
-"""Sampling settings of each row.
+"""Sampling settings of the rows of a batch, which can differ from row to row.
 
-Rows with equal settings are sampled together; the generator's own settings have index 0.
+Rows with equal settings are sampled together. Each row refers to its settings by an index; index 0
+belongs to the generator's own settings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 
 
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
-    """Sample on this rank, and return a function that returns the result.
+    """Sample on this rank immediately, and return a function that returns the result.
 
     This is the `TokenAgreement` for a network on a single rank.
     """
@@ -147,7 +148,7 @@ class SettingsTable:
     def _sample_kind(
         self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]
     ) -> SampledRows:
-        """Sample rows that all have the settings with index `kind`."""
+        """Sample one token for each row, where all rows have the settings with index `kind`."""
         spec = self.specs[kind]
         supports = None
         drawn = sampling.sample(logits, uniforms, spec, self._build_ban(kind, done, logits.device))
@@ -162,11 +163,10 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likely alternatives that `sample` stored, for each of `count` rows, and
-        discard them.
+        """Return the likeliest ids and their log-probs for each of `count` rows, and discard them.
 
-        The last call of `sample` stored the alternatives of its rows, which are at the end of the
-        result. The rows before them have no alternatives.
+        They were stored by the last call of `sample`, whose rows are the last of the `count` rows.
+        For other rows, and for rows whose settings do not request them, the result is empty.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -255,9 +255,9 @@ class SettingsTable:
 
 
 def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return settings in which stop texts that are single special tokens are stop ids instead.
+    """Return the settings with stop texts that are single special tokens converted to stop ids.
 
-    An example is `<|im_end|>`. Stop ids need no decoding.
+    For example, `<|im_end|>` is detected by its id, which needs no decoding of text.
     """
     if not spec.stop or spec.tokenizer is None:
         return spec

@@ -10,8 +10,8 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 class StopTextDetector:
     """Detector of stop texts in one completion.
 
-    Text is decoded as soon as later tokens cannot change it, so a stop text or a character can span
-    several tokens. Special tokens are part of the text.
+    A stop text or a character can span several tokens, so text is decoded once later tokens cannot
+    change it. Special tokens are part of the text.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
@@ -22,7 +22,7 @@ class StopTextDetector:
         self._tail = ""
 
     def feed(self, token: int) -> bool:
-        """Return whether this token completes a stop text.
+        """Append a token, and return whether it completes a stop text.
 
         Stop texts that earlier tokens completed are not reported again.
         """

@@ -1,1 +1,1 @@
-"""Any decoder of `transformers` as a network of the torch engine."""
+"""Adaptation of any decoder of `transformers` to the torch engine."""

@@ -1,9 +1,10 @@
-"""weft's attention in a `transformers` module, through two interfaces of `transformers`.
+"""Replacement of the attention of a `transformers` decoder by weft's attention.
 
-A decoder that gets its attention function from `AttentionInterface` gets
-`compute_packed_attention`, which reads the pass (which tokens attend to which) from the attention
-module that calls it. Nothing else in the module changes. A trial (`weft.engine.hf.trial`) first
-tests whether this is exact for the decoder, which may also mix tokens outside of attention.
+`register` adds weft's attention function `compute_packed_attention` to the `AttentionInterface` of
+`transformers`. The function reads which tokens attend to which from an attribute of the attention
+module that calls it. Nothing else in the decoder changes. Before use, a trial
+(`weft.engine.hf.trial`) tests whether the decoder's results stay exact, because a decoder may also
+mix tokens outside of attention.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class UnsupportedAttention(Exception):
 class AttentionPass:
     """Data that an attention module needs about the current forward pass.
 
-    `layer` is the index of the module in the order in which the attention modules are called.
+    `layer` is the index of the module among the attention modules, in call order.
     """
 
     context: AttentionContext
@@ -47,7 +48,8 @@ class AttentionPass:
 class AttentionRecorder:
     """Stand-in for an `AttentionPass` that records the attention calls during a decoder's trial.
 
-    `callers` are the attention modules in call order, and `shapes` the shapes of their inputs.
+    `callers` are the attention modules in call order. `shapes` contains the numbers of query and
+    key-value heads and the sizes of key and value heads for each of them.
     """
 
     context: AttentionContext
@@ -108,10 +110,10 @@ def _record(
 def get_window_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """Return the size of the attention window instead of a mask, or None if there is no window.
+    """Return the size of the attention window in place of a mask, or None if there is no window.
 
-    `transformers` passes the result to the attention function, where `_record` compares it with the
-    argument `sliding_window`.
+    `transformers` calls this as its mask function, and passes the result to the attention function.
+    There, `_record` compares it with the argument `sliding_window`.
     """
     if local_size is None:
         return None

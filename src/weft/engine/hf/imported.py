@@ -1,6 +1,6 @@
-"""Imports from `transformers`, without their warnings.
+"""Imports from `transformers`, with the warnings of these imports hidden.
 
-These modules import torchao if it is installed, and torchao warns of missing libraries and
+`transformers` imports torchao if it is installed, and torchao warns of missing libraries and
 deprecated names of torch. A user can do nothing about these warnings.
 """
 

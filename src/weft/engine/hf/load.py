@@ -1,6 +1,6 @@
-"""Reading and writing the `transformers` module of the backend `hf`.
+"""Reading and writing of the `transformers` module that the backend `hf` runs.
 
-Nothing is unpickled, and code in the directory runs only with `trust_remote_code`.
+Nothing is unpickled, and code in the model directory runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     """Load the module of a model directory or hub name, or build a new one from its config.json.
 
     The module is on `device` and has the dtype `dtype`. Raises `UserError` if the directory is
-    incomplete, if the architecture is not a decoder, or if it needs code from the directory that is
-    not allowed to run.
+    incomplete, if the architecture is not a decoder, or if the model needs code from the directory
+    and `trust_remote_code` is not set.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
@@ -105,10 +105,10 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def build_device_arguments(device: torch.device) -> dict[str, Any]:
-    """Return arguments with which `transformers` moves each tensor to the device after reading it.
+    """Return the loading arguments that make `transformers` put each tensor directly on the device.
 
-    The whole model is then never in host memory. This requires the package accelerate; without it,
-    the result is empty.
+    Host memory then never contains the whole model. This requires the package accelerate; without
+    it, the result is empty.
     """
     if device.type == "cpu" or not is_accelerate_available():
         return {}
@@ -141,7 +141,7 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 
 def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
-    """Return those keys of a configuration that set dropout rates, with the rates."""
+    """Return the dropout rates in a configuration, by their keys."""
     dropout_rates: dict[str, float] = {}
     for k, v in values.items():
         if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True:
@@ -178,7 +178,7 @@ def _check_report(path: str, report: dict[str, Any]) -> list[str]:
 def _initialize_head(module: nn.Module, spec: ModelSpec) -> None:
     """Initialize a new value head with zeros and a new score head with small random weights.
 
-    `weft.checkpoints.hf_io.initialize_parameter` does the same and explains why.
+    The reasons are given in `weft.checkpoints.hf_io.initialize_parameter`, which does the same.
     """
     for child in module.children():
         if isinstance(child, nn.Linear) and child.out_features == 1:

@@ -1,8 +1,8 @@
-"""Network of the engine that computes log-probs, values and scores with a `transformers` decoder.
+"""Network for the engine that computes log-probs, values and scores with a `transformers` decoder.
 
 A decoder whose attention uses `AttentionInterface` computes whole packs with weft's attention.
 Other decoders compute sequences of equal length as a batch without padding, which is exact for
-every architecture. `weft.engine.hf.trial` determines which of the two a decoder needs.
+every architecture. `weft.engine.hf.trial` determines which of these two methods a decoder needs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exa
 class HeadLayer:
     """Output layer, which maps a hidden state h to cap(weight (scale h) + bias).
 
-    cap(x) is softcap tanh(x / softcap), or x without a soft cap.
+    cap(x) is softcap tanh(x / softcap), or x if `softcap` is None.
     """
 
     layer: nn.Linear
@@ -51,7 +51,7 @@ class HeadLayer:
 
 
 class HFNetwork(nn.Module):
-    """Network of the engine that runs a decoder of `transformers`.
+    """Network that runs a decoder of `transformers` for the engine.
 
     `module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
     with one label. If the decoder supports packed sequences, `callers` are its attention modules in
@@ -116,7 +116,7 @@ class HFNetwork(nn.Module):
         return {name: compute_row_values(states, layer.weight) + bias}
 
     def can_share_prefixes(self, longest: int) -> bool:
-        """Return False, because the trial run that checks a decoder does not cover shared prefixes."""
+        """Return False, because the trial run of the decoder does not test shared prefixes."""
         return False
 
     @property

@@ -1,6 +1,7 @@
-"""Trial of a `transformers` decoder before use: what its head computes, and if it supports packs.
+"""Trial run of a `transformers` decoder before use.
 
-A decoder that uses `AttentionInterface` may still compute a pack differently from its sequences
+It determines what the decoder's head computes, and whether the decoder supports packed sequences. A
+decoder that uses `AttentionInterface` may still compute a sequence differently in a pack than
 alone: it may mix neighboring tokens in convolutions, count positions itself, or use another mask. A
 forward pass over three short sequences shows this. It runs in float32 whatever the role's dtype,
 because rounding could hide a difference or look like one.
@@ -36,10 +37,11 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class DecoderTrial:
-    """Result of the trial of a decoder.
+    """Result of the trial run of a decoder.
 
     `callers` and `shapes` are those of `AttentionRecorder`. If the decoder does not support packed
-    sequences, both are empty, `reason` is set, and only sequences of equal length are batched.
+    sequences, both are empty, and `reason` says why; only sequences of equal length are then
+    batched.
     """
 
     head: HeadLayer
@@ -51,10 +53,10 @@ class DecoderTrial:
 
 @torch.no_grad()
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
-    """Run the decoder on a pack and on single sequences, and compare the results.
+    """Run the decoder on a pack and on single sequences, compare the results, and describe it.
 
-    If the results agree, the decoder uses weft's attention from now on; otherwise it is not
-    changed. Raises `ConfigError` for a head whose computation weft doesn't know.
+    If the results agree, the decoder uses weft's attention afterwards; otherwise it is not changed.
+    Raises `ConfigError` if a token attends to later tokens, or if weft does not support the head.
     """
     register()
     own = module.config._attn_implementation
@@ -94,10 +96,10 @@ def _run_trial(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderT
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """Compute `probes` as one pack; return the attention modules and their input shapes.
+    """Run `probes` as one pack, and return the attention modules and their input shapes.
 
-    Raises `UnsupportedAttention` if the results differ from those of the single sequences
-    (`alone`), or if a sequence depends on others in the pack.
+    Raises `UnsupportedAttention` if the results differ from `alone`, the results of the single
+    sequences, or if a sequence depends on other sequences in the pack.
     """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
@@ -140,6 +142,7 @@ def _check_head(
     """
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")
+    # Find the output layer, and what the model computes from the probes.
     if head != "lm":
         layers = []
         for m in module.children():
@@ -168,6 +171,7 @@ def _check_head(
         head_layer = HeadLayer(layer, scale, softcap)
         wanted = [module(input_ids=probe[None]).logits[0] for probe in probes]
         states = alone
+    # The layer alone must give the same from the hidden states.
     for state, logits in zip(states, wanted, strict=True):
         if (
             _compute_difference(

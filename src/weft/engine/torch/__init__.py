@@ -1,1 +1,1 @@
-"""The engine on torch: the network of one role, its master weights and its optimizer."""
+"""Engine on torch, with the network of one role, its master weights and its optimizer."""

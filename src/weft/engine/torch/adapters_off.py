@@ -124,7 +124,7 @@ class BaseWeightsEngine:
 
 
 def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
-    """Return True if `trained` with its adapters disabled computes the same as `reference`.
+    """Return whether `trained` with its adapters disabled computes the same as `reference`.
 
     The reference role then needs no separate engine on devices that it shares with the trained
     role.

@@ -1,6 +1,6 @@
-"""The engine on one torch device.
+"""Engine for the network of one role on one torch device.
 
-It scores, trains and generates with the network of one role, and reads and writes its parameters.
+It scores, trains and generates, and reads and writes the network's parameters.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the dtype in the role's spec, which the backend must already have set."""
+    """Return the dtype in the role's spec, which the backend must have set before."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
@@ -78,13 +78,23 @@ def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
 
 @dataclass(frozen=True)
 class BuiltNetwork:
-    """Network that a backend builds from a `ModelSpec`, with related functions.
+    """Network that a backend builds from a `ModelSpec`, with related functions and facts.
 
-    `network` is on the device, and is called as `network(x: Packed, want, temperature, support) ->
-    {output: tensor}`. For generation it also has the methods `compute_hidden` and
-    `next_token_logits`. If the role is trained, the network is float32, and the parameters to train
-    require gradients; otherwise the network has the role's dtype. `save` writes a Hugging Face
-    directory.
+    Attributes:
+        network: Network on the device, called as `network(x: Packed, want, temperature, support) ->
+            {output: tensor}`. For generation, it also has the methods `compute_hidden` and
+            `next_token_logits`. If the role is trained, the network is float32, and the parameters
+            to train require gradients; otherwise, it has the role's dtype.
+        save: Function that writes a Hugging Face directory.
+        cost: Computing cost per token.
+        facts: Facts for the engine's description, such as the size of the vocabulary.
+        dropout: Whether any module uses dropout.
+        aux_loss: Load-balancing loss of experts.
+        adapters_off: Function that returns a context in which adapters are disabled; None if there
+            are no adapters.
+        notes: Messages to the user about how this network runs.
+        part: This rank's part of a distributed network, or None if the rank runs alone.
+        blocks: Blocks of the network in the order of the forward pass.
     """
 
     network: nn.Module
@@ -105,8 +115,13 @@ class BuiltNetwork:
 class RankShard:
     """One rank's part of a network that is distributed over several ranks.
 
-    It describes this rank's slice of each parameter. It also contains functions that create the
-    rank's `Collectives` and its text generator.
+    Attributes:
+        shapes: Full shape of every parameter of the network, by canonical name.
+        trained: Names of the trained parameters of the network.
+        places: This rank's slice of each parameter.
+        make_collectives: Function that creates the rank's `Collectives`.
+        shards: Parameters that FSDP2 shards, or None without FSDP2.
+        generating: Function that opens the rank's text generator.
     """
 
     shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
@@ -122,7 +137,7 @@ class RankShard:
 
 
 def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return the host's device if masters and optimizer state are offloaded, else None.
+    """Return the CPU device if masters and optimizer state are offloaded, else None.
 
     For a role on a CPU the result is None, because everything is in host memory already.
     """
@@ -367,7 +382,10 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values) of parameters; trained ones have the masters' values."""
+        """Iterate over (name, slice, values) of the parameters `names`.
+
+        The values of trained parameters are those of the master weights.
+        """
         return self._masters.read(names)
 
     def write(
@@ -375,7 +393,8 @@ class TorchEngine:
     ) -> None:
         """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
 
-        Raises `ConfigError` for unknown names and wrong shapes.
+        `parts` contains (name, slice, values) of each parameter, and `version` is the version of
+        the new weights. Raises `ConfigError` for unknown names and wrong shapes.
         """
         self._masters.write(parts, eta)
         self.version = version
@@ -441,8 +460,8 @@ class TorchEngine:
     def load_state(self, d: Path) -> None:
         """Load the state that `save_state` wrote, possibly with a different layout.
 
-        Raises `CheckpointError` if the state is damaged, or if only one of the state and this role
-        is trained.
+        Raises `CheckpointError` if the state is damaged, or if a trained role loads the state of a
+        frozen role or the reverse.
         """
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):

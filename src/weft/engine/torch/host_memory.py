@@ -1,9 +1,11 @@
-"""Offload groups of device tensors to pinned host memory and fetch them back group by group.
+"""Offloading of groups of device tensors to pinned host memory, from which they are fetched back.
 
-memory = HostMemory([[embedding], [weights of block 0], ...], lane)
-memory.leave()         # copies all groups to the host and frees the device memory
-memory.fetch()         # starts copies to the device, in order of the groups
-memory.hold(0)         # later work on the current stream waits for group 0
+    memory = HostMemory([[embedding], [weights of block 0], ...], lane)
+    memory.leave()         # copies all groups to the host and frees the device memory
+    memory.fetch()         # starts copies to the device, in order of the groups
+    memory.hold(0)         # later work on the current stream waits for group 0
+
+Each group is fetched and waited for separately.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from weft.kernels import CopyMark, CopyQueue, get_storage, resize_storage
 
 @dataclass
 class _TensorStorage:
-    """Storage that is used by one or more tensors; `tensor` is one of them."""
+    """Device storage of one or more tensors, with its copy in host memory.
+
+    `tensor` is one of these tensors.
+    """
 
     tensor: Tensor
     group: int
@@ -167,11 +172,11 @@ class HostMemory:
 
 
 class BlockFetcher:
-    """Fetches the tensors of a network block by block while the forward pass runs.
+    """Fetcher of a network's tensors, block by block while the forward pass runs.
 
-    The groups of `memory` are: tensors needed before the first block, one group for each block, and
-    tensors that the forward pass doesn't need. After `come`, the first forward pass of each block
-    waits only for that block's group.
+    The first group of `memory` contains the tensors needed before the first block. Then follow one
+    group for each block, and a group of tensors that the forward pass doesn't need. After `come`,
+    the first forward pass of each block waits only for that block's group.
 
     With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
     waits for each group. Otherwise the device's stream waits.

@@ -1,9 +1,9 @@
 """Parameters of one network in two forms: float32 masters and a copy in the compute dtype.
 
 If the network computes in float32, the two are the same tensors. Otherwise the copy is cast once
-per step, the gradient of each micro-batch is added to the master's in float32, and frozen tensors
-exist in the compute dtype only. Masters may be kept in host memory (`home`). Gradients are then
-moved to the host as they are computed, and the optimizer state and update are there too. All
+per step, the gradient of each micro-batch is added to the master's gradient in float32, and frozen
+tensors exist in the compute dtype only. Masters may be kept in host memory (`home`). Gradients are
+then moved to the host as they are computed, and the optimizer updates the masters there. All
 parameters on the device can be offloaded (`leave`) and fetched back block by block (`come`).
 """
 
@@ -119,7 +119,7 @@ class MasterWeights:
         return move
 
     def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that adds the gradient of a compute copy to the master's in host memory.
+        """Return a hook that adds a copy's gradient to the master's gradient in host memory.
 
         For a sharded parameter, FSDP2 calls the hook after it has reduced the gradient of this
         rank's rows.
@@ -143,7 +143,7 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """Masters that are separate from the network's parameters, by the parameters' names."""
+        """Masters that are separate from the network's parameters, by parameter name."""
         return self._masters
 
     @property
@@ -171,7 +171,10 @@ class MasterWeights:
 
     @property
     def exact_tensors(self) -> dict[str, Tensor]:
-        """All parameters in the highest precision available, as views without gradients."""
+        """Values of this rank's parameters in the highest precision available, by canonical name.
+
+        The tensors are views without gradients.
+        """
         return {name: part.data for name, part in self._iterate_exact()}
 
     def _is_trained(self, part: StoredParameter) -> bool:
@@ -207,7 +210,10 @@ class MasterWeights:
         return self._mover is not None and self._mover.memory.is_offloaded
 
     def refresh(self) -> None:
-        """Cast the masters into the compute copies; must be called after masters change."""
+        """Copy the masters to the compute copies, cast to the compute dtype.
+
+        Must be called after masters change.
+        """
         self.wait_for_copies()
         if self._shards is not None:
             self._shards.reshard()
@@ -294,9 +300,9 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice of the whole parameter, values).
+        """Iterate over (name, slice of the whole parameter, values) of the parameters `names`.
 
-        The next step may change the values in place.
+        The next training step may change the values in place.
         """
         held = self.exact_tensors
         for name in names:
@@ -307,7 +313,7 @@ class MasterWeights:
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
         """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
 
-        If eta is not 1, a half-precision parameter first gets a float32 master. A moving average in
+        If eta is not 1, a half-precision parameter first gets a float32 master: a moving average in
         bfloat16 would never change, because a small update is less than half of the last bit.
         Raises `ConfigError` for unknown names and wrong shapes.
         """

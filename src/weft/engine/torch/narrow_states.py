@@ -1,7 +1,8 @@
-"""AdamW with moments narrower than float32.
+"""AdamW whose moments are stored in fewer bits than float32.
 
-Moments are kept in bfloat16 with stochastic rounding, or in 8 bits by `bitsandbytes`. Weight decay
-and clipping are left to the caller. The arithmetic is float32; only the stored moments are narrow.
+Moments are stored in bfloat16 with stochastic rounding, or in 8 bits by `bitsandbytes`. Weight
+decay and clipping are left to the caller. The arithmetic is float32; only the stored moments are
+narrow.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class MomentFormat(Protocol):
 
 
 class PlainMoments:
-    """Moments in the parameter's dtype."""
+    """Format that stores moments in the parameter's dtype."""
 
     def create_state(self, parameter: nn.Parameter) -> State:
         return {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
@@ -90,7 +91,7 @@ class PlainMoments:
 
 
 class BFloat16Moments:
-    """Moments in bfloat16 with stochastic rounding, whose expected value is exact.
+    """Format that stores moments in bfloat16 with stochastic rounding, which is exact on average.
 
     Source: Gupta et al. 2015, arXiv:1502.02551. With beta2 = 0.999, one step changes a moving
     average by a thousandth of its difference to the new value. This is less than half of bfloat16's
@@ -131,7 +132,7 @@ class BFloat16Moments:
 
 
 class EightBitMoments:
-    """Moments in 8 bits, as stored and updated by `bitsandbytes`.
+    """Format that stores moments in 8 bits, as `bitsandbytes` stores and updates them.
 
     Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
     al. 2022, arXiv:2110.02861). Saved states contain the scales and float32 values, which can be
@@ -356,7 +357,10 @@ def _repeat_scales(scales: Tensor, count: int) -> Tensor:
 
 
 def _iterate_pieces(parameter: nn.Parameter, *states: Tensor) -> Iterator[list[Tensor]]:
-    """Iterate over flat pieces of (values, gradient, *states), each of at most `PIECE` elements."""
+    """Iterate over pieces of a parameter, its gradient and its states.
+
+    Each item is [values, gradient, *states], flat tensors of at most `PIECE` elements each.
+    """
     assert parameter.grad is not None
     whole = [parameter.view(-1), parameter.grad.reshape(-1), *(each.view(-1) for each in states)]
     for piece in zip(*(each.split(PIECE) for each in whole), strict=True):

@@ -1,4 +1,7 @@
-"""Sources of a role's parameters: slices of a model directory, or slices of random values."""
+"""Construction of a role's network, and the source of its parameters' values.
+
+Values are slices of the weights in a model directory, or slices of random values.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ GROWN = (
 
 
 class NetworkSource:
-    """Builds one role's network on the meta device, and provides the values of its parameters."""
+    """Builder of one role's network on the meta device, and source of its parameters' values."""
 
     def __init__(
         self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None
@@ -87,9 +90,7 @@ class NetworkSource:
         if mesh is not None:
             layout = mesh.layout
             at = mesh.coordinates
-            if layout.tensor == 1:
-                config = config
-            else:
+            if layout.tensor > 1:
                 config = config.narrow_to_rank(layout.tensor, at.tensor)
             if layout.pipeline > 1:
                 layers = []

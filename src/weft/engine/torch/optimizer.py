@@ -1,4 +1,4 @@
-"""The optimizer of one trained role.
+"""Optimizer of one trained role.
 
 It applies the update rule, weight decay, learning-rate schedule and clipping, and saves its state.
 Masters and states are float32, unless the user chooses a narrower dtype for states. AdamW and SGD
@@ -38,9 +38,10 @@ CLIP_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grads_with_norm
 def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     """Return the learning rate of optimizer step `step`, where the first step is 0.
 
-    The warm-up is linear and reaches `lr` on its last step, so that no step has rate 0
-    (`transformers` starts at 0). After the warm-up, the rate falls from `lr` towards `last_lr`,
-    which it would reach one step after the run's last step, as in `transformers`.
+    The warm-up is linear and reaches the peak rate on its last step, so that no step has rate 0
+    (`transformers` starts at 0). After the warm-up, a constant schedule keeps the peak rate. Other
+    schedules fall towards `last_lr`, which they would reach one step after the run's last step, as
+    in `transformers`.
     """
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
@@ -195,7 +196,8 @@ class Optimizer:
         """Clip the gradients, apply weight decay and update the masters.
 
         `norm` is the norm of the gradient before clipping to `max_grad_norm`. Weight decay is
-        decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
+        decoupled for every update rule (Loshchilov & Hutter 2017, arXiv:1711.05101): it multiplies
+        parameters by 1 - learning rate * `weight_decay`.
         """
         if self.spec.max_grad_norm > 0.0:
             self._clip(norm)
@@ -251,9 +253,9 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
     def handle_overflow(self) -> bool:
-        """Halve the loss scale after a gradient that is not finite.
+        """Halve the loss scale after a gradient overflow, and return whether it was halved.
 
-        Returns False if the loss isn't scaled or the scale can't be reduced further.
+        It is not halved if the loss isn't scaled, or if the scale can't be reduced further.
         """
         if not self._scaled or self.loss_scale <= 1.0:
             return False

@@ -1,4 +1,8 @@
-"""Saved form of optimizer states, by canonical name and independent of the layout."""
+"""Conversion of optimizer states to and from a saved form that is independent of the layout.
+
+Saved tensors are named by canonical parameters (`weft.models.network.parameters`). A stored
+parameter of the network can contain several canonical parameters, such as q, k and v.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A stored parameter can contain several canonical parameters, and has one scale for every `block`
-    elements. Each canonical parameter gets the scales of all blocks that contain its elements.
+    The state of a stored parameter has one scale for every `block` elements. Each canonical
+    parameter in it gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -46,8 +50,8 @@ def from_named_tensors(
 ) -> dict[nn.Parameter, State]:
     """Convert the result of `to_named_tensors` back to states of stored parameters.
 
-    A stored parameter can contain several canonical parameters. If `tensors` has scales only for
-    some of them, the other scales of the stored parameter are 0.
+    If `tensors` has scales only for some of the canonical parameters in a stored parameter, its
+    other scales are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -107,8 +111,8 @@ def read(
 ) -> dict[str, Tensor]:
     """Return this rank's slice of every saved tensor.
 
-    Tensors of parameters in `elsewhere` that this rank does not have are left out, and so are
-    scales that were saved for other slices.
+    `elsewhere` contains the names of parameters that may be on other ranks. Their tensors are left
+    out if this rank does not have them, and so are scales that were saved for other slices.
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)

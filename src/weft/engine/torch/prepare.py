@@ -1,4 +1,4 @@
-"""Prepare micro-batches for the network, and map outputs back to their rows."""
+"""Preparation of micro-batches for the network, and mapping of outputs back to their rows."""
 
 from __future__ import annotations
 
@@ -35,8 +35,16 @@ DEFAULT_LEAST_SHARE = 0.25
 class PassSettings:
     """Settings for the pass of a micro-batch through the network.
 
-    `extra` is the number of additional rows after each completion's last token. `dropout` is None
-    for a pass without dropout. With `trained_only`, rows whose loss mask is 0 are skipped.
+    Attributes:
+        want: Outputs to compute.
+        temperature: Number by which logits are divided.
+        extra: Number of additional rows after each completion's last token.
+        dropout: Seed and step of the dropout masks, or None for a pass without dropout.
+        aux_loss: Collector of the data for the experts' auxiliary loss, filled during the pass.
+        trained_only: Whether rows whose loss mask is 0 are skipped.
+        gradient: Function that computes the loss's gradient with respect to the outputs, for losses
+            with `by_row`.
+        top: Selection of the ids of the outputs `top_ids` and `top_logprobs`.
     """
 
     want: Want
@@ -75,9 +83,10 @@ def share_training_prefixes(
     """Return the layout in which sequences share prefixes, for training on `sample`.
 
     Sequences of different ids share prefixes too, such as a template or system prompt, if this
-    saves enough tokens for the type of the device. There is one exception: if `keys`, the keys of
-    the batch, show that another pass has scored the same tokens, only completions of the same id
-    share their prompt, as in that pass. Both passes then round in the same way.
+    saves enough tokens for the type of the device. However, if `keys` (the keys of the batch)
+    include log-probs or values, another pass has already scored the same tokens. Then only
+    completions of the same id share their prompt, as in that pass, so that both passes round in the
+    same way.
     """
     if not any(key in keys for key in SCORED):
         across = layout.share_by_prefix(sample)
@@ -109,8 +118,8 @@ def prepare(
     """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
     Outputs are 0 for missing rows (`PackLayout.index_rows`) and, with `how.trained_only`, for rows
-    with loss mask 0. Prompts are not shared in a pass with dropout, because dropout differs between
-    the completions of a prompt.
+    with loss mask 0. Prefixes are not shared in a pass with an auxiliary loss. They are not shared
+    in a pass with dropout either, because dropout differs between the completions of a prompt.
     """
     # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)
@@ -175,7 +184,7 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 
 @dataclass(frozen=True)
 class ScoringProcessor:
-    """`MicrobatchProcessor` for scoring, whose results are the outputs of a micro-batch by id."""
+    """Implementation of `MicrobatchProcessor` for scoring; a result contains the outputs by id."""
 
     network: nn.Module
     how: PassSettings

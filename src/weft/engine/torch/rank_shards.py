@@ -1,4 +1,4 @@
-"""One rank's part of a distributed network: sharding, filling with values, and communication."""
+"""Setup of one rank's part of a distributed network: sharding, parameters and communication."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Return a function that returns sampled tokens on which all ranks of a pipeline agree.
+    """Return a function that returns the sampled tokens on which all ranks of a pipeline agree.
 
     The ranks agree on the tokens through `decoder.agree_on_tokens`. If several pipelines generate
     the same sequences, all of them use the tokens of the first one, which `alike` distributes.

@@ -1,7 +1,7 @@
 """Gradients of losses that declare `Loss.by_row`, and a check of that declaration.
 
-The gradient of such a loss with respect to the outputs of one row doesn't depend on the outputs of
-other rows, so the output head can compute gradients during the forward pass.
+The declaration means that a row's gradient doesn't depend on the outputs of other rows, so the
+output head can compute gradients during the forward pass.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in roun
 def build_row_gradient(
     loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
 ) -> RowGradient:
-    """Return a function that maps outputs to the gradient of `scale` times the loss.
+    """Return a function that computes the gradient of `scale` times the loss by given outputs.
 
-    The gradient is with respect to these outputs. When the function is called, the outputs of rows
-    that are not computed yet are 0.
+    The function maps the outputs to the gradient with respect to them. When it is called, the
+    outputs of rows that are not computed yet are 0.
     """
 
-    def compute_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+    def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
         return {
             "logprobs": torch.zeros_like(out["logprobs"]),
             **_compute_gradients(loss, out, rows, total, scale),
         }
 
-    return compute_gradient
+    return compute_scaled_gradient
 
 
 def is_row_separable(
     loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
 ) -> bool:
-    """Return True if the gradient of each row doesn't depend on the outputs of other rows.
+    """Return whether the gradient of each row is shown not to depend on other rows' outputs.
 
     The gradient over all rows is compared with gradients for which the outputs of half of the rows
     are set to 0. Raises `ConfigError` with the loss's name if the gradients differ, because
@@ -75,7 +75,7 @@ def is_row_separable(
 
 
 def _has_several_rows(gradients: Mapping[Output, Tensor]) -> bool:
-    """Return True if more than one row has a nonzero gradient."""
+    """Return whether more than one row has a nonzero gradient."""
     return any(
         int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
         for by in gradients.values()

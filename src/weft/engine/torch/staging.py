@@ -1,8 +1,8 @@
 """Copies of gradients to host memory and of masters to the device, overlapped with computation.
 
-Gradients are copied during the backward pass, and masters while others are updated. Both use a few
-pinned buffers of one size in turn, so that masters and gradients themselves needn't be pinned: this
-bounds pinned memory. A buffer isn't reused before its copy is done.
+Gradients are copied during the backward pass, and masters while other masters are updated. All
+copies go through a few pinned buffers of equal size, so that pinned memory is bounded: masters and
+gradients themselves needn't be pinned. A buffer isn't reused before its copy is done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SLOT_BYTES = 2**25  # bytes of a pinned buffer: SLOTS buffers are 128 MiB in eac
 class _PendingGradient:
     """Piece of a gradient that is being copied to the host.
 
-    `kept` references the source of the copy, so that its device memory isn't freed before the copy
-    is complete.
+    `source` references the source of the copy, so that its device memory isn't freed before the
+    copy is complete.
     """
 
     mark: CopyMark
@@ -36,7 +36,7 @@ class _PendingGradient:
 
 
 class HostGradientAccumulator:
-    """Accumulates gradients in host memory.
+    """Accumulator of gradients in host memory.
 
     `add` starts a copy, and `finish` waits for all copies. Sums are computed in the dtype of the
     target.
@@ -81,7 +81,7 @@ class HostGradientAccumulator:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Wait for the oldest pending copy, and add the copied gradient to its sum."""
+        """Wait for the oldest pending copy, and store it in its target or add it to its target."""
         piece, buffer = self._coming.popleft()
         piece.mark.wait()
         if piece.fresh:
@@ -92,7 +92,7 @@ class HostGradientAccumulator:
 
 
 class MasterUploader:
-    """Copies masters to the device, after rounding them on the host to the target's dtype.
+    """Uploader of masters to the device, which rounds them on the host to the target's dtype.
 
     `put` starts a copy, and returns as soon as all values are in buffers. `hold` makes later work
     on the device wait for the copies.

@@ -39,7 +39,7 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """Results of the micro-batches of a minibatch.
+    """Results of one minibatch's micro-batches on one rank.
 
     Tensors stay on the device until `collect` is called.
     """
@@ -83,6 +83,7 @@ class MinibatchSums:
     """Sums of one rank over the micro-batches of a minibatch.
 
     `not_finite` contains the ids of the samples in micro-batches whose loss is NaN or infinite.
+    `operations` is the number of floating-point operations.
     """
 
     loss: float
@@ -105,7 +106,7 @@ class MinibatchSums:
 
 @dataclass
 class _PendingNumber:
-    """Number that stays on a device until `BatchedReadback.read_all` reads it."""
+    """Placeholder for a number that `BatchedReadback.read_all` reads from a device."""
 
     value: float = 0.0
 
@@ -114,7 +115,7 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Collects numbers on devices, and reads all numbers on a device with a single copy."""
+    """Collector of numbers on devices that reads all numbers on a device with a single copy."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, _PendingNumber]] = []
@@ -168,9 +169,10 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """Weight of the experts' load-balancing loss, and the number of ranks that compute this loss.
+    """Load-balancing loss of the experts: its weight, and the number of ranks that compute it.
 
-    The loss is a mean over sequences. The gradients of all `ranks` ranks are summed.
+    The loss is a mean over sequences. All `ranks` ranks compute the same loss, and their gradients
+    are summed.
     """
 
     weight: float = 0.0
@@ -180,9 +182,9 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the weight times the imbalance `uneven`.
+        """Return the imbalance `uneven` times the weight.
 
-        The gradient of the result is divided by the number of ranks.
+        Only the gradient of the result, not its value, is divided by the number of ranks.
         """
         value = self.weight * uneven
         if self.ranks == 1:
@@ -317,7 +319,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class _TrainingProcessor:
-    """`MicrobatchProcessor` for training, which collects the results in `passes`.
+    """Implementation of `MicrobatchProcessor` for training, which collects the results in `passes`.
 
     `finish` returns the micro-batch's contribution to the loss, multiplied by the optimizer's loss
     scale. `total` contains the denominators of the loss.
@@ -335,6 +337,7 @@ class _TrainingProcessor:
             dropout = None
         else:
             dropout = (step.dropout_seed, step.optimizer.attempts)
+        # What the loss needs beside the outputs of the network.
         aux_loss = None
         if step.aux_loss.weight:
             aux_loss = MoEAuxLoss(
@@ -346,6 +349,7 @@ class _TrainingProcessor:
             gradient = row_gradients.build_row_gradient(
                 loss, rows, self.total, step.optimizer.loss_scale
             )
+        # Copy the batch to the device.
         how = PassSettings(
             loss.outputs,
             step.temperature,
@@ -355,6 +359,7 @@ class _TrainingProcessor:
             gradient=gradient,
         )
         prepared = prepare(step.network, part, how, step.device)
+        # Count the operations, for the FLOP/s shown: the head computes read rows only.
         layout = prepared.layout
         scores = "scores" in loss.outputs
         if scores:

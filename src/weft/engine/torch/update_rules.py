@@ -15,7 +15,7 @@ from torch import nn
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that do not load torch's compiler."""
+    """Base class of optimizers that are never compiled, so that torch's compiler is not loaded."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
@@ -34,7 +34,7 @@ class SGD(EagerOptimizer, torch.optim.SGD):
 
 
 class Lion(EagerOptimizer):
-    """Optimizer whose steps have the sign of an interpolated momentum.
+    """Optimizer that moves each element by the sign of an interpolated momentum.
 
     Implements algorithm 2 of Chen et al. 2023, arXiv:2302.06675.
     """
@@ -48,8 +48,8 @@ class Lion(EagerOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters, and return the result of `closure`, if given.
 
-        For a parameter p with gradient g and momentum m, p becomes p - lr sign(b1 m + (1 - b1) g),
-        and then m becomes b2 m + (1 - b2) g.
+        For a parameter p with gradient g, momentum m, learning rate lr and betas b1 and b2, p
+        becomes p - lr sign(b1 m + (1 - b1) g), and then m becomes b2 m + (1 - b2) g.
         """
         loss = closure() if closure else None
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""A process that compares answers by `math_verify`, started by `_symbolic`.
+"""Process, started by `_symbolic`, that compares answers with the library `math_verify`.
 
 Usage: `python -m weft.host.verifiers._algebra FD`.
 
@@ -76,9 +76,10 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def are_surely_equal(reference: str, answer: str) -> bool:
-    """Return whether `math_verify` finds two texts equal and has parsed both completely.
+    """Return whether `math_verify` finds two texts equal, and this verdict can be trusted.
 
-    The texts are formulas, or sentences that contain one.
+    The verdict is trusted if the library has parsed both texts completely. The texts are formulas,
+    or sentences that contain one.
     """
     return are_equal(reference, answer) and is_fully_parsed(
         reference, answer, are_equal, parse_answer
@@ -100,7 +101,7 @@ def are_equal(reference: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """Return the expressions that `math_verify` finds in a text's last box, formula or number.
+    """Return the expressions that `math_verify` finds in the last box, formula or number of a text.
 
     The result is empty if the text has none of these.
     """

@@ -1,4 +1,4 @@
-"""Shared parts of verifiers: the column of reference answers, and numbers in texts."""
+"""Helpers shared by verifiers: finding reference answers in the data, and numbers in texts."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ NUMBER = re.compile(
 def find_references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
-    """Return the reference answers from `column` or, if `column` is None, from one of `COLUMNS`.
+    """Return the reference answers in the column `column`, or in the first known answer column.
 
-    The first of `COLUMNS` that the data have is used. An entry is None if its row has no answer. If
-    there is no such column, all `count` entries are None.
+    If `column` is None, the first of `answer`, `ground_truth`, `solution` and `target` that the
+    data have is used. An entry is None if its row has no answer. If there is no such column, all
+    `count` entries are None.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:
@@ -86,7 +87,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _normalize_spelling(text: str) -> str:
-    """Normalise minus signs, superscript digits and fractions, and remove the powers of units."""
+    """Normalise minus signs, superscript digits and fractions, and remove exponents of units."""
     text = text.replace("\u2212", "-")
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
     text = UNIT_POWER.sub(" ", text)

@@ -142,7 +142,7 @@ class _ExpressionParser:
     The grammar is sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^
     atom)?.
 
-    The methods parse from the current position and return nodes. They raise
+    The methods parse from the current position and return nodes of the expression tree. They raise
     `_ExpressionSyntaxError` for text that does not match. The argument `depth` is the current depth
     of nesting.
     """
@@ -168,16 +168,16 @@ class _ExpressionParser:
         return token
 
     def expect(self, wanted: str) -> None:
-        """Consume the token `wanted`; if `wanted` is "", check that the text has ended.
+        """Consume the next token, which must be `wanted`; "" stands for the end of the text.
 
-        Raises `_ExpressionSyntaxError` if another token follows.
+        Raises `_ExpressionSyntaxError` for any other token.
         """
         if self._peek() != wanted:
             raise _ExpressionSyntaxError
         self._position += 1
 
     def parse_sum(self, depth: int) -> Node:
-        """Parse a sum, starting at the current position.
+        """Parse a sum of products, starting at the current position.
 
         Raises `_ExpressionSyntaxError` if there is no sum, or if the sum is nested deeper than
         `MAX_DEPTH`.
@@ -239,6 +239,7 @@ class _ExpressionParser:
         self._position += 1
         if token[:1].isdigit() or token[:1] == ".":
             return ("number", self._parse_number(token))
+        # LaTeX commands with their arguments.
         if token == r"\frac":
             return (
                 "product",
@@ -253,6 +254,7 @@ class _ExpressionParser:
             else:
                 degree = ("number", Fraction(2))
             return ("root", self._parse_group("{" if self._peek() == "{" else "(", depth), degree)
+        # Names: functions, constants, variables with an optional subscript.
         name = token.lstrip("\\")
         if name in FUNCTIONS:
             return self._parse_function(name, depth)

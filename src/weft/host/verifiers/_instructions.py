@@ -1,10 +1,10 @@
-"""The 25 verifiable instructions of IFEval.
+"""Checks of the 25 verifiable instructions of IFEval.
 
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models".
 
-Each check returns whether a response follows an instruction with its arguments. The definitions are
-those of the published evaluation, except that sentences and words are split by rules instead of
-nltk, and languages are detected by `_language`.
+Each check returns whether a response follows an instruction, given the instruction's arguments. The
+definitions are those of the published evaluation, except that sentences and words are split by
+rules instead of nltk, and languages are detected by `_language`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def count_sentences(text: str) -> int:
 
 
 def count_words(text: str) -> int:
-    """Return the number of words in a text, that is, of runs of word characters."""
+    """Return the number of words in a text. A word is a run of letters, digits and underscores."""
     return len(WORD.findall(text))
 
 
@@ -68,9 +68,9 @@ def _check_paragraphs(text: str, a: Arguments) -> bool:
 
 
 def _check_nth_paragraph(text: str, a: Arguments) -> bool:
-    """Return whether the number of paragraphs and the first word of the nth one are as required.
+    """Return whether a text has the required number of paragraphs and the nth begins as required.
 
-    Paragraphs are separated by blank lines.
+    Paragraphs are separated by blank lines. The nth paragraph must begin with the required word.
     """
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)

@@ -1,6 +1,6 @@
-"""Linux protections for a process that runs untrusted code, through `ctypes`.
+"""Linux protections for a process that runs untrusted code, applied through `ctypes`.
 
-This module imports nothing of weft, since the launcher loads this file by its path.
+This module imports nothing from weft, since the launcher loads this file by its path.
 
 `enter` applies the requested protections to the calling process, and raises `OSError` if the system
 refuses one. `weft.host.verifiers._sandbox` determines once which protections work.
@@ -126,11 +126,12 @@ SYSTEM = (
 
 @dataclass(frozen=True)
 class IsolationSettings:
-    """Names of the protections to apply, with their parameters.
+    """Protections to apply to a process, with their parameters.
 
-    `limits` maps the names of limits in the module `resource` to values. `folder` is an empty
-    folder in which the program works. With the protection `files`, however, the new root is mounted
-    on `folder`, and the program works in a new `/tmp` of at most `disk_mb`.
+    `protections` are the names of the protections. `limits` maps the names of limits in the module
+    `resource` to values. `folder` is an empty folder in which the program works. With the
+    protection `files`, however, the new root is mounted on `folder`, and the program works in a new
+    `/tmp` of at most `disk_mb`.
     """
 
     protections: frozenset[str]
@@ -228,9 +229,10 @@ def enter(wanted: IsolationSettings) -> None:
 
 
 def _unshare() -> None:
-    """Enter new namespaces, including a user namespace if the process is not permitted to omit it.
+    """Move this process into new namespaces.
 
-    Only root can be permitted to create the other namespaces without a user namespace.
+    A user namespace is among them, except for a root process that is permitted to create the others
+    without it.
     """
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
@@ -261,7 +263,7 @@ def _fork_and_wait() -> None:
 
 
 def _isolate_files(wanted: IsolationSettings) -> None:
-    """Change to a new root directory, which contains no /proc.
+    """Change to a new root directory without /proc.
 
     The new root contains the readable folders (read-only), four devices, and an empty /tmp of
     limited size.
@@ -308,9 +310,10 @@ def _isolate_files(wanted: IsolationSettings) -> None:
 
 
 def _restrict_file_access(work: str) -> None:
-    """Restrict file access with Landlock, except for full access to the folder `work`.
+    """Restrict the process's file access with Landlock.
 
-    Outside of `work`, the process can only read the readable folders and use the devices.
+    The process keeps full access to the folder `work`. Elsewhere, it can only read the readable
+    folders and use the devices.
     """
     # Create a set of rules for the rights that this version of Landlock knows.
     version = _call_system("landlock_create_ruleset", None, 0, 1)
@@ -388,7 +391,7 @@ def _call_prctl(option: int, *values: object) -> None:
 
 
 def _call_system(name: str, *values: object) -> int:
-    """Make a system call for which the C library has no function."""
+    """Make a system call for which the C library has no wrapper function."""
     column = list(AUDIT).index(platform.machine())
     given: list[object] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server: validation of URL and key, limits and retries."""
+"""Client of an OpenAI-compatible server for judges, with limits, retries and checks of URL and key."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ FIXES = {
 
 @dataclass(frozen=True)
 class JudgeEndpoint:
-    """URL of a judge's server, with the API key.
+    """URL of a judge's server and the API key for it.
 
-    Instances are created by `from_options`, which validates the URL and the key.
+    Create instances with `from_options`, which validates the URL and the key.
     """
 
     url: str  # URL of chat completions, without credentials
@@ -81,7 +81,11 @@ class JudgeEndpoint:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests: the number in flight, the timeout of each attempt, and the retries."""
+    """Limits on the requests to a judge's server.
+
+    `concurrency` is the maximum number of requests in flight, `timeout_s` the timeout of each
+    attempt in seconds, and `retries` the maximum number of retries of a request.
+    """
 
     concurrency: int
     timeout_s: float
@@ -109,7 +113,7 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Raised if all attempts of a request fail.
 
-    `what` is the cause of the last failure, without the server's response.
+    `what`, stored as `cause`, is the reason of the last failure, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:
@@ -205,7 +209,10 @@ class JudgeSession:
 
 
 def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
-    """Return the answer in the JSON of a chat completion, or a failure if the text is not one."""
+    """Parse the JSON of a chat completion.
+
+    Returns the answer, or a failure if the text is not a chat completion.
+    """
     try:
         answer = json.loads(response_text)
         choice = answer["choices"][0]
@@ -223,7 +230,7 @@ def _parse_answer(response_text: str) -> JudgeAnswer | RequestFailure:
 
 
 def _explain_status(status: int, response_text: str, retry_after: str | None) -> RequestFailure:
-    """Return the failure, with its cause and fix, for a response whose status is not 200.
+    """Return the failure, with its cause and fix, for a response with a status other than 200.
 
     The response text is left out for 401 and 403, because it may contain a part of the key.
     """

@@ -1,4 +1,4 @@
-"""Prompts and answers of judges: the template of a prompt, and the score in an answer."""
+"""Text handling for judges: filling the prompt template, and finding the score in an answer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ SHOWN = 200  # maximum number of characters of an answer in a message
 def check_number(
     name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`.
+    """Raise `ConfigError` unless `value` is a finite number that is >= `least` and > `above`.
 
-    `rule` describes the valid values in the message.
+    `name` is the option's name, and `rule` describes the valid values in the message.
     """
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
@@ -54,20 +54,23 @@ def check_number(
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Raise `ConfigError` unless the option `name` is an integer of at least `least`."""
+    """Raise `ConfigError` unless the option `name` has an integer `value` >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"judge: {name}={value!r} must be a whole number of at least {least}")
 
 
 def shorten(text: str) -> str:
-    """Return a text on a single line, truncated for use in a message."""
+    """Return a text on a single line, truncated so that it can be quoted in a message."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Pattern that finds a score in an answer, and the scores that become the rewards 0 and 1."""
+    """Regular expression that finds a score in an answer, and the range of the scores.
+
+    The score `low` becomes the reward 0, and `high` becomes the reward 1.
+    """
 
     pattern: str
     low: float
@@ -90,9 +93,9 @@ class ScoreScale:
             )
 
     def parse_reward(self, answer: str) -> float | None:
-        """Return the score in the last match of the pattern, mapped to the range from 0 to 1.
+        """Return the score in the last match of the pattern, mapped linearly to 0..1.
 
-        Returns None if the pattern does not match, or if the score is outside the scale.
+        Returns None if the pattern does not match, or if the score is outside the range.
         """
         matches = list(re.finditer(self.pattern, answer))
         try:
@@ -106,10 +109,11 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class JudgeTemplate:
-    """Template of a judge's prompt, with the system message.
+    """Template of a judge's prompt, with an optional system message.
 
-    `text` has the placeholders `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
-    `{{NAME}}` is the literal text `{NAME}`; other braces are literal, too.
+    `text` has the placeholders `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`, where
+    COLUMN is the name of a data column. `{{NAME}}` is the literal text `{NAME}`; other braces are
+    literal, too.
     """
 
     text: str
@@ -139,8 +143,8 @@ class JudgeTemplate:
     ) -> list[list[dict[str, str]] | None]:
         """Return the chat messages for each completion.
 
-        The entry of a row is None if a column used in the template is null. Raises `DataError` if a
-        placeholder does not name a column.
+        The entry of a completion is None if a column used in the template is null in its row.
+        Raises `DataError` if a placeholder does not name a column.
         """
         # Find the columns that the template names.
         used = []

@@ -1,7 +1,7 @@
 """Detection of the language of a text.
 
 The script of the text is found first, then letters or frequent words that distinguish the languages
-of the script. This is deliberately light (no model, no download), and intended for answers of a few
+of the script. The method needs no model and no download. It is intended for answers of a few
 sentences, not for single words.
 """
 
@@ -173,7 +173,7 @@ def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> 
 
 
 def _detect_by_words(text: str, script: str) -> str:
-    """Return the language of this script whose `WORDS` and `LETTERS` occur most often in the text.
+    """Return the language with the given script whose typical words and letters are most frequent.
 
     If no language scores higher than the script's default language, return the default.
     """

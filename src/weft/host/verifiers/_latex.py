@@ -1,7 +1,7 @@
 """Normalisation of mathematical answers in LaTeX, in two steps.
 
-`tidy` removes marks without a meaning and leaves LaTeX. `to_plain_form` turns a tidy answer into
-plain form: a normalized answer, in which equivalent notations are written in the same way.
+`tidy` removes markup that has no mathematical meaning; its result is still LaTeX. `to_plain_form`
+then rewrites equivalent notations in the same way; its result is called a normalized answer.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def extract_braced(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """Return an answer in LaTeX without marks that have no meaning.
+    """Return a LaTeX answer without markup that has no mathematical meaning.
 
     Dollar signs, sizes of brackets, bold type and spacing are removed. Commas between digit groups
     are removed, and the words "and" and "or" between the members of a list become commas, so that
@@ -183,7 +183,7 @@ def tidy(answer: str) -> str:
 
 
 def _expand_scale(match: re.Match[str]) -> str:
-    """Replace a word such as million: `5\\text{ million dollars}` becomes 5 \\cdot 10^6 dollars."""
+    r"""Replace a scale word: `5\text{ million dollars}` becomes `5 \cdot 10^6\text{ dollars}`."""
     rest = (match[2] or "").removesuffix("}").strip()
     return rf" \cdot 10^{SCALE[match[1].lower()]}" + (rf"\text{{ {rest}}}" if rest else "")
 
@@ -202,9 +202,10 @@ def _remove_style(text: str) -> str:
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """Split a text such as `x=5` or `x \\in A` into a normalized name and a value.
+    r"""Split a text such as `x=5` or `x \in A` into a normalized name and a value.
 
-    The name is None if the text does not name its value.
+    For example, these texts have the name `x`, and the values `5` and `A`. The name is None if the
+    text does not begin with one; the value is then the whole text.
     """
     match = NAMED.match(text)
     if match and match[1].count("{") != match[1].count("}"):
@@ -236,10 +237,11 @@ def parse_quantities(text: str) -> list[tuple[Fraction, str]] | None:
 
 
 def measure(text: str) -> tuple[str, int] | None:
-    """Return the unit at the end of an answer, in its standard spelling, and its power.
+    """Return the unit of measure at the end of an answer, and the unit's power.
 
-    The power is 2 for square units and 3 for cubic ones. `text` is the result of `tidy`. Returns
-    None if the answer does not end in a known unit of measure.
+    The unit is in its standard spelling, such as "cm". The power is 2 for square units and 3 for
+    cubic ones. `text` is the result of `tidy`. Returns None if the answer does not end in a known
+    unit.
     """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
@@ -276,7 +278,7 @@ def _is_case_significant(text: str) -> bool:
 
 
 def to_plain_form(answer: str) -> str:
-    """Return a normalized answer, in which equivalent notations are written in the same way.
+    """Return an answer in normalized form, in which equivalent notations look the same.
 
     `answer` is the result of `tidy`. Spacing, units, dollar and percent signs are removed. The
     arguments of fractions and roots are in braces. White space is kept only between two numbers
@@ -319,9 +321,10 @@ def _convert_repeating_decimal(match: re.Match[str]) -> str:
 
 
 def parse_exact(text: str) -> Fraction | None:
-    """Return the exact value of a number, normalized by `to_plain_form`; None for other texts.
+    """Return the exact value of a text that is a number, or None for other texts.
 
-    The number can have a decimal point and a fraction bar, or be hexadecimal (0x1F).
+    The text is normalized by `to_plain_form`. The number can have a decimal point and a fraction
+    bar, or be hexadecimal (0x1F).
     """
     if HEXADECIMAL.fullmatch(text):
         return Fraction(int(text, 16))
@@ -334,7 +337,7 @@ def parse_exact(text: str) -> Fraction | None:
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """Split a text at the separators outside of all brackets."""
+    """Split a text at each `separator` that is outside of all brackets."""
     parts = []
     depth = 0
     start = 0

@@ -1,10 +1,10 @@
-"""A process that forks, for each program, a process that runs the program and its tests.
+"""Launcher process, which forks isolated processes to run each program and its tests.
 
-Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
-weft and contains no secret.
+Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing
+from weft and contains no secret.
 
-The socket delivers pairs of descriptors, one to read from and one to write to. For each pair, this
-process forks another process and replies with its process id. The new process reads two messages:
+The socket delivers pairs of descriptors, one to read from and one to write to. For each pair, the
+launcher forks a process and replies with its process id. The new process reads two messages:
 (protections, limits, folders, disk_mb, program), then (tests, prompt, entry point, word). It forks
 one process for the program and one for the tests. The tests' process calls the program's functions
 (`_peer.py`). After the last test, it writes the word, a random string, which proves that all tests
@@ -131,7 +131,7 @@ def _read(descriptor: int) -> Any:
 
 
 def _end() -> None:
-    """Kill all child processes, and exit when none is left.
+    """Kill all child processes, and exit this process when none is left.
 
     Orphaned descendants become children of this process, and are killed too.
     """
@@ -173,7 +173,7 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptor
 
 
 def _create_main_module() -> dict[str, Any]:
-    """Replace the module `__main__` by a new, empty one, and return its globals."""
+    """Replace the module `__main__` with a new, empty one, and return its globals."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     return vars(module)
@@ -194,8 +194,9 @@ def _run(program: str, channel: int) -> None:
 def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
     """Run the tests on the program's functions, then write the word to the descriptor `out`.
 
-    The word is in `given`, and proves that the tests have passed. This runs in the tests' process,
-    which calls the program's functions through `channel`.
+    `given` has the tests, the prompt, the entry point and the word, a random string that proves
+    that the tests have passed. This runs in the tests' process, which calls the program's functions
+    through `channel`.
     """
     # Define the helper functions of the prompt.
     isolation.hide_memory()
@@ -225,9 +226,10 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt if it is code, so that the tests can use the functions that it defines.
+    """Execute the prompt if it is code, so that the tests can use the helper functions it defines.
 
-    The tests must not use the program's versions of these functions.
+    The functions are added to `names`, the globals of the tests. The tests must not use the
+    program's versions of these functions.
     """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)
@@ -240,10 +242,10 @@ def _find_names(tests: str) -> list[str]:
 
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divide `names` into names of known modules, of built-ins, and of the program's objects.
+    """Divide the names in the tests into names of modules, built-ins and program objects.
 
-    The name of a known module counts as a module only if the tests access an attribute of the
-    module, as in `math.pi`.
+    The name of a known module counts as a module only if the tests access an attribute of it, as in
+    `math.pi`.
     """
     with_attributes = set()
     for node in ast.walk(ast.parse(tests)):

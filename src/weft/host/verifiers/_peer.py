@@ -1,6 +1,6 @@
 """Calls between the process that runs a program and the one that runs its tests.
 
-This module imports nothing of weft, since the launcher loads this file by its path.
+This module imports nothing from weft, since the launcher loads this file by its path.
 
 Plain values are sent as JSON with their type, and arrive as new objects of the built-in types;
 nothing that comes from the program is unpickled or evaluated. Any other object stays in its
@@ -73,7 +73,7 @@ class ProtocolError(Exception):
 
 
 class RemoteProxy:
-    """Proxy for an object in the other process."""
+    """Proxy that forwards operations to an object in the other process."""
 
     def __init__(self, peer: ObjectPeer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
@@ -201,9 +201,12 @@ class ObjectPeer:
     tests define, iterate over generators, and use instances of the tests' classes, but not
     attributes whose names start with an underscore.
 
-    Messages are ["?", operation, object number, arguments, keyword arguments] for a request, ["!",
-    value, output, changed arguments] for its result, and ["x", name of the built-in error class,
-    output, arguments of the error, own class of the error or None] for an error.
+    A message is a JSON list:
+
+    - request: ["?", operation, object number, arguments, keyword arguments]
+    - result: ["!", value, printed output, changed arguments]
+    - error: ["x", name of its built-in base class, printed output, arguments of the error, class of
+      the error or None if it is built in]
     """
 
     def __init__(self, descriptor: int, *, guarded: bool) -> None:
@@ -215,10 +218,11 @@ class ObjectPeer:
         self._remotes: dict[int, Any] = {}  # number of an object of the other end -> its proxy
 
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
-        """Request an operation from the other end, and return the result or raise the error.
+        """Ask the other end to perform an operation, and return the result or raise the error.
 
-        While waiting, this end answers requests of the other end. The output of the operation is
-        printed, and its changes to mutable arguments are copied into `args`.
+        The operation is performed on the other end's object with the given `number`. While waiting,
+        this end answers requests of the other end. The output of the operation is printed, and its
+        changes to mutable arguments are copied into `args`.
         """
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
@@ -490,9 +494,9 @@ CHANGEABLE = (list, dict, set, bytearray, collections.deque)  # types whose chan
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Replace the content of `old` by the content of `new`, in place.
+    """Replace the content of `old` with the content of `new`, in place.
 
-    `old` is a mutable argument, and `new` is its state after the call.
+    `old` is a mutable argument of a call, and `new` is its state after the call.
     """
     if isinstance(old, list):
         old[:] = new
@@ -513,7 +517,7 @@ def _find_base_name(kind: type) -> str:
 
 
 def _pack_array(value: Any) -> list[Any] | None:
-    """Return a numpy array or scalar as [dtype, shape, bytes in base64, whether it is a scalar].
+    """Return a numpy array or scalar as [dtype, shape, bytes in base64, is scalar].
 
     Returns None for other objects, and if the elements are not Booleans, numbers or strings.
     """

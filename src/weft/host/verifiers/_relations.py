@@ -48,11 +48,11 @@ def _split_ratio(text: str) -> list[str] | None:
 
 
 def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
-    """Return whether two tidy answers are equivalent congruences; None if neither is a congruence.
+    """Return whether two answers are equivalent congruences, or None if neither is a congruence.
 
-    Tidy answers are results of `_latex.tidy`. Congruences are equivalent if the left sides are
-    equal or one of them is missing, the moduli are equal, and the residues are equal up to
-    multiples of the modulus. `equal` compares two tidy answers.
+    The answers are results of `_latex.tidy`. Congruences are equivalent if the left sides are equal
+    or one of them is missing, the moduli are equal, and the residues are equal up to multiples of
+    the modulus. `equal` compares two such answers.
     """
     first = _split_congruence(one)
     second = _split_congruence(other)

@@ -1,4 +1,4 @@
-"""Execution of a Python program and its tests in two processes that the system isolates.
+"""Execution of a Python program and its tests in two isolated processes.
 
 `_launcher.py` is the process that starts both, `_isolation.py` has the protections, and `_peer.py`
 lets the tests call the program's functions. docs/code-reward.md describes which dangers are
@@ -90,7 +90,7 @@ class SandboxTask:
 
 
 class ProgramLauncher:
-    """Launcher process, which forks a process for each program (`_launcher.py`).
+    """Launcher process (`_launcher.py`), which forks a process for each program to run.
 
     The launcher ends when the process that started it ends.
     """
@@ -147,7 +147,7 @@ def _get_launcher() -> ProgramLauncher:
 def run_tests(
     task: SandboxTask, limits: SandboxLimits, active: Sequence[str] | None = None
 ) -> bool:
-    """Return whether a program and its tests finish without error and within the limits.
+    """Run a program and its tests, and return whether they finish without error within the limits.
 
     All processes that they start have ended when the call returns. `active` has the names of the
     protections to use; by default, all protections that work on this system are used.
@@ -207,8 +207,8 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 def _end(leader: int, pipe: int) -> None:
     """End a process that the launcher forked, and its child processes.
 
-    The process is asked to kill its children and exit. If it does not end in time, its process
-    group is killed.
+    The process with the id `leader` is asked to kill its children and exit. If `pipe` does not
+    close in time, the process group is killed.
     """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):
@@ -247,14 +247,14 @@ def find_protections() -> tuple[str, ...]:
 
 
 def _can_protect(names: Sequence[str]) -> bool:
-    """Return whether the probe program passes its test under these protections."""
+    """Return whether a small test program runs successfully under these protections."""
     return run_tests(
         SandboxTask(PROBE, "assert probe(1.5) == 1"), SandboxLimits(seconds=PROBE_SECONDS), names
     )
 
 
 def describe_protections(active: Sequence[str]) -> list[str]:
-    """Return notes that list the active protections and those that this system refuses."""
+    """Return lines of text that list the active protections and those that this system refuses."""
     held = [PROTECTIONS[name] for name in active]
     lines = [
         f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"

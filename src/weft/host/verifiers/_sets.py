@@ -1,6 +1,6 @@
-"""Parser of answers that have members: lists, sets, tuples, intervals and unions.
+"""Parser of answers with several members: lists, sets, tuples, intervals and unions.
 
-All texts are tidy answers (`_latex.tidy`).
+All texts are tidy answers (results of `_latex.tidy`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def split_list(text: str) -> list[str] | None:
 
 
 def split_brackets(text: str) -> list[str] | None:
-    """Return the opening bracket, the members and the closing bracket of a tuple or an interval.
+    """Split a tuple or an interval into its opening bracket, its members and its closing bracket.
 
     Returns None for other texts, including brackets with fewer than two members.
     """
@@ -125,9 +125,9 @@ def _flip_sign(sign: str) -> str:
 
 
 def split_union(text: str) -> list[str] | None:
-    """Return the parts of a union such as `A \\cup B` or `x<1 \\text{ or } x>2`.
+    r"""Return the parts of a union such as `A \cup B` or `x<1, x>2`.
 
-    Returns None for other texts.
+    The inequalities must have the same letter. Returns None for other texts.
     """
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:

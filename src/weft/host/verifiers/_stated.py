@@ -1,4 +1,4 @@
-"""Search for the answer that a text states: in a box, in tags, or after "the answer is"."""
+"""Extraction of the answer that a text states: in a box, in tags, or after "the answer is"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count_boxes(text: str) -> int:
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` or `\\boxed 5` in a text, or None.
+    r"""Return the content of the last `\boxed{...}` or `\boxed 5` in a text, or None without a box.
 
     Braces in the content are balanced. The contents of adjacent boxes are joined into one list.
     """
@@ -86,7 +86,7 @@ def _extract_tagged(text: str) -> str | None:
 
 
 def _extract_formulas(text: str) -> str | None:
-    """Return the formulas at the beginning of a text, joined by commas, or None."""
+    """Return the formulas at the beginning of a text, joined by commas; None without any."""
     formulas = []
     at = 0
     while match := FORMULA.match(text, at):

@@ -1,9 +1,9 @@
-"""Check that a verdict of `math_verify` depends on every letter and number of both answers.
+r"""Check that a verdict of `math_verify` depends on every letter and number of both answers.
 
 The library drops input that its grammar does not know, and evaluates expressions that it considers
-constant: `1 \\bmod 4` is read as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in
-the dropped parts would then be equal. A verdict of "equal" therefore counts only if each letter,
-number and mark matters: with any one of them replaced, the two answers must differ.
+constant: `1 \bmod 4` is read as 4, and `\frac{dy}{dx}` becomes 0. It would then find two answers
+equal that differ only in the dropped parts. A verdict of "equal" therefore counts only if each
+letter, number and mark matters: when any one of them is replaced, the two answers must differ.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def is_fully_parsed(
 ) -> bool:
     """Return whether the equality of two texts depends on every letter and number in them.
 
-    `same` is the function that compared the two texts and found them equal. `parsed` returns the
-    expressions that `math_verify` finds in a text.
+    `same` is the function that has compared the two texts and found them equal. `parsed` is a
+    function that returns the expressions that `math_verify` finds in a text.
     """
     # Extract the formulas to compare.
     first = extract_formula(one, parsed)
@@ -191,9 +191,10 @@ def wrap_formula(formula: str) -> str:
 
 
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """Return the formula that states a text's answer, without the unit.
+    """Return the formula that states the answer of a text, without the unit.
 
-    This is the content of the last box, the last formula, or the number that `math_verify` finds.
+    This is the content of the last box, the last formula, or the expression that `math_verify`
+    finds. `parsed` is a function that returns these expressions.
     """
     inside = extract_boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
@@ -211,10 +212,10 @@ def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
 
 
 def extract_result(formula: str, other: str) -> str:
-    """Return the last side of an equation such as `2 + 3 = 5`, or the whole formula.
+    """Return the part after the last `=` of an equation such as `2 + 3 = 5`, or the whole formula.
 
     The whole formula is returned if it is not an equation, if `other` is an equation, too, or if
-    the omitted sides are more than a computation or a name.
+    the omitted part is more than a computation or a name.
     """
     before, equals, after = formula.rpartition("=")
     inside = before.count("{") != before.count("}")
@@ -230,9 +231,10 @@ def extract_result(formula: str, other: str) -> str:
 
 
 def _find_assigned_letter(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
-    """Return the letter on the left of an equation such as `x = 5`, or None for other formulas.
+    """Return the letter on the left side of an equation such as `x = 5`.
 
-    The letter is needed because `math_verify` compares only the values.
+    Returns None for other formulas. The letters must be compared separately, because `math_verify`
+    compares only the values.
     """
     expressions = parsed(wrap_formula(formula))
     expression = expressions[0] if expressions else None
@@ -314,7 +316,7 @@ def _replace_token(token: str, letter: str) -> str:
 
 
 def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
-    """Return whether an expression has exactly the letters and numbers in `tokens`.
+    """Return whether the letters and numbers in a parsed expression are exactly those in `tokens`.
 
     The tokens are those of the formula from which the expression was parsed. Returns False if the
     expression contains operations other than those in `SIMPLE` and `BOUND`.
@@ -330,9 +332,9 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
-    """Count the leaves of an expression tree, and add the counts to `leaves`.
+    """Count the letters and numbers (leaves) of an expression tree, and add the counts to `leaves`.
 
-    Leaves that are implied by a minus sign, a fraction bar or a root are counted in `implied`.
+    Numbers that a minus sign, a fraction bar or a root implies are counted in `implied` instead.
     Returns False if the tree has an operation that sympy may have evaluated or simplified. Some
     operands may then be missing, so the counts cannot be compared with the tokens of the formula.
     """

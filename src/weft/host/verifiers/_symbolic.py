@@ -1,4 +1,4 @@
-"""Comparison of two answers by computer algebra, `math_verify` (Hugging Face), with limits.
+"""Comparison of two answers by the computer algebra of `math_verify` (Hugging Face), with limits.
 
 The library runs in a separate process (`_algebra`), which the kernel ends when its processor time
 is used up: no loop in Python, C or a regular expression can exceed the limit. Unlike limits by
@@ -66,7 +66,7 @@ def _is_too_large(text: str) -> bool:
 
 
 def get_engine() -> AlgebraProcess:
-    """Return the `AlgebraProcess` of the current process; every process has its own."""
+    """Return the current process's `AlgebraProcess`; every process has a separate one."""
     return _create_engine(os.getpid())
 
 
@@ -76,7 +76,7 @@ def _create_engine(pid: int) -> AlgebraProcess:
 
 
 class AlgebraProcess:
-    """Process that compares answers by `math_verify`, with a time budget.
+    """Process that compares answers with `math_verify` within a time budget.
 
     The process is started for the first comparison. One answer can use at most `SECONDS`. In
     addition, all answers share a budget: n answers can use at most `ALLOWANCE + REFILL * n`
@@ -94,7 +94,7 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Restart the time limit of a single answer, and refill the budget that all answers share.
+        """Prepare for the next answer: reset its time limit, and refill the shared budget.
 
         The shared budget grows by `REFILL` seconds, up to `ALLOWANCE`.
         """
@@ -103,7 +103,7 @@ class AlgebraProcess:
             self._answer_seconds = SECONDS
 
     def ask(self, reference: str, answer: str) -> bool:
-        """Return whether `math_verify` finds two texts equal; False if the comparison times out."""
+        """Return whether `math_verify` finds two texts equal; False if it runs out of time."""
         with self._lock:
             seconds = min(self.allowance_seconds, self._answer_seconds)
             if seconds < REFILL / 10:
@@ -114,7 +114,7 @@ class AlgebraProcess:
             return is_equal
 
     def _send_question(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """Let the process compare two texts in at most `seconds` of processor time.
+        """Let the process compare two texts, using at most `seconds` of processor time.
 
         Returns whether the texts are equal, and the processor time used, in seconds.
         """

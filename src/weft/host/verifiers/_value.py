@@ -41,9 +41,9 @@ class _UndecidedValue(Exception):
 def have_same_value(one: str, other: str) -> bool | None:
     """Return whether two normalized answers are expressions with the same value.
 
-    The answers are results of `_latex.to_plain_form`. Expressions with letters are compared for
-    several values of the letters. A decimal with many digits equals the number that it approximates
-    if all its digits are right. Returns None if the comparison is undecided.
+    The answers are results of `_latex.to_plain_form`. Expressions with letters (variables) are
+    compared for several values of the letters. A decimal with many digits equals the number that it
+    approximates if all its digits are right. Returns None if the comparison is undecided.
     """
     a = parse(one)
     b = parse(other)
@@ -117,11 +117,12 @@ def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
 def _measure_distance(
     a: ParsedExpression, b: ParsedExpression, seed: int
 ) -> tuple[Fraction, Fraction] | None:
-    """Return the distance between two values, and the distance relative to the larger value.
+    """Return the absolute and the relative distance between the values of two expressions.
 
-    Both are 0 for equal values. Rounded values count as equal if their distance is within the
-    rounding error that is allowed for numbers of their size. Returns None if one of the values is
-    unknown.
+    The relative distance is relative to the larger value. Both distances are 0 for equal values.
+    Rounded values count as equal if their distance is within the rounding error that is allowed for
+    numbers of their size. `seed` selects the values of letters. Returns None if one of the values
+    is unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -142,9 +143,9 @@ def _measure_distance(
 class _ComplexValue:
     """Complex number, with the size of the rounded numbers from which it was computed.
 
-    `size` is the largest absolute binary exponent of these numbers, or -1 if all numbers were
-    exact. A fraction that is rounded counts with the number of bits of its numerator or
-    denominator, whichever is larger.
+    `real` and `imaginary` are its parts. `size` is the largest absolute binary exponent of the
+    rounded numbers, or -1 if all numbers were exact. A fraction that is rounded counts with the
+    number of bits of its numerator or denominator, whichever is larger.
     """
 
     real: Fraction
@@ -156,8 +157,8 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if no value can be computed within the limits.
 
-    Each letter has a fixed value that depends on `seed`. The precision is sufficient for rounded
-    numbers whose `_ComplexValue.size` is at most `size`.
+    Each letter has a fixed value that depends on `seed`. The precision is chosen such that it
+    suffices for rounded numbers whose `_ComplexValue.size` is at most `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -182,7 +183,7 @@ def _get_context() -> Any:
 
 
 class _TreeCalculator:
-    """Evaluates expression trees.
+    """Calculator of the value of an expression tree.
 
     Values are exact fractions as long as possible, and otherwise rounded numbers with a precision
     of `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
@@ -200,7 +201,7 @@ class _TreeCalculator:
     def evaluate(self, node: Node) -> Number:
         """Return the value of an expression tree.
 
-        Raises `_UndecidedValue`, or the error of an invalid operation such as a division by 0.
+        Raises `_UndecidedValue`, or the error of an invalid operation, such as `ZeroDivisionError`.
         """
         kind, *parts = node
         if kind == "number":

@@ -18,11 +18,11 @@ FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 
 
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
-    """Return the program in a completion: its last fenced block, or the whole completion.
+    """Return the program in a completion: its last fenced code block, or the whole completion.
 
-    A program that does not define `entry_point` continues the code of the prompt, so the prompt is
-    put before the program (HumanEval: the prompt ends in a signature, and the completion is the
-    body).
+    A program that does not define `entry_point` is assumed to continue the code of the prompt, so
+    the prompt is put before it (HumanEval: the prompt ends in a signature, and the completion is
+    the body).
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
@@ -42,7 +42,7 @@ def _is_defined(code: str, name: str) -> bool:
 
 
 def parse_tests(test: Any, entry_point: str | None) -> str:
-    """Return the code of a row's tests, which are a string or a list of statements.
+    """Return the code of a row's tests, given as a string or a list of statements.
 
     If the tests define a function `check` (HumanEval), a call `check(entry_point)` is appended.
     Raises `DataError` for tests of another type.
@@ -69,15 +69,15 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the program and then the row's tests run without error, else 0.
+    """Return 1 for completions whose program and tests run without error, else 0.
 
     The reward is None for rows without tests. The tests run in another process, which calls the
     program's functions; docs/code-reward.md describes how the machine is protected.
 
     The tests are in the column `test` (a string, as in HumanEval), `tests` or `test_list`
     (statements such as `assert f(1) == 2`, as in MBPP). The column `entry_point`, the function's
-    name, is needed if the completion can continue the prompt's code. `seconds` and `memory_mb`
-    limit each program; reward_timeout_s limits the whole batch.
+    name, is needed if the completion can continue the prompt's code. `seconds` (wall time) and
+    `memory_mb` limit each program; reward_timeout_s limits the whole batch.
     """
     limits = SandboxLimits(seconds=seconds, memory_mb=memory_mb)
     given = next(

@@ -1,4 +1,4 @@
-"""The verifier `exact`: the completion equals the reference, up to white space and letter case."""
+"""The verifier `exact`: compares a completion with the reference, ignoring white space and case."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def exact(
     The reward is None for rows without a reference. The reference is in `column` or, by default, in
     the first of the columns `answer`, `ground_truth`, `solution` and `target` that is present.
 
-    A run of white space counts as one blank, and white space at the ends is ignored; letter case is
-    compared only if `case` is set. A reference that is a number in the data (0.00005, not
+    A run of white space counts as one blank, and white space at the ends is ignored. Letter case
+    matters only if `case` is set. A reference that is a number in the data (0.00005, not
     "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
     """
     answers = find_references(columns, column, len(completions))

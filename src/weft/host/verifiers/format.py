@@ -1,4 +1,4 @@
-"""The verifier `format`: a completion matches a regular expression."""
+"""The verifier `format`: matches a completion against a regular expression."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def format_match(
     match: str = "full",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if `pattern` matches the completion, else 0.
+    """Return 1 for completions that match the regular expression `pattern`, else 0.
 
     With `match` "full", the pattern must match the whole completion; with "search", a match of any
     part is enough.

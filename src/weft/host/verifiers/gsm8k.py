@@ -1,4 +1,4 @@
-"""The verifier `gsm8k`: the final number of a worked solution."""
+"""The verifier `gsm8k`: compares the final number of a worked solution with the reference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ MARK = "####"  # GSM8K's reference solutions end in "#### 72"
 
 
 def find_final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """Return the first number after the last "####".
+    """Return the final number of a solution: the first number after the last "####".
 
-    Without "####" in the text, returns the last number or, with `strict`, None.
+    If the text has no "####", return its last number or, with `strict`, None. Also returns None if
+    there is no such number.
     """
     _, mark, after = text.rpartition(MARK)
     if mark:
@@ -35,7 +36,7 @@ def gsm8k(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the completion's final number equals the reference's, else 0.
+    """Return 1 for completions whose final number equals the reference's, else 0.
 
     The reward is None for rows without a reference.
 

@@ -1,4 +1,4 @@
-"""The verifier `ifeval`: whether a completion follows the verifiable instructions of a prompt."""
+"""The verifier `ifeval`: checks that a completion follows the prompt's verifiable instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCORES = ("share", "all")
 def is_followed(
     response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
 ) -> bool:
-    """Return whether a response follows one instruction.
+    """Return whether a response follows one instruction with the given arguments.
 
     An empty response follows none. With `loose`, it is enough that one of eight variants follows
     the instruction (the paper's loose accuracy): the response, its copies without the first line,
@@ -60,13 +60,14 @@ def ifeval(
     loose: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return the share of a row's instructions that the completion follows.
+    """Return the fraction of a row's instructions that the completion follows.
 
-    With `score` "all", the reward is 1 if the completion follows all of them, else 0. The reward is
-    None for rows without instructions.
+    With `score` "all", the reward is instead 1 if the completion follows all of them, else 0. The
+    reward is None for rows without instructions.
 
     Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction), as in the
-    IFEval data. Raises `DataError` for an unknown instruction or missing arguments.
+    IFEval data. With `loose`, slight variations of the completion are tried as well. Raises
+    `DataError` for an unknown instruction or missing arguments.
     """
     if score not in SCORES:
         raise ConfigError(f"ifeval: score={score!r} must be share or all")

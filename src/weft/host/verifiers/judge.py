@@ -1,4 +1,4 @@
-"""The verifier `judge`: a language model behind an OpenAI-compatible server as reward."""
+"""The verifier `judge`: scores completions with a language model on an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def judge(
     output_price: float | None = None,
     **columns: Sequence[Any],
 ) -> Rewards | Coroutine[Any, Any, Rewards]:
-    """Return another model's scores, mapped from `low`..`high` to 0..1.
+    """Return a judge model's scores of the completions, mapped from `low`..`high` to 0..1.
 
     The reward is None for rows in which a column used in `prompt` is null.
 
@@ -96,7 +96,10 @@ def judge(
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """Fields of a request other than its messages, and the number of votes per completion."""
+    """Settings of a judge's requests, and the number of votes per completion.
+
+    The settings are all fields of a request except its messages.
+    """
 
     model: str | None
     temperature: float | None
@@ -158,10 +161,10 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class FallbackRewards:
-    """Rewards for completions that get no score; without one, the run stops.
+    """Rewards for completions that get no score from the judge.
 
     `on_failure` is the reward if a request fails, and `on_unreadable` the reward if the answer has
-    no score. None means that there is no such reward.
+    no score. If the reward is None, the run stops instead.
     """
 
     on_failure: float | None
@@ -197,7 +200,7 @@ class TokenPrices:
 
 @dataclass(frozen=True)
 class VoteResult:
-    """Result of one vote.
+    """Result of one vote of the judge on a completion.
 
     `reward` is None if the vote has no score. In that case, `fallback` is the reward to use
     instead; if `fallback` is None too, the run stops with the message `problem`.
@@ -210,7 +213,7 @@ class VoteResult:
 
 @dataclass(frozen=True)
 class Judge:
-    """Model on a server that scores completions, with its prompt and all other options."""
+    """Judge of completions: a model on a server, with the prompt template and all other options."""
 
     endpoint: JudgeEndpoint
     policy: RequestLimits
@@ -279,7 +282,7 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class JudgeCall:
-    """One call of the verifier, which collects votes and counts for the metrics."""
+    """State of one call of the verifier: the session with the server, and metric counts."""
 
     judge: Judge
     session: JudgeSession
@@ -338,7 +341,7 @@ class JudgeCall:
 
 
 def _average_votes(verdicts: Sequence[VoteResult]) -> float:
-    """Return the mean reward of the votes with a score, or the fallback if no vote has one.
+    """Return the mean reward of the votes that have a score, or the fallback if none has one.
 
     Raises `UserError` if no vote has a score and one of them has no fallback.
     """

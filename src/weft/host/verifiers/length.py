@@ -1,4 +1,4 @@
-"""The verifier `length`: number of tokens, words or characters of a completion."""
+"""The verifier `length`: rewards a completion for a length within a range."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def length(
     unit: str = "tokens",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 for completions with a length in [min, max].
+    """Return 1 for completions with a length from `min` to `max`, and less for all others.
 
-    Outside of this range, the reward falls linearly to 0 at a distance of `slack` from the nearest
-    bound; without `slack`, the reward is 0.
+    Outside of this range, the reward falls linearly, and is 0 at a distance of `slack` from the
+    nearest bound. With `slack` 0, it is always 0.
 
     `unit` is "tokens" (of the policy's tokenizer, including the end token), "words" (separated by
     white space) or "chars".

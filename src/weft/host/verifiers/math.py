@@ -1,4 +1,4 @@
-"""The verifier `math`: the last boxed expression, compared as mathematics."""
+"""The verifier `math`: compares the final answer of a completion with the reference as mathematics."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 
 
 def _compare_known(one: str, other: str) -> bool | None:
-    """Return whether two tidy answers (`_latex.tidy`) are equal, or None if this is uncertain."""
+    """Return whether two tidy answers are equal, or None if this is uncertain.
+
+    Tidy answers are results of `_latex.tidy`. Computer algebra is used only for parts of the
+    answers.
+    """
     # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
@@ -252,11 +256,11 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the completion's answer equals the reference's, else 0.
+    r"""Return 1 for completions whose answer equals the reference as mathematics, else 0.
 
     The reward is None for rows without a reference.
 
-    The answer is the content of the last `\\boxed{}`. Without a box (and without `strict`), it is
+    The answer is the content of the last `\boxed{}`. Without a box (and without `strict`), it is
     the text after "the answer is", or the last formula or number. The reference is in `column` or,
     by default, in the first of the columns `answer`, `ground_truth`, `solution` and `target` that
     is present: the answer itself, or a solution with the answer in a box. Fractions, roots, percent

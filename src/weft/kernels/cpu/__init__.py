@@ -1,1 +1,1 @@
-"""CPU kernels in C++ that torch lacks; the installed compiler builds them at the first use."""
+"""CPU kernels in C++, which the installed compiler builds at the first use."""

@@ -47,8 +47,8 @@ def attend_rows(
     """Return attention [R, heads, dim] of R queries over T keys and values.
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Each
-    query is in one `own` segment of one of the `parts`, which have no `across` segments. Segments
-    of different parts can have the same keys. The result can be differentiated once.
+    query is in exactly one segment, in the field `own` of one of the `parts`, and `across` is not
+    used. Segments of different parts can have the same keys. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out

@@ -36,7 +36,8 @@ class LinearWeights(NamedTuple):
 class BlockWeights:
     """Parameters of one block, and the cached keys and values of the block.
 
-    `keys` and `values` are [slots, kv_heads, room, head_dim].
+    `keys` and `values` are [slots, kv_heads, room, head_dim]. `scale` is the factor of q k^T, and
+    `window` is the number of keys to which a token attends; None means no limit.
     """
 
     norm1: Tensor
@@ -55,7 +56,11 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class NetworkWeights:
-    """Parameters and sizes of a network; `offset` is added to the weights of the norms."""
+    """Parameters and sizes of a network.
+
+    `offset` is added to the weights of the RMS norms, and `eps` to the mean squares. `head` is the
+    output layer, which is needed only to draw tokens.
+    """
 
     embedding: Tensor  # [V, H]
     blocks: Sequence[BlockWeights]
@@ -86,7 +91,9 @@ class NetworkWeights:
 class PrefixRows(NamedTuple):
     """Rows of a pass whose sequences begin with a prefix that is stored separately.
 
-    `stored` contains the keys and the values of the prefix for each block.
+    `rows`, int64 [n], are the indices of these rows. `used` is the length of the prefix in tokens,
+    and `room` is the number of tokens for which its memory has room. `stored` contains the keys and
+    the values of the prefix for each block.
     """
 
     rows: Tensor  # int64 [n]

@@ -80,7 +80,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _choose_variant() -> str | None:
-    """Return the variant that `WEFT_NATIVE` selects: by default `native`, or None for 0.
+    """Return the variant that `WEFT_NATIVE` selects, or None if it is 0; the default is `native`.
 
     Raises `ConfigError` for an unknown variant and for one that the processor does not support.
     """
@@ -170,12 +170,12 @@ def _find_type(argument: Any) -> Any:
 
 
 def _list_compilers() -> list[list[str]]:
-    """Return the commands to try as GCC's C++ compiler: that in `CXX`, if set, and then `g++`."""
+    """Return the C++ compiler commands to try: the one in `CXX` if it is set, and then `g++`."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
 def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
-    """Return the first of the commands that runs GCC, and the output of its version query.
+    """Return the first of the commands that runs GCC, and the output of `-v` for it.
 
     Raises `FileNotFoundError` if none of the commands runs GCC.
     """
@@ -260,7 +260,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether the path belongs to this user, and no other user can write to it."""
+    """Return whether the path belongs to this user and is not writable by group or others."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

@@ -1,7 +1,4 @@
-"""Sizes on which the speed or the rounding of CPU kernels depends.
-
-They are defined only in this module.
-"""
+"""Constants on which the speed or the rounding of CPU kernels depends."""
 
 from __future__ import annotations
 

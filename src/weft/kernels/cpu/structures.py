@@ -65,7 +65,7 @@ class BlockStruct(ctypes.Structure):
 
 
 class PrefixStruct(ctypes.Structure):
-    """Keys and values of a prefix, and the rows whose sequences begin with it."""
+    """Keys and values of a shared prefix, and the rows whose sequences begin with this prefix."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),

@@ -26,7 +26,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `function` that is compiled at its first call.
+    """Return a version of `function` that torch compiles at its first call.
 
     Shapes are dynamic, so packs of other sizes do not cause a recompilation.
     """

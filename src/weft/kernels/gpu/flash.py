@@ -1,8 +1,8 @@
 """Flash attention over packed sequences on CUDA, in bfloat16 and float16.
 
-The function `torch.nn.attention.varlen.varlen_attn` is used. Its signature is read once, to find
-out which parameters the installed version of torch supports: torch 2.11 supports neither grouped
-heads nor block tables, and later versions support both.
+The kernels are called through `torch.nn.attention.varlen.varlen_attn`. Its signature is read once,
+to find out which parameters the installed version of torch supports: torch 2.11 supports neither
+grouped heads nor block tables, and later versions support both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ PACKAGE = "flash_attn_interface"  # package of version 3
 
 @dataclass(frozen=True)
 class FlashFeatures:
-    """Optional features of the `varlen_attn` function in the installed torch."""
+    """Optional features of the `varlen_attn` function in the installed torch.
+
+    `grouped_heads` is True if there can be fewer key-value heads than query heads. `block_table` is
+    True if keys and values can be read from pages.
+    """
 
     grouped_heads: bool  # fewer key-value heads than query heads
     block_table: bool  # paged keys, with a fixed number of splits
@@ -138,9 +142,10 @@ def _get_capability(device: torch.device) -> tuple[int, int]:
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec
 ) -> Tensor:
-    """Return causal attention over packed sequences, [T, heads, dim]; differentiable.
+    """Return causal attention over packed sequences, [T, heads, dim].
 
-    q is [T, heads, dim]; k and v are [U, kv_heads, dim].
+    q is [T, heads, dim]; k and v are [U, kv_heads, dim]. `at` assigns queries and keys to
+    sequences. The result is differentiable.
     """
     grouped: dict[str, Any] = {}
     group = q.shape[1] // k.shape[1]
@@ -213,7 +218,7 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Return the number of keys before and after its own key to which each query attends.
+    """Return the number of keys before, and after, its own position to which a query attends.
 
     The value -1 means all keys.
     """

@@ -2,9 +2,10 @@
 
 Each query attends to two spans of keys: a causal span near the query, and a far span, which is a
 shared prefix that the query sees as a whole. The blocks of the mask are computed from these spans,
-without building the whole mask. The other layers are not compiled: this would take time at the
-start and gain little, because they are a few large matrix products, and a decode step is one
-captured graph.
+without building the whole mask.
+
+Only attention is compiled here. Compiling the other layers would take time at the start and gain
+little, because they are a few large matrix products, and a decode step is one captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def serves(device: torch.device, head_dim: int) -> bool:
 def _can_compile() -> bool:
     """Return whether Triton can compile kernels.
 
-    This needs a C compiler and Python's headers, because Triton compiles a small C extension for
-    each kernel.
+    This requires Triton, a C compiler and Python's headers, because Triton compiles a small C
+    extension for each kernel.
     """
     compiler = (
         os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
@@ -83,8 +84,8 @@ class KeySpans:
         """Return the spans of keys for a pack of `length` tokens.
 
         `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. Each of the `joins`
-        is a pair of spans: a prefix and the tokens that continue it. Padding tokens attend only to
-        themselves.
+        is a pair of spans: a prefix and the tokens that continue it. `window` limits the number of
+        keys in the near span; None means no limit. Padding tokens attend only to themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device
@@ -115,7 +116,7 @@ class KeySpans:
         return is_visible
 
     def find_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return masks of the block pairs with any attention, and of those with full attention.
+        """Return two masks: block pairs with some attention, and block pairs with full attention.
 
         Both masks are bool [T / BLOCK, T / BLOCK], query blocks by key blocks. The first mask is
         True if any query of the query block attends to any key of the key block, and the second if
@@ -147,9 +148,9 @@ class KeySpans:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's number of True blocks, and its block indices with the True blocks first.
+    """Return the number of True blocks in each row, and block indices with those blocks first.
 
-    The results are int32 [1, 1, n] and [1, 1, n, n].
+    `blocks` is bool [n, n]. The results are int32 [1, 1, n] and [1, 1, n, n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[

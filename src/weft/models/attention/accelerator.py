@@ -1,8 +1,8 @@
 """Attention on accelerators.
 
-Flash attention is used in half precision. FlexAttention is used for soft caps, for shared prefixes,
-and for pages if the installed flash kernel cannot read them. `rectangles` is used for float32 and
-for dropout of attention weights.
+Half precision uses flash attention. Soft caps, shared prefixes, and pages that the installed flash
+kernel cannot read use FlexAttention. Float32 and dropout of attention weights use torch's own
+operations (`weft.models.attention.rectangles`).
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def supports_flash(q: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _prepare_mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
-    """Return the mask of a pack for one window size.
+    """Return the FlexAttention mask of a pack of `length` tokens for one window size.
 
-    The mask is built only once and is used by all layers with this window.
+    The mask is built at the first call and kept in `context.masks`, so all layers with this window
+    share it.
     """
     if window not in context.masks:
         if isinstance(context, Prefixed):

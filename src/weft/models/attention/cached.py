@@ -51,10 +51,10 @@ def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def _view_as_rows(stored: Tensor) -> Tensor:
-    """Return slot 0 of the keys or values `stored` as a view [room, kv_heads, head_dim].
+    """Return slot 0 of a cache's keys or values as a view [room, kv_heads, head_dim].
 
-    `stored` is [slots, kv_heads, room, head_dim]. The kernels use only the strides of the view, and
-    find the other slots by the key indices in `Cached.segments`.
+    `stored` is [slots, kv_heads, room, head_dim]. The kernels use only the address and the strides
+    of the view, and find all slots by the key indices in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 
@@ -86,11 +86,12 @@ def _attend_decode_step(q: Tensor, context: Cached, spec: AttentionSpec, layer: 
 def _attend_prefixes(
     grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int
 ) -> AttentionState:
-    """Return the attention of one query per row over the row's prefix; 0 for rows without a prefix.
+    """Return the attention of one query per row over the prefix of the row.
 
-    `grouped`, the queries, is [R, kv_heads, group, dim]. The queries of all rows with the same
-    prefix are multiplied with the keys of the prefix at once, so that these keys are read only
-    once.
+    A row without a prefix gets an output of 0 and a log-sum-exp of minus infinity. The queries
+    `grouped` are [R, kv_heads, group, dim], with `group` query heads per key-value head. The
+    queries of all rows with the same prefix are multiplied with the keys of the prefix at once, so
+    that these keys are read only once.
     """
     lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)

@@ -1,10 +1,12 @@
 """Attention that is computed in parts, each over some of the keys, and merged exactly.
 
-For one row and part i of the keys, let o_i = softmax(s_i) v_i and l_i = log sum exp s_i. The merged
-values are l = log sum exp l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention
-(Dao et al. 2022, arXiv:2205.14135, algorithm 4) needs only the output and the log-sum-exp of each
-row. It therefore runs once per part with the merged output and log-sum-exp, and the gradients of
-the parts are added.
+For one row and part i of the keys, s_i are the scores and v_i the values of these keys. Let o_i =
+softmax(s_i) v_i and l_i = log sum exp s_i. The merged values are l = log sum exp l_i and o = sum_i
+exp(l_i - l) o_i.
+
+The backward pass of flash attention (Dao et al. 2022, arXiv:2205.14135, algorithm 4) needs only the
+output and the log-sum-exp of each row. It therefore runs once per part with the merged output and
+log-sum-exp, and the gradients of the parts are added.
 """
 
 from __future__ import annotations
@@ -57,10 +59,11 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, parts: tuple[AttentionPart, ...], scale: float
 ) -> Tensor:
-    """Return attention of q [T, heads, dim] over k and v [T, kv_heads, dim], in the shape of q.
+    """Return the attention [T, heads, dim] of q over k and v, computed in parts and merged.
 
+    q is [T, heads, dim]; k and v are [T, kv_heads, dim], and heads is a multiple of kv_heads.
     `parts` define the keys to which each row attends. Every row is in exactly one causal part and
-    in any number of other parts. The number of heads is a multiple of kv_heads.
+    in any number of other parts.
     """
     return _CascadeAttention.apply(q, k, v, parts, scale)
 

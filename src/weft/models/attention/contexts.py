@@ -1,9 +1,10 @@
 """Attention contexts, which define the keys to which each token of a pack attends.
 
-`Dense` is for whole sequences, and `Prefixed` is for sequences, some of which share a prefix. For
-new tokens of cached sequences, the caches define the contexts `weft.models.kv.slots.Cached` and
-`weft.models.kv.pages.Paged`. `weft.models.attention.pack_shards.PackShard` is for packs whose
-tokens are split over ranks. All implement `AttentionContext`.
+A pack is the concatenation of the tokens of several sequences. `Dense` is for whole sequences, and
+`Prefixed` is for sequences that share prefixes. For new tokens of cached sequences, the caches
+define the contexts `weft.models.kv.slots.Cached` and `weft.models.kv.pages.Paged`.
+`weft.models.attention.pack_shards.PackShard` is for packs whose tokens are split over ranks. All
+implement `AttentionContext`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class AttentionContext(Protocol):
 
     @property
     def dense(self) -> Dense:
-        """The tokens of this pass as whole sequences, without cached or shared tokens before them."""
+        """Context of this pass's tokens as whole sequences, without cached or shared tokens."""
         ...
 
     @property
@@ -42,9 +43,17 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True)
 class SequenceBucket:
-    """Group of sequences of similar length, padded to a rectangle.
+    """Group of sequences of similar length, padded to a rectangle of n rows and L columns.
 
     The padding follows the tokens of each sequence, so causal attention never reads it.
+
+    Attributes:
+        index: Index in the pack of each cell's token, int64 [n, L]; in padding, that of the
+            sequence's last token.
+        valid: Row-major indices of the cells that are not padding, int64 [tokens], or None if there
+            is no padding.
+        span: Pair (start, stop) if the cells are the pack's tokens `start` to `stop` (excluded) in
+            order, else None.
     """
 
     # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
@@ -63,7 +72,7 @@ class SequenceBucket:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """One part of attention, in which the tokens of `queries` attend to the tokens of `keys`.
+    """Part of an attention computation: the tokens of `queries` attend to the tokens of `keys`.
 
     If `causal`, `queries` and `keys` are the same tokens, and attention is causal within each
     sequence. Otherwise every token of `queries` attends to all tokens of `keys`.
@@ -78,7 +87,9 @@ class AttentionPart:
 class Dense:
     """Attention context of complete sequences, with causal attention within each sequence.
 
-    Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded).
+    Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded), and
+    `max_len` is the length of the longest sequence. `num_tokens` is the total number of tokens, or
+    None if the host would have to wait for the device to know it.
     """
 
     cu_seqlens: Tensor  # int32 [S + 1]
@@ -101,7 +112,7 @@ class Dense:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The elements of `cu_seqlens` as a list on the host."""
+        """Start of each sequence and end of the last: `cu_seqlens` as a list on the host."""
         return [int(start) for start in self.cu_seqlens.tolist()]
 
     @cached_property
@@ -121,7 +132,7 @@ class Dense:
 
     @cached_property
     def segments(self) -> Tensor:
-        """Queries and keys of each sequence, int64 [S, 4], on the host.
+        """Ranges of the queries and keys of each sequence, int64 [S, 4], on the host.
 
         The columns are the first query, the number of queries, the first key and the number of
         keys.
@@ -138,9 +149,9 @@ class Dense:
 
     @cached_property
     def cell_positions(self) -> Tensor | None:
-        """Index of each token in the concatenated tokens of all buckets, int64 [T].
+        """Index of each token in the concatenation of all buckets without padding, int64 [T].
 
-        None if the concatenated tokens are already in the order of the pack.
+        None if that concatenation is already in the order of the pack.
         """
         order = []
         for members in _group_by_length(self.starts):
@@ -154,9 +165,10 @@ class Dense:
 
 @dataclass(frozen=True)
 class PrefixContinuation:
-    """A prefix and the tokens that continue it, as pairs (first token, one past the last token).
+    """Positions in a pack of a shared prefix and of the tokens that continue it.
 
-    `continuation` covers all continuations of the prefix, which are consecutive in the pack.
+    `prefix` and `continuation` are pairs (first token, one past the last token). `continuation`
+    covers all continuations of the prefix, which are consecutive in the pack.
     """
 
     prefix: tuple[int, int]
@@ -165,10 +177,12 @@ class PrefixContinuation:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """Sequences, some of which share a prefix that is computed only once.
+    """Attention context of sequences, some of which share a prefix that is computed only once.
 
     The pack consists of segments: prefixes, continuations of prefixes, and whole sequences. A token
     attends causally within its segment. A token of a continuation also attends to the whole prefix.
+    `dense` is a context with one sequence per segment, and `continuations` says which tokens
+    continue which prefix. `last_tokens`, int64 [S], are the indices of each sequence's last token.
     """
 
     dense: Dense  # the segments
@@ -177,7 +191,7 @@ class Prefixed:
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention masks by window size, as in `Dense.masks`."""
+        """FlexAttention masks by window size, each built by the first layer that needs it."""
         return {}
 
     @property
@@ -192,7 +206,7 @@ class Prefixed:
 
     @cached_property
     def prefix_segments(self) -> Tensor:
-        """Queries and keys of the attention over each prefix, int64 [prefixes, 4], on the host.
+        """Ranges of queries and keys for each prefix, int64 [prefixes, 4], on the host.
 
         The columns are the first query, the number of queries, the first key and the number of
         keys. The queries are the tokens that continue the prefix, and the keys are the tokens of
@@ -203,7 +217,7 @@ class Prefixed:
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
-        """Parts of attention: first those within segments, then those over shared prefixes."""
+        """Parts of the attention computation: first within segments, then over prefixes."""
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = []

@@ -1,13 +1,13 @@
-"""Attention: one function, which chooses a backend by the type of the context and the device.
+"""Attention of one layer, by the backend for the type of attention context and the device.
 
-No position attends across a sequence boundary.
+No token attends to a token of another sequence.
 
-On a CPU, float32 attention is computed by weft's kernels, in training, prefill and decode steps.
-Torch computes what the kernels do not support (other dtypes, soft caps, dropout of attention
-weights), and everything if there is no compiler to build the kernels.
+On a CPU, weft's kernels compute float32 attention in training, prefill and decode steps. Torch
+computes what the kernels do not support (other dtypes, soft caps, dropout of attention weights),
+and everything if there is no compiler to build the kernels.
 
-On a CPU, the result of a row has the same bits in training and in decoding, whatever the other rows
-are. The log-probs of the sampler are then equal to those that training computes, provided that
+On a CPU, the result of a row has the same bits in training and in decoding, regardless of the other
+rows. The log-probs of the sampler are then equal to those computed in training, provided that
 matrix products have enough rows (see `weft.engine.generation`).
 """
 
@@ -74,7 +74,8 @@ def attend_heads(
 def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
     """Return causal attention within each sequence, [T, heads, dim].
 
-    If the sequences are cached, the new keys and values are first stored in the cache.
+    If the sequences are cached, the new keys and values are first stored in the cache, and
+    attention also covers the cached tokens.
     """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
     if kernels.serves_attention(given.q, given.k, given.v) and not _has_softcap_or_dropout(

@@ -12,10 +12,11 @@ from weft.models.network.dropout import TokenDropout
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of one layer's attention; queries and keys are already rotated.
+    """Inputs of one layer's attention: queries, keys and values, and the parameters of attention.
 
-    The number of heads is a multiple of kv_heads. Query head h reads key-value head h // (heads /
-    kv_heads).
+    `q` is [T, heads, dim]; `k` and `v` are [T, kv_heads, dim], and heads is a multiple of kv_heads.
+    Query head h uses key-value head h // (heads / kv_heads). Rotary positions are already applied
+    to `q` and `k`. `layer` is the index of the layer in the whole network.
     """
 
     q: Tensor  # [T, heads, dim]
@@ -27,5 +28,5 @@ class AttentionInputs:
 
     @property
     def has_dropout(self) -> bool:
-        """True if attention weights are dropped in this pass."""
+        """True if dropout is applied to attention weights in this pass."""
         return self.dropout is not None and self.spec.dropout > 0.0

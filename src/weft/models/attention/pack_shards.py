@@ -1,8 +1,8 @@
 """Attention under context parallelism: local queries over the keys and values of the whole pack.
 
-The keys and values of the other ranks' tokens are gathered. Each rank has several runs of
-consecutive tokens of the pack. The part of a sequence that is in a run is called a piece. The keys
-that a piece needs are consecutive, and the last of these keys is that of the piece's last token.
+Each rank has several runs of consecutive tokens of the pack, and gathers the keys and values of the
+other ranks' tokens. A piece is the part of one sequence that lies in one run. The keys that a piece
+needs are consecutive: they begin at the start of the sequence and end at the piece's last token.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ Piece = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PackShard:
-    """Attention context of the tokens of one rank, for a pack whose tokens are split over ranks.
+    """Attention context of one rank's tokens, for a pack whose tokens are split over ranks.
 
-    The rank has the tokens in `runs`, each given as (first, one past the last) in the pack. Runs
-    are in ascending order and not empty. `gather` collects the local keys or values [n, ...] of all
-    ranks and returns those of the whole pack [T, ...]; all ranks must call it.
+    `whole` is the context of the whole pack. The rank has the tokens in `runs`, each given as
+    (first, one past the last) in the pack. Runs are in ascending order and not empty. `gather`
+    collects the local keys or values [n, ...] of all ranks and returns those of the whole pack [T,
+    ...]; all ranks must call it. `last_tokens` are the local indices, int64, of the tokens on this
+    rank at which a sequence's score is read.
     """
 
     whole: Dense
@@ -43,7 +45,7 @@ class PackShard:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of sequences in each run of this rank, one piece per sequence.
+        """Pieces in each run: the part of each sequence that lies within the run.
 
         Each piece is (first local row, number of rows, first key in the pack, number of keys).
         """
@@ -90,12 +92,12 @@ class PackShard:
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """The `pieces` of each run as an int64 tensor [pieces, 4], on the host."""
+        """Pieces of each run, as in `pieces`, as an int64 tensor [pieces, 4] on the host."""
         return tuple(torch.tensor(pieces) for pieces in self.pieces)
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """Lengths of the `pieces` of each run, in the form that a flash attention kernel needs."""
+        """Query and key lengths of each run's `pieces`, for the flash attention kernel."""
         return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -158,10 +160,10 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 
 
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
-    """Return an empty result that depends on all inputs.
+    """Return an empty attention result that still depends on all inputs.
 
-    A rank without tokens then still takes part in the backward pass of the gathered keys and
-    values.
+    A rank without tokens then takes part in the backward pass of the gathered keys and values, as
+    all ranks must.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

@@ -1,11 +1,11 @@
-"""Attention by torch over rectangles: sequences of similar length, each followed by padding.
+"""Attention by torch over padded rectangles, each of which has sequences of similar length.
 
-Causal attention never reads the padding, so torch's fast causal kernel is exact without a mask.
-That kernel does not support soft caps, windows or dropout of attention weights. With any of these,
-scores, weights and outputs are computed in separate steps.
+The padding follows each sequence, so causal attention never reads it, and torch's fast causal
+kernel is exact without a mask. That kernel does not support soft caps, windows or dropout of
+attention weights. With any of these, scores, weights and outputs are computed in separate steps.
 
 On a CPU, keys are padded to whole vectors, and queries to a minimum number of rows per head. Every
-row is then summed in the same order, whatever the other rows are.
+row is then summed in the same order, regardless of the other rows.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def attend_tail(
 def is_visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
     """Return a mask that is True where position `query` attends to position `key`.
 
-    The two tensors are broadcast.
+    A position attends to itself and to earlier positions, within the window of `spec`. The two
+    tensors are broadcast.
     """
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)

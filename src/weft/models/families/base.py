@@ -50,7 +50,20 @@ REWRITTEN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """Model architecture on the Hugging Face hub; `name` is the `model_type` in config.json."""
+    """Family of Hugging Face checkpoints with the same architecture, such as "llama".
+
+    Attributes:
+        name: Value of `model_type` in config.json.
+        causal_lm: Name of the `transformers` class for a language-model head.
+        classifier: Name of the `transformers` class for value and score heads, or None.
+        prefix: Prefix of all tensor names except the head's; absent in checkpoints without a head.
+        read_config: Function that converts config.json values to a configuration.
+        write_config: Function that converts a configuration to config.json values.
+        keys: Function that returns the locations of all parameters except `score.weight`.
+        tiny: Contents of config.json for a small network that is used in tests.
+        buffers: Endings of tensor names in old checkpoints that are not parameters.
+        score: Name of the checkpoint tensor with the weight of a value or score head.
+    """
 
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
@@ -109,9 +122,10 @@ class Family:
 
 @dataclass
 class ConfigReader:
-    """Reader of the values in a config.json, which records the keys that have been read.
+    """Reader of a config.json that records which keys have been read.
 
-    Keys that are never read are kept, and are written back unchanged.
+    Keys that the family never reads are kept in `TransformerConfig.extra`, so that they are written
+    back unchanged.
     """
 
     family: str
@@ -119,7 +133,10 @@ class ConfigReader:
     requested_keys: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, default: Any) -> Any:
-        """Return the value of `key`, or `default` if the key is absent or null."""
+        """Return the value of `key`, or `default` if the key is absent or null.
+
+        Raises `CheckpointError` if the value has another type than `default`, or is out of range.
+        """
         self.requested_keys.add(key)
         value = self.raw.get(key)
         if value is None:
@@ -134,7 +151,7 @@ class ConfigReader:
     def need(self, key: str) -> Any:
         """Return the value of `key`, a size that every configuration of the family must have.
 
-        Raises `CheckpointError` if the key is absent.
+        Raises `CheckpointError` if the key is absent or the value is invalid.
         """
         value = self(key, 1)
         if self.raw.get(key) is None:
@@ -152,9 +169,10 @@ class ConfigReader:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
-        """Return the activation function whose name is the value of `key`, by default `default`.
+        """Return the activation function that config.json names under `key`.
 
-        Raises `CheckpointError` if the name is unknown.
+        If the key is absent, `default` is the name. Raises `CheckpointError` if the name is
+        unknown.
         """
         name = self(key, default)
         if name not in ACTIVATIONS:
@@ -167,6 +185,7 @@ class ConfigReader:
     def extra(self) -> dict[str, Any]:
         """Return the values of all keys that have not been read.
 
+        Keys that describe the file and not the network, such as `architectures`, are left out.
         Raises `CheckpointError` if the weights are quantized, which no family supports.
         """
         self.refuse(

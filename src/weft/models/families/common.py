@@ -1,4 +1,4 @@
-"""Functions that several families use, for Llama-like models, rotary positions and windows."""
+"""Functions shared by several families: Llama-like models, rotary positions and windows."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Read the configuration fields that have the same config.json keys in all Llama-like families.
+    """Read the `TransformerConfig` fields that all Llama-like families store under the same keys.
 
-    `tied` and `theta` are default values. `act` is a pair: the key of the activation function, and
-    the default value. The field `extra` is not included, because the family may still read other
-    keys.
+    `tied` and `theta` are the default values for tied embeddings and for the base of the rotary
+    frequencies. `act` is a pair: the key of the activation function in config.json, and the name to
+    use if the key is absent. The field `extra` is not included, because the family may still read
+    other keys.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -98,8 +99,10 @@ def read_rope(
 ) -> Rope:
     """Read the settings of rotary positions.
 
-    transformers 5 writes them as `rope_parameters`, and earlier versions write them as `rope_theta`
-    and `rope_scaling`.
+    transformers 5 stores them as `rope_parameters`, and earlier versions as `rope_theta` and
+    `rope_scaling`. `positions` is the maximum number of positions. `theta` and `partial` are
+    default values: the base of the frequencies, and the share of each head's dimensions that is
+    rotated. Raises `CheckpointError` for settings that the decoder does not support.
     """
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
@@ -189,9 +192,11 @@ def _read_scaling(
 
 
 def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
-    """Return YaRN's attention factor, which is sqrt(1/t) in equation 15 of the paper.
+    """Return YaRN's attention factor for a context that is extended `factor` times.
 
-    DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if `given` has them.
+    This is sqrt(1/t) in equation 15 of the paper (Peng et al. 2023), where t is the softmax
+    temperature. DeepSeek's two multipliers (`mscale` and `mscale_all_dim`) are applied if `given`
+    has them.
     """
 
     def compute_scale(multiplier: float) -> float:
@@ -203,9 +208,9 @@ def _compute_yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
 
 
 def rope_values(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json values `rope_theta` and `rope_scaling`.
+    """Return the rotary settings for config.json, under the keys `rope_theta` and `rope_scaling`.
 
-    Every version of `transformers` can read these two, unlike `rope_parameters`.
+    Every version of `transformers` can read these two keys, unlike `rope_parameters`.
     """
     rope = config.rope
     assert rope is not None
@@ -222,9 +227,9 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """Return the attention window of each layer, or an empty tuple if no layer has a window.
 
-    `window` is the window size. `layer_types` in config.json decides which layers have a window; if
-    it is absent, `sliding` decides. Raises `CheckpointError` if `layer_types` has an unknown type
-    or the wrong length.
+    `window` is the size of the windows. `layer_types` in config.json decides which layers have one.
+    If it is absent, layer i has a window if `sliding[i]` is True. Raises `CheckpointError` if
+    `layer_types` has an unknown type or the wrong length.
     """
     kinds = read("layer_types", None)
     if kinds is not None:
@@ -246,7 +251,7 @@ def one_window(config: TransformerConfig) -> int | None:
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
-    """Return the value of `layer_types` in config.json for this configuration."""
+    """Return the attention type of each layer, as stored under `layer_types` in config.json."""
     types: list[str] = []
     for i in range(config.num_layers):
         types.append("full_attention" if config.window(i) is None else "sliding_attention")
@@ -283,7 +288,9 @@ def fused(
 ) -> tuple[Key, ...]:
     """Return the checkpoint locations of linear layers that are stored as one fused layer.
 
-    The arguments `sizes` and `blocks` are those of `weft.models.families.keymap.FusedLayout`.
+    `names` are the canonical names of the layers, and `hf` is the name of the fused layer in the
+    checkpoint. `sizes` and `blocks` are explained in `weft.models.families.keymap.FusedLayout`.
+    `transpose` is for checkpoints that store matrices as [in, out].
     """
     keys: list[Key] = []
     for index, name in enumerate(names):

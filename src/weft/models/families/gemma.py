@@ -30,7 +30,7 @@ def read_gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = read_gemma_fields(read, "hidden_act")
     # In configurations of the first release, "gelu" means the tanh form.
     if fields["activation"] == "gelu":

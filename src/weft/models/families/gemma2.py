@@ -17,7 +17,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = read_gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
     alternate = [layer % 2 == 0 for layer in range(layers)]

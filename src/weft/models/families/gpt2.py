@@ -80,7 +80,7 @@ def build_gpt2_end_keys(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = read_gpt2_fields(read, "gelu_new")
     by_layer = read("scale_attn_by_inverse_layer_idx", False)
     return TransformerConfig(**fields, layer_scaled_attention=by_layer, extra=read.extra())

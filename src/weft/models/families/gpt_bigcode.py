@@ -13,7 +13,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = read_gpt2_fields(read, "gelu_pytorch_tanh")
     if read("multi_query", True):
         fields["num_kv_heads"] = 1

@@ -20,12 +20,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """Layout of a checkpoint tensor that contains several parameters along its output dimension.
+    """Position of one parameter in a checkpoint tensor that contains several parameters.
 
-    The tensor consists of `blocks` blocks. Each block has one run of rows per parameter, with the
-    lengths `sizes`. For example, the qkv tensor of phi3 is one block (q, k, v), and that of
-    gpt_neox has one block (head_dim, head_dim, head_dim) per head. The layout is for one of these
-    parameters, whose runs have the length `sizes[index]`.
+    The tensor consists of `blocks` blocks of rows. Each block has one run of consecutive rows per
+    parameter, with the lengths `sizes`. For example, the qkv tensor of phi3 is one block (q, k, v),
+    and that of gpt_neox has one block (head_dim, head_dim, head_dim) per head. `index` is the index
+    of this parameter in `sizes`.
     """
 
     blocks: int
@@ -55,10 +55,14 @@ class FusedLayout:
 class Key:
     """Location of one parameter in a checkpoint.
 
-    `name` is the parameter's canonical name in weft, and `hf` is the name of the checkpoint's
-    tensor. Both can contain `{i}` for the layer, and `hf` can contain `{e}` for the expert if
-    `experts` > 0. With `transpose`, the checkpoint stores a matrix as [in, out]. `part` is the part
-    of the network to which the parameter belongs.
+    Attributes:
+        name: Canonical name of the parameter in weft, which can contain `{i}` for the layer.
+        hf: Name of the checkpoint tensor, which can also contain `{i}`, and `{e}` for the expert.
+        part: Part of the network to which the parameter belongs.
+        transpose: True if the checkpoint stores the matrix as [in, out].
+        fused: Position of the parameter in the tensor if the tensor contains several parameters.
+        experts: Number of checkpoint tensors that the parameter stacks, one per expert, else 0.
+        layer: Index of the layer, or None for a template and for a parameter outside the blocks.
     """
 
     name: str
@@ -92,9 +96,9 @@ class Key:
 class CheckpointRectangle:
     """Rectangle of a parameter, and the rectangle of a checkpoint tensor with the same values.
 
-    `parameter[target]` equals `hf[source]`, transposed if the parameter's `Key` has `transpose`. If
-    `expert` is set, the first dimension of `target` selects that expert, and `source` lacks this
-    dimension.
+    `source` is the rectangle of the checkpoint tensor named `hf`, and `target` is that of the
+    parameter. The values are transposed if the parameter's `Key` has `transpose`. If `expert` is
+    set, the first dimension of `target` selects that expert, and `source` lacks this dimension.
     """
 
     hf: str
@@ -106,7 +110,7 @@ class CheckpointRectangle:
 def list_rectangles(
     key: Key, shape: Shape, where: Slice | None = None
 ) -> list[CheckpointRectangle]:
-    """Return disjoint rectangles that together cover the part `where` of a parameter.
+    """Return disjoint rectangles that together cover the slice `where` of a parameter.
 
     `shape` is the shape of the parameter. By default, the rectangles cover the whole parameter.
     """

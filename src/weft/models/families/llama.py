@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "mlp_bias": read("mlp_bias", False)}

@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = common.llama_fields(read)
     layers = fields["num_layers"]
     read.refuse("layer_types", "a mistral model has one kind of layer")

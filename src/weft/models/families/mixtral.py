@@ -12,7 +12,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = common.llama_fields(read, theta=1e6) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     read.refuse("router_jitter_noise", "the router here adds no noise", unless=0.0)
     layers = fields["num_layers"]

@@ -1,6 +1,7 @@
 """OLMo 2 (OLMo team 2025), which is similar to Llama.
 
-Unlike in Llama, norms are applied after attention and MLP, and to the whole query and key.
+Unlike in Llama, norms are applied to the outputs of attention and MLP instead of the inputs, and
+also to queries and keys, over all heads together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = common.llama_fields(read) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "placement": "post", "qk_norm": "full"}

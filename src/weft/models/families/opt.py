@@ -18,7 +18,7 @@ OFFSET = 2  # rows of the position table before position 0
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
     positions = read("max_position_embeddings", 2048)

@@ -14,9 +14,10 @@ from weft.registry import register_hf_family
 
 
 def read_upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of each layer.
+    """Return the attention window of each layer, or an empty tuple if no layer has a window.
 
-    If `use_sliding_window` is set, the layers from index `max_window_layers` on have a window.
+    If `use_sliding_window` is set, the layers from index `max_window_layers` on have a window,
+    unless `layer_types` specifies other layers.
     """
     if read("use_sliding_window", False):
         window = read("sliding_window", 4096)
@@ -40,7 +41,7 @@ def write_window_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     fields = common.llama_fields(read)
     fields["windows"] = read_upper_windows(read, fields["num_layers"])
     return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())

@@ -15,7 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    """Return the configuration that config.json describes."""
+    """Return the decoder configuration for the config.json values in `read`."""
     read("head_dim", 128)
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)

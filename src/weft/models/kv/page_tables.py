@@ -1,9 +1,11 @@
-"""Page tables, which list the pages that contain each row's tokens, as numpy arrays.
+"""Page tables, which list the pages that contain the tokens of each cached sequence.
 
-A page has room for `page_size` tokens, and the pages of a row contain the row's tokens in order.
-The rows that use each page are counted, so rows with a common prefix can share pages. Before a
-row writes to a page that other rows use too, the row gets a copy of the page.
-This module does not use torch.
+A row is one cached sequence. A page has room for `page_size` tokens, and the pages of a row contain
+the row's tokens in order. The allocator counts the rows that use each page, so rows with a common
+prefix can share pages. Before a row writes to a page that other rows also use, the row gets a copy
+of the page.
+
+Tables are numpy arrays; this module does not use torch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class PageAllocator:
-    """Allocator of the pages of one device, which counts the rows that use each page.
+    """Allocator of the pages of one device, with a count of the rows that use each page.
 
     If there are too few free pages, the number of pages doubles, up to `max_pages`. `reserve` makes
     room for a number of pages in advance.
@@ -43,7 +45,7 @@ class PageAllocator:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Grow the allocator so that rows can use `count` pages, or as many as `max_pages` allows."""
+        """Grow so that rows can use `count` pages, or up to `max_pages` if that is less."""
         old = len(self)
         new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
@@ -77,7 +79,7 @@ class PageAllocator:
 
 @dataclass(frozen=True)
 class PageCopies:
-    """Page copies that must be made before the rows are written.
+    """Page copies that must be made before new tokens are written to the rows.
 
     Page `source[i]` is copied to page `target[i]`; both arrays are int32 [n].
     """
@@ -94,7 +96,8 @@ class PageCopies:
 class PageTables:
     """Page tables of the rows of one `PagedCache`.
 
-    The pages of a row are `table[row, : page_counts[row]]`; the rest of the table is `SCRATCH`.
+    The pages of a row are `table[row, : page_counts[row]]`. The rest of the table is filled with
+    `SCRATCH`, the index of a page that no row owns.
     """
 
     def __init__(
@@ -154,11 +157,11 @@ class PageTables:
         before: npt.NDArray[np.int64],
         after: npt.NDArray[np.int64],
     ) -> PageCopies:
-        """Make room for `after[i]` tokens in total in row `rows[i]`, which contains `before[i]`.
+        """Make room for `after[i]` tokens in row `rows[i]`, which contains `before[i]` tokens.
 
-        The rows must be distinct. If the last page of a row is partly filled and other rows use it
-        too, it is replaced by a new page. Returns the page copies that must be made before the rows
-        are written.
+        The rows must be distinct. If the last page of a row is partly filled and other rows also
+        use it, it is replaced by a new page in this row. Returns the page copies that must be made
+        before the rows are written.
         """
         page = self.pages.page_size
         wanted = -(-after // page)

@@ -1,12 +1,13 @@
 """Key-value cache in pages, for generation on GPUs.
 
 `PagedCache` has the same methods as `weft.models.kv.slots.KVCache`, with the same meaning. All
-caches of a generator allocate their pages in one `PagePool`. A row shares pages with the row or
-prompt from which it was copied, and with its prefix. Only a partly filled page is copied, when a
-row writes to it.
+caches of a generator allocate their pages in one `PagePool`. A row (one cached sequence) shares
+pages with the row or prompt from which it was copied, and with its prefix. Only a partly filled
+page is copied, when a row writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.build_packed` computes
-the network's input on the device. A captured graph therefore needs only one copy from the host.
+The input of a decode step is a single int32 matrix from `PagedCache.step`, which
+`PagePool.build_packed` converts to the network's input on the device. A captured CUDA graph
+therefore needs only one copy from the host.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ TABLE = 3  # first column of the table in a step's matrix
 
 @dataclass(frozen=True)
 class PagedHistory:
-    """All tokens of the sequences in a pass, stored and new, concatenated row by row."""
+    """All tokens of the sequences in a pass, stored and new, concatenated row by row.
+
+    `places`, int64 [U], are the storage indices of the tokens. `cu_seqlens`, int32 [R + 1], are the
+    boundaries of the rows, and `max_len` is the length of the longest row.
+    """
 
     places: Tensor  # int64 [U]: storage index of each token
     cu_seqlens: Tensor  # int32 [R + 1]
@@ -54,7 +59,15 @@ class PagedHistory:
 class Paged:
     """Attention context of new tokens of sequences that are stored in pages; made by `PagedCache`.
 
-    The network writes the keys and values of the new tokens to the storage indices `places`.
+    Attributes:
+        pool: Memory of the pages.
+        places: Storage index of each new token, to which its key and value are written, int64 [T].
+        table: Pages of each row in order, int32 [R, W].
+        used: Number of tokens of each row, including the new ones, int32 [R].
+        cu_seqlens: Boundaries of the rows' new tokens, int32 [R + 1].
+        max_len: Largest number of new tokens of a row, which is 1 in a decode step.
+        is_first_prefill: True if no row had stored tokens before this pass.
+        history: All tokens of the rows; None in a first prefill and in a decode step.
     """
 
     pool: PagePool
@@ -97,7 +110,8 @@ class Paged:
 class PagePool:
     """Memory for the pages of key-value caches.
 
-    `keys[layer]` and `values[layer]` are [pages, page, kv_heads, head_dim].
+    `keys[layer]` and `values[layer]` are [pages, page, kv_heads, head_dim], where `page` is the
+    number of tokens per page. Layers are counted from `first_layer`.
     """
 
     def __init__(
@@ -110,7 +124,12 @@ class PagePool:
         first_layer: int = 0,
         most: int | None = None,
     ) -> None:
-        """Create a pool of at most `most` pages, including the scratch page, which no row owns."""
+        """Create a pool with `page` tokens per page.
+
+        `first_layer` is the index in the whole network of the first cached layer. `most` is the
+        maximum number of pages, including the scratch page, which no row owns; None means no
+        maximum.
+        """
         self.first_layer = first_layer
         self.device = torch.device(device)
         self.dtype = dtype
@@ -134,7 +153,8 @@ class PagePool:
     def reserve(self, count: int) -> None:
         """Make room for at least `count` pages, or for the pool's maximum if that is less.
 
-        The number is rounded up to a power of two, so that only a few different sizes occur.
+        The number of pages is rounded up to a power of two, so that only a few different sizes
+        occur.
         """
         if count < len(self.pages):
             return
@@ -152,7 +172,7 @@ class PagePool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: PageCopies) -> None:
-        """Grow the memory to the number of pages in the allocator, and copy the pages in `copies`."""
+        """Grow the memory to the allocator's number of pages, and copy the pages in `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
                 for layer, old in enumerate(stored):
@@ -333,11 +353,11 @@ class PagedCache:
         )
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-        """Make room for one token per row and return the decode step as an int32 matrix [R, 3 + W].
+        """Make room for one token per row and return the decode step, int32 [R, 3 + W].
 
-        The columns are the token, the token's position and storage index, and the W pages of the
-        row. Rows of zeros can be appended as padding: they denote the first token of a sequence in
-        the scratch page, which belongs to no row.
+        The columns are the token, the position of the token, the storage index of the token, and
+        the W pages of the row. Rows of zeros can be appended as padding. They denote the first
+        token of a sequence in the scratch page, which belongs to no row.
         """
         rows = np.asarray(slots, np.int64)
         start = self._extend_rows(rows, np.ones(len(rows), np.int64))

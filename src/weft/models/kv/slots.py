@@ -13,8 +13,8 @@ A prefix that many sequences share is stored only once, in a separate cache with
 
 `extend` makes room for the new tokens and counts them as used; the network's pass then writes their
 keys and values. All of this happens under `torch.no_grad()`. Consecutive slots are read without a
-copy, so active slots are kept consecutive: `release` moves the last active slot to the index of
-the released slot. `cache.num_moves` counts how often the memory was replaced.
+copy, so active slots are kept consecutive: `release` moves the last active slot to the index of the
+released slot. `cache.num_moves` counts how often the contents moved to new memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ Counts = npt.NDArray[Any]  # integers
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows of a decode step whose sequences all begin with the same prefix."""
+    """Rows of a decode step whose sequences all begin with the same prefix.
+
+    `prefix` is the cache that contains the prefix, and `rows`, int64 [S], are the indices of the
+    rows. `queries` contains the same indices, with the last one repeated up to a multiple of
+    `kernels.LEAST_QUERIES`.
+    """
 
     prefix: KVCache
     rows: Tensor  # int64 [S]
@@ -131,7 +136,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Pairs of a prefix and the indices, int64 [n], of the new tokens that follow it."""
+        """Pairs (prefix, int64 indices [n] of the new tokens that follow this prefix)."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -181,9 +186,10 @@ class Cached:
 class KVCache:
     """Cache of keys and values, with one contiguous slot per sequence.
 
-    `keys[row_of[layer]]` and `values[row_of[layer]]` are [num_slots, kv_heads, capacity, head_dim].
-    Slot s contains `used[s]` tokens and is stored at index `places[s]` of the first dimension.
-    `layers` are the indices of the cached layers, by default all.
+    `keys[row_of[layer]]` and `values[row_of[layer]]` are [num_slots, kv_heads, capacity, head_dim],
+    where `layer` is the index of the layer in the network. Slot s contains `used[s]` tokens and is
+    stored at index `places[s]` of the first dimension. `layers` are the indices of the cached
+    layers, by default all.
     """
 
     def __init__(
@@ -483,8 +489,8 @@ class KVCache:
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
     """Split the memory indices `places` of some slots into runs of consecutive indices.
 
-    Returns a pair of slices for each run: its positions in `places`, and its memory indices. If the
-    indices are not all consecutive, each slot is a run of its own.
+    Returns a pair of slices for each run: its positions in `places`, and its memory indices. Unless
+    all indices are consecutive, every slot becomes a separate run.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

@@ -19,16 +19,16 @@ DEFAULT_AUX_LOSS_WEIGHT = (
 class MoEAuxLoss:
     """Load-balancing loss of one pass.
 
-    Each layer with experts adds one value per sequence, E * sum_e f_e P_e. Here f_e is the share of
-    the sequence's tokens that are sent to expert e, and P_e is the mean of the router's probability
-    for e over these tokens. This is the loss of Switch Transformers (Fedus et al. 2021, eq. 4-6),
-    computed over one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so that it does not
-    depend on the other sequences of the batch. If all experts are used equally, the value is top_k.
-    `transformers` computes f and P over all layers and over a whole batch without padding; the two
-    losses agree for one sequence and one layer.
+    Each layer with E experts adds one value per sequence, E * sum_e f_e P_e. Here f_e is the share
+    of the sequence's tokens that are sent to expert e, and P_e is the mean of the router's
+    probability for e over these tokens. This is the loss of Switch Transformers (Fedus et al. 2021,
+    eq. 4-6), computed over one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so that it
+    does not depend on the other sequences of the batch. If all experts are used equally, the value
+    is top_k. `transformers` computes f and P over all layers and over a whole batch without
+    padding; the two losses agree for one sequence and one layer.
 
-    This is not a dataclass: FSDP2 copies the dataclasses among a module's arguments, so each layer
-    would add to a separate copy.
+    This is not a dataclass, because FSDP2 copies the dataclasses among a module's arguments: each
+    layer would then add to a separate copy.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class MoEAuxLoss:
 
 
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
-    """Return the weight of the auxiliary loss in training.
+    """Return the weight of the load-balancing loss in training.
 
-    If the user's option `coefficient` is set, it is the weight. Otherwise the weight is the
-    `router_aux_loss_coef` of config.json if `output_router_logits` is set, as in `transformers`,
-    and 0 if it is not set. Raises `ConfigError` if the option is set and the network has no
-    experts.
+    This is the user's option `coefficient` if it is set. Otherwise it is `router_aux_loss_coef` in
+    config.json if `output_router_logits` is set there, as in `transformers`, and 0 if it is not.
+    Raises `ConfigError` if `coefficient` is not 0 and the network has no experts.
     """
     if config.experts is None:
         if coefficient:

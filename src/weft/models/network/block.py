@@ -30,10 +30,15 @@ from weft.models.network.shared_rows import RowShare, SharedRows, gather_inputs
 class BlockContext:
     """Inputs that all blocks of a pass share.
 
-    They are the attention context, the rotation and dropout of each token, and the auxiliary loss
-    of the experts. `rows`, int64 [N], are the tokens for which the last block returns its output.
-    `shared` is set if the ranks divide the rows of the residual stream; attention and MLP still
-    process all rows on every rank.
+    Attributes:
+        attention: Attention context of the pass.
+        rotation: Tensors (cos, sin) of the tokens' rotary positions, or None without rotation.
+        dropout: Dropout keys and positions of the tokens, or None without dropout.
+        aux_loss: Loss to which layers with experts add their load-balancing loss, or None.
+        rows: Indices of the tokens for which the block returns its output, int64 [N]; None for all.
+        shared: Assignment of the rows of the residual stream to the ranks if the ranks divide them.
+            Attention and MLP still process all rows on every rank.
+        prefix: Placement of the trained prefix in this pass, or None if there is none.
     """
 
     attention: AttentionContext
@@ -222,7 +227,7 @@ class Attention(nn.Module):
         return prefix.remove_from(mixed).flatten(1)
 
     def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
-        """Normalize heads [T, n, head_dim], each head separately or all heads of a token together."""
+        """Normalize queries or keys [T, n, head_dim], per head or per token over all heads."""
         if self.qk_norm == "head":
             y: Tensor = norm(heads)
         else:
@@ -306,7 +311,7 @@ class Block(nn.Module):
     def compute_heads(
         self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None
     ) -> Tensor:
-        """Return queries, keys and values of x [T, hidden], as `Attention.project_heads` does."""
+        """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does."""
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:

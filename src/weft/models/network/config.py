@@ -20,8 +20,9 @@ Placement = Literal["pre", "post", "both", "after"]
 class Rope:
     """Rotary positions (Su et al. 2021, "RoFormer"), which rotate dimension pairs (i, i + dim / 2).
 
-    Only the first `dim` dimensions of each head are rotated. `scaling` is `none`, `linear`,
-    `dynamic`, `yarn`, `longrope` or `llama3`, and `values` are the parameters of this scheme.
+    Only the first `dim` dimensions of each head are rotated. `theta` is the base of the
+    frequencies. `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`, and
+    `values` are the parameters of this scheme.
     """
 
     theta: float
@@ -34,8 +35,9 @@ class Rope:
 class Experts:
     """Mixture of experts in place of the MLP, which sends each token to `top_k` of `num` experts.
 
-    No token is dropped. With `normalize`, the probabilities of the chosen experts are scaled so
-    that their sum is 1.
+    No token is dropped. `intermediate_size` is the width of each expert. With `normalize`, the
+    probabilities of the chosen experts are scaled so that their sum is 1. `layers` says for each
+    layer whether it has experts; if it is empty, all layers have them.
     """
 
     num: int
@@ -47,7 +49,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Configuration of a decoder.
+    """Architecture of a decoder: its sizes, norms, attention, MLP or experts, and embeddings.
 
     Hidden states are [T, hidden_size], q is [T, num_heads, head_dim], and k and v are [T,
     num_kv_heads, head_dim].
@@ -110,7 +112,8 @@ class TransformerConfig:
     def scale(self) -> float:
         """Factor by which q k^T is multiplied in attention.
 
-        Some networks additionally divide q k^T by the index of the layer, counted from 1.
+        With `layer_scaled_attention`, q k^T is also divided by the index of the layer, counted from
+        1.
         """
         if self.attention_scale is not None:
             return self.attention_scale
@@ -127,7 +130,8 @@ class TransformerConfig:
     def head_layers(self) -> float:
         """Cost per token of the output matrix, in units of the cost of one layer.
 
-        The last stage of a pipeline has this many fewer layers than the others.
+        To balance the stages of a pipeline, the last stage gets this many fewer layers than the
+        others.
         """
         inner = self.intermediate_size
         active = 1

@@ -4,12 +4,14 @@
     packed = replace(packed, dropout=keys)
 
 A mask depends only on the seed, the step, and the sequence, position, layer and channel of each
-element. A pack without keys has no dropout. Masks are computed by threefry-2x32, the hash function
-of `weft.randomness`. The key of the hash is `derive_key(seed, "dropout", step, id, k)` of the
-sequence, and the counter is (position, site << 20 | pair of channels). Each of the two output words
-decides whether one channel is dropped. For attention weights, a separate key is first derived for
-each layer and head. `step` must be different at every optimizer step, so that no two steps have the
-same masks.
+element. A pack without keys has no dropout. `step` must be different at every optimizer step, so
+that no two steps have the same masks.
+
+Masks are computed by threefry-2x32, the hash function of `weft.randomness`. The key of the hash is
+`derive_key(seed, "dropout", step, id, k)` of the sequence. The counter is (position, site << 20 |
+pair of channels), where a site is a place in the network at which dropout is applied. Each of the
+two output words decides whether one channel is dropped. For attention weights, a separate key is
+first derived for each layer and head.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ ADAPTERS = 2
 
 
 def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
-    """Return the index of a dropout site in the whole network, where site 0 is the embedding.
+    """Return the index in the whole network of a dropout site, a place where dropout is applied.
 
-    `place` is the index of the site within the layer.
+    Site 0 is the embedding. `place` is the index of the site within layer `layer`.
     """
     return 1 + layer * SITES_A_LAYER + place
 
@@ -72,7 +74,7 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """Dropout of the tokens of a pass: each token's key, int32 [T, 2], and position, int32 [T].
+    """Dropout keys, int32 [T, 2], and positions, int32 [T], of the tokens of a pass.
 
     `layer` is the index of the layer to which dropout is applied: an int, or a scalar integer
     tensor that compiled code takes as an input. `first_head` is the index of the layer's first
@@ -140,7 +142,7 @@ class TokenDropout:
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return a copy of `how` for the layer with index `layer`, or None if `how` is None."""
+    """Return a copy of the dropout `how` for the layer with index `layer`; None remains None."""
     return None if how is None else replace(how, layer=layer)
 
 

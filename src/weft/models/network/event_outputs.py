@@ -1,12 +1,13 @@
-"""Outputs of a network with an lm head: for one label per row, or for several ids per row.
+"""Outputs of a network with a language-model head, for one label or for several ids per row.
 
-`token_outputs` computes the outputs for one label. For several ids, there are K + 1 events: one
-for each of K ids, and one for "any other id". Two networks are compared by the log-probs of these
+`token_outputs` computes the outputs for one label. For K ids per row, there are K + 1 events: one
+for each of the ids, and one for "any other id". Two networks are compared by the log-probs of these
 events alone: a teacher sends its K most likely ids and the log-probs of the events, and the student
-is trained with its own log-probs of the same events. The probability of "any other id" is the sum
-over all other ids. Computing it as 1 minus the sum over the K ids would lose all precision if the K
-ids have nearly all of the probability. If K is the size of the vocabulary, the log-prob of "any
-other id" is minus infinity.
+is trained with its own log-probs of the same events.
+
+The probability of "any other id" is the sum over all other ids. Computing it as 1 minus the sum
+over the K ids would lose all precision if the K ids have nearly all of the probability. If K is the
+size of the vocabulary, the log-prob of "any other id" is minus infinity.
 """
 
 from __future__ import annotations
@@ -198,7 +199,11 @@ def _compute_logits(
 
 @dataclass(frozen=True)
 class _EventLogprobs:
-    """Log-probs of the events in each row: one event per given id, and one for all other ids."""
+    """Log-probs of the events in each row: one event per given id, and one for all other ids.
+
+    `logprobs` is [R, K + 1]. `lse` [R] is the log-sum-exp of all logits of a row, and `others` [R]
+    is that of the ids that are not given.
+    """
 
     logprobs: Tensor  # [R, K + 1]
     lse: Tensor  # [R]: log-sum-exp of all logits
@@ -244,8 +249,9 @@ class _EventLogprobs:
 
         and `grad_label` is added for the label. Here grad_k and grad_rest are the elements of the
         row's `grad_event`, p_k and p_rest are the probabilities of the events, and g is the sum of
-        the row's `grad_event` and `grad_label`. q_j = p_j / p_rest is the softmax over only the
-        other ids. No precision is lost by cancellation, however small p_rest is.
+        the row's `grad_event` and `grad_label`. With p_j as the probability of id j, q_j = p_j /
+        p_rest is the softmax over only the other ids. No precision is lost by cancellation, however
+        small p_rest is.
         """
         if grad_label is None:
             total = grad_event.sum(dim=1)

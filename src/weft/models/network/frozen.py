@@ -1,4 +1,4 @@
-"""Freezing of the first layers, training of embeddings in addition to adapters, and dropout.
+"""Settings of a network before training: frozen layers, trainable embeddings, and dropout.
 
 Dropout of the outputs of attention and MLP can increase with the depth of the layer.
 """
@@ -18,8 +18,8 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
     """Freeze the embeddings and the first `first` blocks of the whole network.
 
-    If `dtype` is set, the frozen weights are converted to this dtype, since they have no master
-    weights. A tied output matrix is frozen together with the embedding.
+    If `dtype` is set, the frozen weights are converted to it, because frozen weights need no
+    float32 copy for the optimizer. A tied output matrix is frozen together with the embedding.
     """
     blocks = []
     for block in network.blocks:

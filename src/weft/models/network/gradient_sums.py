@@ -14,12 +14,12 @@ from weft.models.network.transformer import Transformer
 
 
 def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
-    """Make layers add the gradients of their weights to the gradients of the float32 `masters`.
+    """Make layers add their weight gradients to the `grad` of the float32 master weights `masters`.
 
     This applies to linear layers, their adapters and the output layer. `masters` maps the names of
     the network's parameters to the master weights. All other gradients are added to the `grad` of
-    the parameters themselves. This includes the gradients of the same weights that autograd
-    computes in other operations.
+    the parameters themselves. This includes gradients of the same weights that autograd computes in
+    other operations.
 
     In the compiled parts of blocks, autograd still computes the gradients. Do not use this if a
     backward pass visits a layer twice, as in a pipeline that splits the backward pass, because each

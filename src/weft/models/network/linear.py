@@ -68,8 +68,9 @@ def apply_adapter(
 ) -> Tensor:
     """Return W x + bias + scale B A y, [T, out], for x [T, in] and y = `dropped` [T, in].
 
-    If `dropped` is None, y is x. W and the bias are frozen. The gradients of A and B are added to
-    the two `sums`, where these are set.
+    A is `a` [r, in], and B is `b` [out, r]. If `dropped` is None, y is x. W and the bias are
+    frozen. `sums` is a pair: the gradient of A is added to the first element if it is not None, and
+    that of B to the second.
     """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)
@@ -82,11 +83,12 @@ class Linear(nn.Module):
     """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
     `parts` maps the name of each fused layer to its output size, and `adapters` contains the
-    adapters of these layers, if any, under the same names. `narrow`, if set, computes the product
-    in compiled passes in place of torch. If `gradient_sum` is set, the weight's gradient is added
-    to it and not to the weight's `grad`. If the columns of the matrix are split over ranks,
-    `reduce` sums the results over the ranks before the bias is added. If the ranks also divide the
-    rows of a pass, `share` computes this sum and returns only this rank's rows.
+    adapters of these layers, if any, under the same names. If `narrow` is set, compiled passes use
+    it instead of torch to compute the product, for example in fp8. If `gradient_sum` is set, the
+    weight's gradient is added to it and not to the weight's `grad`. If the columns of the matrix
+    are split over ranks, `reduce` sums the results over the ranks before the bias is added. If the
+    ranks also divide the rows of a pass, the argument `share` computes this sum and returns only
+    this rank's rows.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -165,10 +167,10 @@ class Linear(nn.Module):
 
 
 class DownLinear(Linear):
-    """Last layer of an MLP, including the activation.
+    """Last layer of an MLP, which also applies the activation function.
 
-    It is a `Linear` layer of activation(gate) * up, or of activation(up) without a gate. The input
-    of the activation is saved for the backward pass, which computes the activation again.
+    Its matrix is multiplied by activation(gate) * up, or by activation(up) without a gate. The
+    input of the activation is saved for the backward pass, which computes the activation again.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class DownLinear(Linear):
     def forward(
         self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
     ) -> Tensor:
-        """Return the output [T, out] for x, which is up [T, in], or gate and up [T, 2 in]."""
+        """Return the output [T, out]; x is up [T, in], or gate and up side by side [T, 2 in]."""
         if (
             len(self.adapters)
             or self.is_quantized

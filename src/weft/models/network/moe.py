@@ -23,7 +23,7 @@ ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """Interface of functions that apply experts distributed over several ranks."""
+    """Interface of functions that compute experts which are distributed over several ranks."""
 
     def __call__(
         self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction

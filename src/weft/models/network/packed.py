@@ -40,7 +40,18 @@ class TopIds:
 class Packed:
     """Input of one forward pass of a network.
 
-    `positions` count from 0 within each sequence.
+    Attributes:
+        tokens: Concatenated tokens of all sequences, int64 [T].
+        positions: Position of each token, counted from 0 within its sequence, int64 [T].
+        attention: Context that defines the keys to which each token attends.
+        rows: Indices of the tokens at whose hidden states outputs are computed, int64 [N].
+        labels: Token whose log-prob is computed at each row, int64 [N].
+        dropout: Dropout keys of the sequences, or None without dropout.
+        aux_loss: Loss to which layers with experts add; only for `Dense` attention.
+        row_gradient: Function from the outputs to their gradients, for losses whose gradients at a
+            row depend only on the outputs of that row.
+        ids: Further ids whose log-probs are computed at each row, int [N, K], or a request for the
+            most likely ids.
     """
 
     tokens: Tensor  # int64 [T]

@@ -20,7 +20,8 @@ from weft.models.network.linear import Adapter, Linear
 class StoredParameter:
     """Location of a canonical parameter: the rows `rows` of the stored parameter `parameter`.
 
-    If `rows` is None, the canonical parameter is the whole stored parameter.
+    `name` is the name of the stored parameter in the network. If `rows` is None, the canonical
+    parameter is the whole stored parameter.
     """
 
     name: str  # name of the stored parameter in the network

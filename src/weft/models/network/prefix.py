@@ -53,6 +53,14 @@ class InsertedPrefix:
     """Pack of whole sequences in which the trained prefix is inserted before each sequence.
 
     Only attention uses this longer pack. In shapes, `all` is the number of its tokens.
+
+    Attributes:
+        attention: Attention context of the longer pack.
+        rotation: Tensors (cos, sin) for the longer pack; prefix tokens are not rotated.
+        order: Index of each token in the pack's tokens followed by all prefix tokens, int64 [all].
+        pack_places: Index in the longer pack of each token of the pack, int64 [T].
+        owner: For each token, the index in the pack of a token of the same sequence, int64 [all].
+        num_copies: Number of inserted prefixes.
     """
 
     attention: AttentionContext

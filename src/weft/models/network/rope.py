@@ -62,9 +62,9 @@ def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
 def _compute_plain_frequencies(
     theta: float, dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the exponents and the unscaled frequencies, each float32 [dim / 2].
+    """Return the exponents 2 i / dim and the unscaled frequencies theta ** -(2 i / dim).
 
-    The results are cached, since every decode step needs them.
+    Both are float32 [dim / 2]. They are cached, since every decode step needs them.
     """
     exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
     return exponents, 1.0 / theta**exponents

@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks divide the rows of hidden states between attention and MLP."""
+"""Sequence parallelism: outside attention and MLP, each rank has only some rows of the states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RowShare(Protocol):
-    """Interface of one rank's share of the rows of a tensor.
+    """Interface of one rank's share of the rows of a tensor that is divided among the ranks.
 
     The methods communicate: when one rank calls a method, all ranks must call it.
     """
@@ -44,8 +44,9 @@ class RowShare(Protocol):
 class SharedRows:
     """Assignment of the rows of one pass to the ranks.
 
-    If the pass needs the final hidden states of only some tokens, `wanted_tokens`, int64, are the
-    indices of these tokens among this rank's rows.
+    `token_share` is this rank's share of all tokens of the pack, and `wanted_share` is its share of
+    the rows that the last block returns. If the pass needs the final hidden states of only some
+    tokens, `wanted_tokens`, int64, are the indices of these tokens among this rank's rows.
     """
 
     token_share: RowShare  # of all tokens of the pack

@@ -1,4 +1,4 @@
-"""Interface by which a network's head uses a vocabulary that is split over ranks."""
+"""Interface through which a network's head uses a vocabulary that is split over ranks."""
 
 from __future__ import annotations
 

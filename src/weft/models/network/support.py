@@ -1,4 +1,4 @@
-"""Ids that sampling kept at each row, over which log-probs are normalized."""
+"""Ids that sampling kept for each row, over which log-probs are normalized."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from weft import kernels
 
 @dataclass(frozen=True)
 class SamplingSupport:
-    """Ids that sampling kept at each row after top-k, top-p or min-p.
+    """Ids that sampling kept for each row after top-k, top-p or min-p.
 
     Log-probs are normalized over these ids. A row without ids is normalized over the whole
-    vocabulary. A row's label always counts as kept.
+    vocabulary. A row's label always counts as kept. `ids`, int64, contains the ids of all rows one
+    after the other, and `counts`, int64 [N], contains their number per row. `known_counts` is a
+    copy of `counts` on the host, or None.
     """
 
     ids: Tensor  # int64 [sum of counts]
@@ -27,9 +29,9 @@ class SamplingSupport:
 
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
-        """The `counts`, on the host.
+        """Number of ids of each row, as an array [N] on the host.
 
-        If `known_counts` is None, the host waits for the device and copies them.
+        If `known_counts` is None, the host waits for the device and copies `counts`.
         """
         if self.known_counts is None:
             counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()

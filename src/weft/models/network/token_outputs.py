@@ -178,7 +178,11 @@ class ProjectionGradients:
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Return the gradients in the dtypes of the inputs; can be called only once."""
+        """Return the gradients in the inputs' dtypes, as the result of an autograd `backward`.
+
+        This can be called only once. The weight's gradient is None if it is added to a
+        `gradient_sum`.
+        """
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
@@ -447,7 +451,7 @@ def _select_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients with respect to the log-probs and the entropy of the rows `rows`.
 
-    The second is None if `gradients` has no gradient with respect to the entropy.
+    The gradient with respect to the entropy is None if `gradients` does not contain it.
     """
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]

@@ -14,19 +14,21 @@ If a rank has several runs of consecutive blocks, `split` creates a network for 
 
 Under tensor parallelism, a rank's network has a configuration with fewer heads, a narrower MLP and
 a smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
-the blocks and the head. The ranks can also divide the rows of the states between attention and MLP
+the blocks and the head. The ranks can also divide the rows of the states outside attention and MLP
 (`sharing`), but only in `forward`: generation uses whole states.
 
-The parameters have these canonical names (`weft.models.network.parameters` finds where each is
-stored):
-`embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`,
-`blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`,
-`blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
-`blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in],
-`blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP),
-`blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}`
-(absent if tied: the embedding's matrix is used), `score.weight` [1, width] (value and score
-heads, in place of `head`).
+The parameters have the following canonical names, in which `{i}` is the layer.
+`weft.models.network.parameters` finds where each parameter is stored.
+
+- `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`
+- `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`
+- `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`
+- `blocks.{i}.mlp.router.weight`, `blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in]
+- `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP)
+- `blocks.{i}.{norm1_post,norm2_post}.weight` (after them)
+- `norm.{weight,bias}`
+- `head.{weight,bias}` (absent if tied, because the embedding's matrix is then used)
+- `score.weight` [1, width] (value and score heads, in place of `head`)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Readers of named datasets.
 
 A reader is a function `reader(rows, use, *, option=..)` that converts rows in one format to
-examples.
+instances of `Example`.
 """

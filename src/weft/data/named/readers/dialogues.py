@@ -29,8 +29,9 @@ def messages(
 ) -> Iterator[Example]:
     """Read conversations given as lists of messages, up to the assistant's last turn.
 
-    The messages (with the keys `role`/`content` or `from`/`value`) are in `column` or in one of the
-    usual columns.
+    The messages have the keys `role`/`content` or `from`/`value`. They are in `column` or, if it is
+    None, in the first usual column such as `messages`. With `filter_words`, rows that contain
+    unwanted phrases are left out.
     """
     for index, row in enumerate(rows):
         turns = normalize_messages(
@@ -62,9 +63,9 @@ def sharegpt(
 ) -> Iterator[Example]:
     """Read conversations given as `from`/`value` turns that were copied from web pages.
 
-    Escapes and references are removed, and consecutive turns of one speaker are joined. A
-    conversation is left out if the bot speaks first, if the user speaks last, or if a bot turn is
-    empty.
+    Backslash escapes and references such as `[1]` are removed, and consecutive turns of one speaker
+    are joined. A conversation is left out if the bot speaks first, if the user speaks last, or if a
+    bot turn is empty.
     """
     for index, row in enumerate(rows):
         turns = _join_turns(_read_turns(row[column], use.make_random(index)))
@@ -82,10 +83,7 @@ def sharegpt(
 
 
 def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
-    """Iterate over (speaker, text) of the turns.
-
-    Yields None and stops if a turn of the bot is empty.
-    """
+    """Yield (speaker, text) for each turn. If a turn of the bot is empty, yield None and stop."""
     for turn in turns:
         speaker = turn["from"]
         text = turn["value"]
@@ -101,7 +99,7 @@ def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str
 def _join_turns(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
     """Join consecutive turns of one speaker with newlines.
 
-    Returns None if one of the turns is None.
+    Each turn is (speaker, text). Returns None if one of the turns is None.
     """
     joined_turns: list[tuple[str, str]] = []
     for turn in turns:
@@ -147,9 +145,9 @@ def gpt4all(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
 def soda(
     rows: Iterable[Row], use: ReaderContext, *, input_max_length: int = MAX_CHARS
 ) -> Iterator[Example]:
-    """Read dialogues of two people, the second of whom is the assistant.
+    """Read dialogues of two people. The second speaker becomes the assistant.
 
-    The narrative is put before the first turn.
+    The narrative of the row is put before the first turn.
     """
     for row in rows:
         speakers = list(row["speakers"])
@@ -229,11 +227,11 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """Read conversations given as lists of rounds, each with a question and its answer.
+    """Read conversations given as lists of question-answer pairs in `column`.
 
-    `human` and `answer` are the keys of the two turns in a round. `system` is the column with the
-    system message. `skip_where` maps columns to texts; a row is left out if one of these columns
-    contains the given text.
+    `human` and `answer` are the keys of the question and the answer. `system` is the column with
+    the system message. `skip_where` maps columns to texts; a row is left out if one of these
+    columns contains the given text.
     """
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
@@ -267,7 +265,8 @@ def by_system(
 ) -> Iterator[Example]:
     """Join rows with the same system message into conversations of about `max_char_len` characters.
 
-    Each row is one round of a conversation. `num_samples` is the number of rows to draw.
+    Each row is a question with its answer. `num_samples` is the number of rows to draw at random;
+    None uses all.
     """
     chosen = list(rows)
     Random(seed).shuffle(chosen)

@@ -1,6 +1,7 @@
 """Readers of questions with answers.
 
-They read tables of instructions, question-answer sets, summaries, and rows with several pairs.
+The formats are tables of instructions, question-answer pairs, texts with summaries, and rows with a
+list of answers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def question_answer(
     fill_min_length: int | None = None,
     **options: Unpack[PairOptions],
 ) -> Iterator[Example]:
-    """Read one question with its answer per row.
+    """Read rows that each have one question and its answer.
 
     With `fill_min_length`, the pairs are shuffled and joined into conversations of more than that
     number of characters.
@@ -83,7 +84,10 @@ def question_answer(
 
 @dataclass(frozen=True)
 class PairReader:
-    """Converter of rows to questions with answers."""
+    """Converter of single rows to questions with answers, according to `options`.
+
+    `use` counts the rows that are left out.
+    """
 
     use: ReaderContext
     options: PairOptions
@@ -94,9 +98,10 @@ class PairReader:
             raise ConfigError(f"{self.use.name}: context_as={placement!r}: must be prompt or tag")
 
     def read(self, row: Row, random: Random) -> Example | None:
-        """Return the example of a row, or None if the row is left out.
+        """Convert a row to an example, or count it as left out and return None.
 
-        Rows that are left out are counted in `use`.
+        A row is left out if its question or answer is empty or, with the option `filter_words`,
+        contains an unwanted phrase.
         """
         options = self.options
         # Fill in the question and the answer.
@@ -188,7 +193,8 @@ def summary(
 ) -> Iterator[Example]:
     """Read texts with their summaries, as requests to summarize the text.
 
-    The question is made of the first `max_words` words of the text and a random one of `prompts`.
+    `text` and `summary` are the columns. The request consists of the first `max_words` words of the
+    text, followed by one of `prompts` that is drawn at random.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)
@@ -216,8 +222,9 @@ def each(
     """Read one example for each entry of the list in the column `answers`.
 
     `templates` are pairs (template of the question, template of the answer), one of which is drawn
-    at random for each example. In the question, {0} is replaced by the prompt; in the answer, {0}
-    is replaced by the entry. In both, {1} is replaced by the entry of `labels` with the same index.
+    at random for each example. In the question template, {0} is replaced by the prompt; in the
+    answer template, {0} is replaced by the entry. In both, {1} is replaced by the entry of the
+    column `labels` with the same index.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)

@@ -1,4 +1,4 @@
-"""Readers of compared replies: pairs, scored answers, counted wins and ranked lists."""
+"""Readers of compared replies: pairs, answers with scores, pairwise choices and ranked lists."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pairs(
     rejected: str = "rejected",
     system: str | None = None,
 ) -> Iterator[Example]:
-    """Read a chosen and a rejected reply per row.
+    """Read rows that each have a chosen and a rejected reply.
 
     The replies are texts or lists of messages. A list contains only the reply, or a whole
     conversation. The two conversations of a row must differ only in their last turn.
@@ -86,10 +86,10 @@ def _build_comparison(
     use: ReaderContext,
     group: str | None = None,
 ) -> Iterator[Example]:
-    """Yield an example with the replies, best first.
+    """Yield one example with the non-empty replies, best first.
 
-    The row is counted as left out if the question is empty, or if fewer than two different replies
-    remain.
+    Yields nothing and counts the row as left out if the question is empty, or if fewer than two
+    different replies remain.
     """
     nonempty_replies = [reply for reply in replies if reply["content"].strip()]
     if not context or context[-1]["role"] != "user" or not context[-1]["content"].strip():
@@ -157,11 +157,11 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Read answers with scores, and rank them by their score.
+    """Read answers with scores, and rank the answers to each question by score.
 
-    Each item of `answers` is [column of an answer, columns of its scores, ...]. The scores of an
-    answer are added. All rows with the same question, or with the same value in the column `group`,
-    make one example.
+    Each item of `answers` is [column of an answer, columns of its scores, ...]. If an answer has
+    several scores, they are added up. All rows with the same question, or with the same value in
+    the column `group`, make one example.
     """
     groups: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
@@ -202,10 +202,11 @@ def comparisons(
     max_answers: int = 5,
     least_confidence: float | None = None,
 ) -> Iterator[Example]:
-    """Read OpenAI's comparisons of two summaries.
+    """Read OpenAI's comparisons of two summaries of a post.
 
-    With `grouped`, there is one example per post, in which the summaries are ordered by their
-    number of wins. Otherwise each row makes one pair.
+    With `grouped`, there is one example per post, in which the summaries are ordered by the number
+    of comparisons that they won. Otherwise each row makes one pair. Rows with less than
+    `least_confidence` are left out.
     """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
@@ -314,7 +315,8 @@ def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
     """Read Open-Assistant's ranked replies with additional bad replies made by a model.
 
     In training, one of the bad replies is drawn at random and ranked last. Rows have the form
-    `{prefixes, responses, augmented, split}`. `split` is "train" for training rows.
+    `{prefixes, responses, augmented, split}`, where `split` is "train" for training rows and
+    `augmented` lists the bad replies.
     """
     for index, row in enumerate(rows):
         if _is_for_training(row) != use.training:

@@ -1,4 +1,4 @@
-"""Reader of plain text without dialogues. All of the text is trained, to reduce forgetting."""
+"""Reader of plain text. All of the text is trained on, to reduce forgetting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain_text(
 ) -> Iterator[Example]:
     """Read a column of plain text, cut into pieces of at most `max_chunk_size` characters.
 
-    All pieces of a row are used for the same purpose, training or validation.
+    All pieces of a row are used either for training or for validation.
     """
     for index, row in enumerate(rows):
         text = str(row[column] or "")

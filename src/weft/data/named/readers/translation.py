@@ -1,4 +1,4 @@
-"""Reader of sentence pairs, which become translation requests in a random direction."""
+"""Readers of sentence pairs, which become translation requests in a random direction."""
 
 from __future__ import annotations
 
@@ -93,8 +93,9 @@ def translation(
 ) -> Iterator[Example]:
     """Read translation pairs from rows `{translation: {de: .., en: ..}}`.
 
-    With probability `mix_probability`, a pair is preceded by another pair from nearby rows, as a
-    separate turn.
+    `source` and `target` are the language codes of the pair. With probability `mix_probability`, a
+    pair is preceded by a nearby pair, as an earlier turn of the same conversation. At most
+    `maximum_size` pairs are read.
     """
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows

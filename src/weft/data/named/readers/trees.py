@@ -26,11 +26,12 @@ def trees(
 ) -> Iterator[Example]:
     """Read message trees as threads (mode sft), ranked replies (rm) or prompts (rl).
 
-    All examples of a tree are used for the same purpose, training or validation.
+    All examples of a tree are used either for training or for validation.
 
-    `lang` lists the allowed languages of the first message (en,de). `top_k` keeps only the replies
-    with the k best ranks. `least` and `most` are bounds of labels ({quality: 0.5}). Deleted and
-    synthetic messages are left out, as are trees that were not released or not reviewed.
+    `lang` lists the allowed languages of the first message (en,de). `top_k` keeps only replies with
+    the k best ranks. `least` and `most` are the smallest and largest allowed values of labels
+    ({quality: 0.5}). Deleted and synthetic messages are left out, as are trees that were not
+    released or not reviewed.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
