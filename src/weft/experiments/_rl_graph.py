@@ -105,10 +105,7 @@ class RLGraphBuilder:
 
     @property
     def temperature(self) -> float:
-        """Temperature at which log-probs are computed.
-
-        This is the sampling temperature, or 1 if sampling is greedy.
-        """
+        """Temperature for log-probs: the sampling temperature, or 1 if sampling is greedy."""
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
@@ -297,10 +294,7 @@ class RLGraphBuilder:
         return nodes
 
     def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Return the call that computes the log-probs of completions with the reference.
-
-        The call waits until the keys in `waits`, which other nodes compute, are available.
-        """
+        """Return the call for the reference's log-probs; it waits for the keys in `waits`."""
         return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
 
     def _build_scoring(self, name: str, role: str, output_key: str, waits: Sequence[str]) -> MFCDef:
@@ -343,9 +337,8 @@ class RLGraphBuilder:
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def build_covariance(self) -> list[Node]:
-        """Return the node that selects the tokens for Clip-Cov or KL-Cov, as a list.
-
-        The list is empty if neither method is used.
+        """Return the node that selects the tokens for Clip-Cov or KL-Cov; no node for other
+        methods.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.covariance_keys:
@@ -437,10 +430,7 @@ class RLGraphBuilder:
 
 
 def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """Return the arguments of the host function `reward`.
-
-    With `parts`, the reward of each function is also an output.
-    """
+    """Return the arguments of the host function `reward`; with `parts`, it outputs each reward too."""
     chosen = {
         "column": config.reward_column,
         "by_token": config.reward_by_token or None,
@@ -510,10 +500,7 @@ def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[st
 
 
 def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
-    """Return lines that describe a step, for the plan that is printed before the run.
-
-    The counts in the plan's table are not repeated.
-    """
+    """Return lines for the printed plan that describe a step, without the counts in its table."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [

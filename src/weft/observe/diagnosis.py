@@ -140,10 +140,7 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric whose last name component is `last`, or None.
-
-        For example, `actor_train/kl` has the last component `kl`.
-        """
+        """Return the first training metric with this last part, such as `kl` of `actor_train/kl`."""
         return next(
             (
                 n
@@ -154,9 +151,8 @@ class DiagnosedRun:
         )
 
     def find_option(self, name: str, default: Any = None) -> Any:
-        """Return the value of the option with the dotted name `name`.
-
-        Returns `default` if the value is missing or None.
+        """Return the value of the option with this dotted name, or `default` if it is missing or
+        None.
         """
         value: Any = self.config()
         for part in name.split("."):

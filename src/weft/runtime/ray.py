@@ -89,11 +89,7 @@ def _build_late_error(seconds: float) -> DevicesLost:
 
 
 class _DeviceActor:
-    """Ray actor that contains the process of one device.
-
-    `prepare` must be called first. It imports `weft.runtime.device_process` only after it has set
-    the environment.
-    """
+    """Ray actor that contains the process of one device; `prepare` must be called first."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -160,7 +156,7 @@ class _DeviceActor:
 
 
 class RayDevices:
-    """`DeviceTransport` that sends messages to Ray actors.
+    """`DeviceTransport` that sends messages to Ray actors, in the placement group `group`.
 
     `close` kills the actors, and also stops the Ray cluster if it was started for them.
     """
@@ -173,10 +169,8 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the transport.
-
-        `where` are the addresses of the actors' processes, and `nodes` are the ids of their
-        machines, both by rank. `group` is the placement group of the actors.
+        """Create the transport; `where` and `nodes` are the actors' processes and machine ids, by
+        rank.
         """
         self._actors = list(actors)
         self.addresses = list(where)
@@ -318,27 +312,19 @@ class RayCluster:
         return self._watch.lost_part
 
     def is_alive(self) -> bool:
-        """Return whether Ray accepts connections at this moment.
-
-        Any other request to a dead Ray would block for a minute, after which Ray ends this process.
-        """
+        """Return whether Ray accepts connections; other requests to a dead Ray block for a minute."""
         self._watch.check()
         return self.lost_part is None
 
     def check_local_raylet(self) -> None:
-        """Raise `DevicesLost` if this machine's raylet (Ray's local daemon) does not respond.
-
-        Ray ends a process that uses the object store of a dead raylet.
+        """Raise `DevicesLost` if this machine's raylet is dead; Ray then ends any process that uses
+        it.
         """
         self._watch.check(LOCAL_RAYLET)
         self.check_not_lost()
 
     def check_not_lost(self) -> None:
-        """Raise `DevicesLost` if part of Ray is known to be lost.
-
-        The loss is first reported to the supervisor process, since Ray can end this process at any
-        moment.
-        """
+        """Raise `DevicesLost` if part of Ray is lost, after a report to the supervisor process."""
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
             raise DevicesLost(self.lost_part)
@@ -411,18 +397,15 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this machine, then the others sorted by address.
-
-        With this order, device 0 is on the machine where the run was started.
+        """Return the machines that are up: this one, which gets device 0, then the others by
+        address.
         """
         up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
         return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
     def find_lost_node(self, id: str) -> RayNode | None:
-        """Return the machine with this id if it is lost, otherwise None.
-
-        A machine is lost if Ray lists it as dead or its raylet (Ray's daemon) accepts no
-        connections.
+        """Return the machine with this id if it is dead or its raylet is unreachable, otherwise
+        None.
         """
         for listed in ray.nodes():
             if listed["NodeID"] == id:
@@ -447,9 +430,8 @@ class RayCluster:
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait up to `seconds` seconds for Ray's `promises`; return those still pending.
-
-        Raises `DevicesLost` as soon as part of Ray is known to be lost.
+        """Return Ray's `promises` that are pending after `seconds`; raise `DevicesLost` if Ray is
+        lost.
         """
         late = list(promises)
         end = time.monotonic() + seconds
@@ -459,10 +441,7 @@ class RayCluster:
         return late
 
     def close(self) -> None:
-        """Disconnect from the cluster.
-
-        If this process started the cluster, it is stopped and its files are removed.
-        """
+        """Disconnect; if this process started the cluster, also stop it and remove its files."""
         self._watch.close()
         with silence_library("ray"):
             ray.shutdown()
@@ -493,9 +472,8 @@ class DeviceLaunch:
             self._start_actors()
 
     def wait_for_devices(self) -> RayDevices:
-        """Wait until all processes have started and joined the process group.
-
-        Raises `RunError` if they do not start in time.
+        """Wait until all processes have joined the process group; raise `RunError` if they are
+        late.
         """
         if not self._actors:
             if not self._wait_for_placement(PLACE_SECONDS):
@@ -542,10 +520,7 @@ class DeviceLaunch:
         return False
 
     def _find_placement(self) -> bool:
-        """Find the machine of each device; return False if one of these machines is not up.
-
-        If a lost machine has returned under another id, Ray later moves its devices to that id.
-        """
+        """Find the machine of each device; return False if one of these machines is not up."""
         nodes = self.cluster.list_nodes()
         self._node_of_bundle: dict[int, str] = placement_group_table(self._group)[
             "bundles_to_node_id"
@@ -554,10 +529,7 @@ class DeviceLaunch:
         return {node.id for node in self._live_nodes} == set(self._node_of_bundle.values())
 
     def _start_actors(self) -> None:
-        """Start the actors, and request the addresses of their processes.
-
-        An actor answers this request once it has imported everything that a device needs.
-        """
+        """Start the actors; each answers with its address when it has imported what a device needs."""
         threads = count_threads(self._node_of_bundle, self._live_nodes)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(
             _DeviceActor

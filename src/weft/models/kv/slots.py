@@ -334,9 +334,8 @@ class KVCache:
         self.used[slot] = length
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Create `count` slots with a copy of the contents of `slot`, and return their indices.
-
-        This is used for several samples of one prompt.
+        """Copy the contents of `slot` to `count` new slots, for samples of one prompt; return
+        these.
         """
         new = self.allocate(count)
         filled = int(self.used[slot])
