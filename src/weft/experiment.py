@@ -25,10 +25,11 @@ from weft.topology import Layout, Mesh, parse_mesh
 class Evaluation:
     """Dataflow graph that evaluates the models during a run, on the validation set (`valid_path`).
 
-    It runs at the intervals set by the `eval_freq_*` options. Its nodes call `evaluate`, or they
-    call `generate` or `inference` and a host function computes metrics from the outputs. Metrics
-    are means over ids. They are logged as `eval/{source}/{metric}` for each validation source, and
-    as `eval/{metric}` over all sources. `batch_size` is the number of ids per batch.
+    The graph runs at the intervals set by the `eval_freq_*` options. Metrics come from calls of the
+    method `evaluate`, or from host functions that read the outputs of `generate` or `inference`
+    calls. Metrics are averaged over ids (one per dataset row), and logged as
+    `eval/{source}/{metric}` for each validation source and as `eval/{metric}` over all sources.
+    `batch_size` is the number of ids per batch.
 
     The graph that answers the prompts of the option `eval_prompts` also has this type.
     """
@@ -179,7 +180,8 @@ class Experiment:
         """Return the contents of the run's config.yaml.
 
         These are the options of the run or, if the experiment has none, a description of its parts.
-        When a run is restarted, they are compared with the stored file to detect changed options.
+        When a run is restarted, the contents are compared with those of the stored file to detect
+        changed options.
         """
         return dict(self.config) or _describe_experiment(self)
 
@@ -210,8 +212,8 @@ class Experiment:
 
         A trained role has its primary weights on the mesh of the call that trains it. For any other
         role, this is the mesh of its first call if each of its calls specifies a mesh, and
-        otherwise the mesh that the role specifies. Raises `ConfigError` if a mesh does not fit, or
-        if two calls train the same role on different meshes.
+        otherwise the mesh that the role specifies. Raises `ConfigError` if the devices of a mesh do
+        not fit its layout, or if two calls train the same role on different meshes.
         """
         meshes = {}
         for role, spec in self.roles.items():
@@ -242,7 +244,7 @@ class Experiment:
         """Return the device mesh on which a call runs.
 
         This is the mesh that the call specifies or, if it specifies none, the mesh of its role's
-        primary weights. Raises `ConfigError` for a mesh that does not fit.
+        primary weights. Raises `ConfigError` if the devices of a mesh do not fit its layout.
         """
         primary = self.build_meshes()[call.role]
         return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
@@ -250,8 +252,8 @@ class Experiment:
     def list_copies(self) -> list[tuple[str, Mesh]]:
         """Return (role, mesh) for every additional copy of a role's weights, in call order.
 
-        A role needs such a copy on each mesh on which one of its calls runs and its primary weights
-        are not.
+        A role needs a copy of its weights on each mesh that its calls run on, except the mesh of
+        its primary weights.
         """
         own = self.build_meshes()
         used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
@@ -261,10 +263,10 @@ class Experiment:
         """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
 
         `role` lists meshes of the call's role, in order of preference. If the call sets only
-        `layout`, it uses the first devices of the first of these meshes that has enough devices. If
-        none has enough, it uses the first devices of the run; this requires that the devices of
-        `role[0]` are the first ones, too. Raises `ConfigError` otherwise, and for a mesh that does
-        not fit.
+        devices, it has the layout of `role[0]`. If it sets only a layout, it uses the first devices
+        of the first of these meshes that has enough devices. If none has enough, the call uses the
+        first devices of the run, provided that `role[0]` is also on the first devices. Raises
+        `ConfigError` if `role[0]` is not, or if the devices do not fit the layout.
         """
         if call.layout is None and call.device_mesh is None:
             return None

@@ -28,9 +28,9 @@ def derive_key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0)
     """Return a random key of two uint32 words that depends only on the arguments.
 
     The words are the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8), in
-    little-endian order. `purpose` names the use of the numbers ("sample", "shuffle/NAME", ...), and
-    `k` is the index of the completion among those of the same `id`. Raises `ConfigError` if
-    `purpose` contains "|", since two purposes could then share a key.
+    little-endian order. `purpose` names the use of the numbers ("sample", "shuffle/NAME", ...).
+    `id` is the id of a dataset row, and `k` is the index of one of its completions. Raises
+    `ConfigError` if `purpose` contains "|", since two purposes could then share a key.
     """
     if "|" in purpose:
         raise ConfigError(
@@ -69,7 +69,7 @@ def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
     """Return random numbers in [0, 1), float64 [n], each a multiple of 2^-24.
 
     `keys` (see `derive_key`) is uint32 [n, 2], or one key [2] for all numbers. `positions` is
-    uint32 [n].
+    uint32 [n]: the index of each number among those with the same key, such as a token position.
     """
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
@@ -80,7 +80,8 @@ def draw_uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[
 def draw_uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
     """Return a random number in [0, 1) that depends only on the arguments.
 
-    The module's docstring describes how the number is computed.
+    `position` is the index of the number among those with the same key, such as a token position.
+    The other arguments determine the key (see `derive_key`).
     """
     return float(draw_uniforms(derive_key(seed, purpose, step, id, k), [position])[0])
 

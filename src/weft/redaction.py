@@ -180,7 +180,7 @@ def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False)
     """Iterate over the dotted names of options whose values are masks instead of the secrets.
 
     `value` is a stored configuration, or the part of it with the dotted name `name`. `telling` is
-    True if the name of this part or of an enclosing part is secret.
+    True if `name`, or the name of an enclosing part, is the name of a secret.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():

@@ -132,9 +132,9 @@ class Registry:
         return self._converted[name]
 
     def _load_from_path(self, place: str) -> Any:
-        """Return the object at the location `module:thing` or `FILE.py:thing`.
+        """Return the object at the location `place`, either `module:thing` or `FILE.py:thing`.
 
-        The object is registered under its location unless it already has a name.
+        If the object is not registered yet, it is registered with the location as its name.
         """
         home, _, attribute = place.rpartition(":")
         import_user_code([home])
@@ -224,7 +224,8 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
     """Register the description of a public dataset under a short name.
 
     Example: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`.
-    The keywords are the keys of an entry in a `dataset.named_file` (docs/named-datasets.md).
+    The keywords are those of a dataset in the file that the option `dataset.named_file` sets
+    (docs/named-datasets.md).
     """
     return named_datasets.register(name, entry)
 

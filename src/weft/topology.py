@@ -171,9 +171,9 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def has_same_parts(self, other: Mesh) -> bool:
-        """Return whether every rank has the same part of the batch and network in both meshes.
+        """Return whether every rank processes the same part of batch and network in both meshes.
 
-        Differences in `fsdp` are ignored.
+        Differences in `fsdp` are ignored, since sharding affects only where parameters are stored.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1
@@ -246,10 +246,10 @@ def build_whole_slice(shape: tuple[int, ...]) -> Slice:
 
 
 def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
-    """Return the slice of part `index` if dimension `dim` of a tensor is split into equal parts.
+    """Return the slice of one of `parts` equal parts of a tensor, split along dimension `dim`.
 
-    The other dimensions are not split. Raises `ConfigError` if the size is not divisible by
-    `parts`.
+    `index` is the index of the part. The slice covers the other dimensions in full. Raises
+    `ConfigError` if the size of the dimension is not divisible by `parts`.
     """
     if shape[dim] % parts:
         raise ConfigError(
@@ -399,7 +399,7 @@ def compute_stage(num_layers: int, stages: int, stage: int, head: float = 0.0) -
 
 
 class StagedSizes(NetworkSizes, Protocol):
-    """Sizes of a network that also determine in which pipeline stage each parameter is."""
+    """Sizes of a network that determine tensor slices and the pipeline stage of each parameter."""
 
     @property
     def num_layers(self) -> int: ...
@@ -515,10 +515,10 @@ def _count_elements(part: slice) -> int:
 
 
 def _is_head_norm(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
-    """Return whether a parameter is a norm over the dimensions of a head.
+    """Return whether a parameter is a norm over the dimensions of an attention head.
 
     Every tensor rank stores such a norm in full. `own` is the parameter's name without the block
-    prefix.
+    prefix, such as `attention.q_norm.weight`.
     """
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 

@@ -40,7 +40,8 @@ def make_loss_constructor(
     The function returns the loss of each token [N] or, with `per="completion"`, of each completion
     [S]. It can also return `(losses, statistics)`, where `statistics` maps names to arrays of the
     same shape. The loss of a minibatch is the mean over its trained tokens or completions;
-    statistics are averaged in the same way. See `Loss.by_row` for `by_row`.
+    statistics are averaged in the same way. `name` is the name of the loss in error messages. See
+    `Loss.by_row` for `by_row`.
 
     Raises `ConfigError` if the function reads no output of the network, or has `*`, `**` or
     positional-only parameters.
@@ -88,10 +89,11 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the number of averaged values, under the name `tokens` or `completions`.
+        """Return the number of averaged values, under the key `tokens` or `completions`.
 
-        With `per="token"`, this is the number of trained tokens. With `per="completion"`,
-        completions without trained tokens are counted only if the loss reads `scores`.
+        With `per="token"`, this is the number of trained tokens. With `per="completion"`, it is the
+        number of completions; completions without trained tokens are counted only if the loss reads
+        `scores`.
         """
         rows = count_trained_rows(minibatch)
         if self.per == "token":

@@ -101,8 +101,9 @@ class RowBatch(Protocol):
     def pairs(self) -> tuple[Array, Array]:
         """Return the indices of the better and the worse sequence of each of P pairs, [P] each.
 
-        Both sequences of a pair belong to the same group and the same `comparison`; the better
-        sequence has the smaller `rank`.
+        Both sequences of a pair belong to the same group and have the same value of the key
+        `comparison`, which distinguishes several pairs or rankings within a group; without this
+        key, a group is a single ranking. The better sequence has the smaller `rank`.
         """
         ...
 

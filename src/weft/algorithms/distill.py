@@ -37,7 +37,10 @@ LEAST_LOGPROB = -1e4
 def compute_kl_divergence(
     one: Float[Array, "N E"], other: Float[Array, "N E"]
 ) -> Float[Array, "N"]:
-    """Return KL(one || other) of each row in nats, [N], given the log-probs of E events."""
+    """Return KL(one || other) of each row in nats, [N].
+
+    `one` and `other` are the log-probs of E events, which are single ids or "any other id".
+    """
     xp = array_api_compat.array_namespace(one, other)
     return xp.sum(xp.exp(one) * (one - other), axis=-1)
 
@@ -49,10 +52,12 @@ def compute_generalised_jsd(
 
         beta KL(teacher || M) + (1 - beta) KL(student || M),   M = beta teacher + (1 - beta) student
 
-    This is eq. 1 of GKD (Agarwal et al. 2023, arXiv 2306.13649), at most log 2, computed from
-    finite log-probs of E events. For beta 0 and 1, the expression is 0, and the result is its limit
-    after division by beta or by 1 - beta: KL(teacher || student) and KL(student || teacher), as in
-    TRL (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times the
+    This is eq. 1 of GKD (Agarwal et al. 2023, arXiv 2306.13649), and is at most log 2. `student`
+    and `teacher` are finite log-probs of E events, which are single ids or "any other id".
+
+    For beta 0 and 1, the expression is 0, and the result is its limit after division by beta or by
+    1 - beta: KL(teacher || student) and KL(student || teacher), as in TRL
+    (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times the
     forward KL, not the forward KL itself.
     """
     xp = array_api_compat.array_namespace(student, teacher)
@@ -113,7 +118,7 @@ class GKDLoss(Loss):
         return frozenset({"given_logprobs"})
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `tokens`, the number of trained tokens."""
+        """Return the number of trained tokens, under the key `tokens`."""
         return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(

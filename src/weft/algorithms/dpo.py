@@ -57,7 +57,7 @@ class PairwiseLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `pairs`, the number of pairs in the minibatch."""
+        """Return the number of pairs in the minibatch, under the key `pairs`."""
         return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(

@@ -200,10 +200,10 @@ class GRPOLoss(Loss):
         return self.importance_level == "token"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the totals `tokens`, `sequences` and `completions`.
+        """Return a mapping with the keys `tokens`, `sequences` and `completions`.
 
-        They are the number of trained tokens, the number of completions with trained tokens, and
-        the number of all completions.
+        Their values are the number of trained tokens, the number of completions with trained
+        tokens, and the number of all completions.
         """
         rows = count_trained_rows(minibatch)
         counts = {

@@ -60,7 +60,8 @@ class KLController(Protocol):
     def update(self, kl: float, num_sequences: int) -> None:
         """Update the weight of the KL penalty after a batch of `num_sequences` sequences.
 
-        `kl` is in nats: the mean over sequences of the KL, summed over the tokens of a sequence.
+        `kl` is the mean KL of a whole sequence, in nats: the KL is summed over the tokens of each
+        sequence and then averaged over the sequences.
         """
         ...
 

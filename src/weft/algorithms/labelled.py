@@ -31,10 +31,11 @@ def compute_kto_loss(
         1 - sigmoid(beta (score - z0))     desirable completions (label 1)
         1 - sigmoid(beta (z0 - score))     undesirable completions
 
-    The source is Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0, a constant: the mean score
-    of mismatched completions over the batch, at least 0. The host functions `kto_mismatch` and
-    `kto_baseline` compute it over the whole batch. (TRL estimates it in every micro-batch, so its
-    gradient depends on the micro-batch size.)
+    The source is Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0, a constant without a
+    gradient: the mean score of mismatched completions (each paired with the prompt of another
+    completion), or 0 if this mean is negative. The host functions `kto_mismatch` and `kto_baseline`
+    compute z0 over the whole batch. (TRL estimates it in every micro-batch, so its gradient depends
+    on the micro-batch size.)
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -87,7 +88,7 @@ class LabelledLoss(Loss):
     unit = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `sequences`, the number of completions with at least one trained token."""
+        """Return the number of completions with trained tokens, under the key `sequences`."""
         return {"sequences": float(np.count_nonzero(count_trained_rows(minibatch)))}
 
     def __call__(

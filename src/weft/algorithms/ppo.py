@@ -32,7 +32,7 @@ from weft.registry import register_loss
 
 @dataclass(frozen=True)
 class RatioClip:
-    """Range [1 - low, 1 + high] of the importance ratio, outside which a token has no gradient.
+    """Range [1 - low, 1 + high] to which a policy loss clips the importance ratio.
 
     A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); if `high` is
     None, it equals `low`. If the advantage is negative, the loss of a token is at most `dual` *
@@ -129,9 +129,9 @@ def weight_policy_loss(
 ) -> Float[Array, "N"]:
     """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
 
-    The loss of high-covariance tokens is set to 0 or increased by a penalty
-    (`weft.algorithms.covariance`). Then all losses are multiplied by the batch's `sampler_weights`,
-    if present (`weft.algorithms.sampler`).
+    `each` is the policy loss of each token before these changes. First, the loss of high-covariance
+    tokens is set to 0 or increased by a penalty (`weft.algorithms.covariance`). Then all losses are
+    multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.sampler`).
     """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
@@ -152,12 +152,13 @@ def compute_policy_stats(
     """Return the statistics that all policy losses log.
 
     Unless stated otherwise, they are means over trained tokens. `entropy` is in nats. `clip_ratio`
-    is the share of tokens whose gradient is blocked by a bound. `approx_kl` is k3 between the
-    policy before the first update on the batch and the trained policy. `importance_ratio` is the
-    ratio of these two policies, and `importance_ratio_max` its maximum. `sampler_logprob_diff` is
-    |log-prob while sampling - current log-prob|, and `sampler_logprob_diff_max` its maximum; before
-    the first update on a batch, this is the gap between sampler and trainer. `kl` is k3 to the
-    reference, or `approx_kl` if the batch has no `ref_logprobs`.
+    is the share of tokens whose gradient is blocked by a bound; `clipped` is 1 for these tokens and
+    otherwise 0. `approx_kl` is the estimator k3 of the KL between the policy before the first
+    update on the batch and the trained policy. `importance_ratio` is the ratio of these two
+    policies, and `importance_ratio_max` its maximum. `sampler_logprob_diff` is |log-prob while
+    sampling - current log-prob|, and `sampler_logprob_diff_max` its maximum; before the first
+    update on a batch, these show the gap between sampler and trainer. `kl` is the estimator k3 of
+    the KL to the reference, or equals `approx_kl` if the batch has no `ref_logprobs`.
     """
     now = fixed(out["logprobs"])
     sampled = batch["logprobs"]
@@ -252,7 +253,7 @@ class PPOActorLoss(Loss):
         return RatioClip(self.eps_clip, self.eps_clip_high, self.dual_clip)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `tokens`, the number of trained tokens."""
+        """Return the number of trained tokens, under the key `tokens`."""
         return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(
@@ -313,7 +314,7 @@ class PPOCriticLoss(Loss):
             )
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `tokens`, the number of trained tokens."""
+        """Return the number of trained tokens, under the key `tokens`."""
         return {"tokens": float(count_trained_rows(minibatch).sum())}
 
     def __call__(
@@ -337,9 +338,10 @@ class PPOCriticLoss(Loss):
         return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics, with `explained_variance` in place of the means of squares.
+        """Return the metrics to log, with `explained_variance` added.
 
-        `explained_variance` is omitted if all returns are equal.
+        The means of R^2 and (R - V)^2, from which `explained_variance` is computed, are removed.
+        `explained_variance` is omitted if all returns R are equal.
         """
         metrics = dict(stats)
         square = metrics.pop("return_square", None)

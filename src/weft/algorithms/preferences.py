@@ -116,7 +116,7 @@ def compute_simpo_loss(
 def compute_log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
     """Return log(p / (1 - p)) of each completion, [S].
 
-    p is exp(`mean_logprob`), clipped to at most exp(-1e-6).
+    p is exp(`mean_logprob`), clipped to at most exp(-1e-6) so that 1 - p is not 0.
     """
     xp = array_api_compat.array_namespace(mean_logprob)
     x = xp.clip(mean_logprob, None, -1e-6)

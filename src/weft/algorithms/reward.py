@@ -115,9 +115,10 @@ class RewardLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the totals `groups` and `pairs`.
+        """Return a mapping with the keys `groups` and `pairs`.
 
-        They are the number of sample ids with at least one pair, and the number of all pairs.
+        Their values are the number of sample ids with at least one pair, and the number of all
+        pairs.
         """
         pairs = count_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}

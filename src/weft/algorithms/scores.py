@@ -47,10 +47,12 @@ def is_above(one: Array, other: Array, terms: Array) -> Array:
 def compute_pair_stats(
     rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]
 ) -> dict[str, Stat]:
-    """Return the metrics of pairs, given their (better, worse) rewards and log-probs, [P] each.
+    """Return the metrics of P pairs of completions.
 
-    `terms` are the magnitudes of the numbers from which the rewards were computed. If the rewards
-    of a pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
+    `rewards` and `logps` are (better, worse) pairs of arrays [P]: the rewards and the log-probs of
+    the better and of the worse completions. `terms`, of the same form, are the magnitudes of the
+    numbers from which the rewards were computed. They bound the rounding error: if the rewards of a
+    pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

@@ -40,17 +40,17 @@ def find_sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """AOT loss: the mean over pairs of -log sigmoid(beta (a - b)), with a and b of the same rank.
+    """AOT loss: mean over pairs of -log sigmoid(beta (`a` - `b`)), with `a` and `b` of equal rank.
 
-    For `aot`, a is log pi(better) - log pi(worse) under the policy, and b is the same difference
-    under the reference. For `aot_unpaired`, a is the log-ratio of a better completion to the
-    reference, and b the log-ratio of a worse one. `label_smoothing` has the same meaning as in
-    cDPO.
+    For `aot`, `a` is log pi(better) - log pi(worse) under the policy, and `b` is the same
+    difference under the reference. For `aot_unpaired`, `a` is the log-ratio of a better completion
+    to the reference, and `b` the log-ratio of a worse one. `label_smoothing` has the same meaning
+    as in cDPO.
 
     The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`. For
-    `aot`, `partner` is b, stored at the better completion of a pair. For `aot_unpaired`, `partner`
-    is b at a better completion and a at a worse one, so that every completion gets a gradient, with
-    its partner as a constant. The metrics are those of `PairwiseLoss`.
+    `aot`, `partner` is `b`, stored at the better completion of a pair. For `aot_unpaired`,
+    `partner` is `b` at a better completion, and `a` at a worse completion. Every completion then
+    gets a gradient, with its partner as a constant. The metrics are those of `PairwiseLoss`.
     """
 
     loss_type: str = "aot"
@@ -61,7 +61,7 @@ class TransportLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `pairs`, the number of pairs in the minibatch."""
+        """Return the number of pairs in the minibatch, under the key `pairs`."""
         return {"pairs": float(count_pairs(minibatch).sum())}
 
     def __call__(

@@ -533,10 +533,10 @@ def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
 def assemble(
     wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each checkpoint name in `wanted`.
+    """Yield (name, tensor) for each checkpoint tensor in `wanted`, assembled from `parameters`.
 
-    `wanted` maps a checkpoint name to the keys that describe from which `parameters` its tensor is
-    assembled.
+    `wanted` maps the name of a checkpoint tensor to the keys of the parameters that the tensor
+    contains. A `Key` names a parameter and describes where it is in the checkpoint.
     """
     held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():

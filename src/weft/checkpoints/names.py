@@ -69,8 +69,8 @@ class ModelQuery:
         roles: Roles whose checkpoints are acceptable, best first.
         fileroot: Folder of all runs.
         initial_checkpoint: Checkpoint that a resumed run began with, or None for a new run. A name
-            without a step still refers to it.
-        own_run: Directory of the run that the model is for. Searches for a run skip it.
+            without a step still refers to this checkpoint, even if there are newer ones.
+        own_run: Directory of the run that will use the model. Searches for a run skip this run.
     """
 
     option: str = ""
@@ -192,10 +192,11 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
 def _find_in_newest_run(
     given: str, step: str | None, role: str | None, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint of a suitable role in the newest run that has one.
+    """Return a checkpoint of a suitable role in the newest run that has one.
 
-    If a run is being resumed, the checkpoint that it began with is returned. Raises
-    `CheckpointError` if no run has a suitable checkpoint.
+    `step` selects the checkpoint. If `step` is None or "latest", this is the newest checkpoint or,
+    if a run is resumed, the checkpoint that it began with. Raises `CheckpointError` if no run has a
+    suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -248,7 +249,8 @@ def _choose_newest(
 ) -> LocatedModel:
     """Return the newest checkpoint of a role.
 
-    If a run is being resumed, the checkpoint of this role that it began with is returned.
+    If a run is resumed that began with an older checkpoint of this role, that one is returned
+    instead, so that the run continues with the same model.
     """
     newest = steps[max(steps)]
     began = (
@@ -378,7 +380,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _list_runs(fileroot: str) -> Iterator[Path]:
-    """Iterate over the runs that have checkpoints."""
+    """Iterate over the runs that have checkpoints, up to `MAX_RUNS` of them."""
     root = Path(fileroot).expanduser()
     if not root.is_dir():
         return

@@ -130,11 +130,13 @@ def _export(
 def _find_modules_to_save(
     family: Family, config: TransformerConfig, head: Head, embeddings: bool
 ) -> dict[str, str]:
-    """Return the parameters that are saved in full next to the adapters, by checkpoint name.
+    """Return the parameters that are saved in full next to the adapters.
 
-    An embedding that is also the output matrix is saved under both names. The output matrix is also
-    saved as `lm_head`: PEFT uses module names, and in transformers 5 the output module of every
-    family has this name, whatever its name in checkpoints.
+    The result maps checkpoint names to canonical names (weft's own). It contains a value or score
+    head and, if `embeddings` is True, the embedding and the output matrix. An embedding that is
+    also the output matrix is saved under both names. The output matrix is also saved as `lm_head`:
+    PEFT uses module names, and in transformers 5 the output module of every family has this name,
+    whatever its name in checkpoints.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -375,11 +377,11 @@ def find_replaced_parameters(directory: str | Path, network: Transformer) -> dic
 
 
 def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
-    """Attach the adapters of a PEFT directory to `network`, and load its full tensors.
+    """Attach the adapters of a PEFT directory to `network`, and load tensors saved in full.
 
-    With `exact`, the adapters keep the dtype of their file, which is needed for merging. Otherwise
-    they have the dtype of the weights. Raises `CheckpointError` for tensors that the network does
-    not have.
+    With `exact`, the adapters keep the dtype of their file, which is needed for merging. Without
+    it, they have the dtype of the weights. Raises `CheckpointError` for tensors that the network
+    does not have.
     """
     folder = Path(directory)
     settings = read_adapter_config(folder)
@@ -509,7 +511,7 @@ def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrices (A, B) of one layer of a fused adapter.
 
     A rank component (a row of A and a column of B) is kept only if the layer uses it: its column of
-    B is not 0 in all of the layer's rows. If the layer uses none, all are kept.
+    B has a nonzero element in the layer's rows. If the layer uses no component, all are kept.
     """
     if key.fused is None:
         return a, b

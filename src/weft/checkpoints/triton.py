@@ -204,9 +204,11 @@ def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _trace(module: nn.Module, vocab: int, model: str) -> Any:
-    """Return the module traced to TorchScript, after comparing both on inputs of other sizes.
+    """Return `module` traced to TorchScript, after checking the traced module's outputs.
 
-    Raises `CheckpointError` if the module cannot be traced, or if the outputs differ.
+    Tracing can turn a size into a constant, so the outputs are compared with those of `module` on
+    inputs of other sizes. Raises `CheckpointError` if the module cannot be traced, or if the
+    outputs differ. `model` is the model's path, for messages.
     """
     try:
         traced = torch.jit.trace(module, _build_inputs(2, 11, vocab), check_trace=False)

@@ -127,9 +127,9 @@ class WeightFiles:
                 )
 
     def find_not_finite(self) -> str | None:
-        """Return a message about the first tensor with NaN or infinite values, or None.
+        """Return a message about the first tensor with NaN or infinite values, else None.
 
-        All tensors up to this one are read.
+        Tensors are read in order, up to the first one with such values.
         """
         for name in self.names:
             values = self.read(name)
@@ -142,7 +142,7 @@ class WeightFiles:
     def read(self, name: str, where: Slice | None = None) -> Tensor:
         """Return the slice `where` of a tensor, in the stored dtype.
 
-        `where` has a `slice` for each dimension; None means the whole tensor. Of a safetensors
+        `where` has a `slice` for each dimension; None means the whole tensor. In a safetensors
         file, only the bytes of the slice are read.
         """
         if name in self._pickle_tensors:
@@ -302,7 +302,10 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary. Raises `ValueError` if a key occurs twice."""
+    """Return a JSON object, given as (key, value) pairs, as a dictionary.
+
+    Raises `ValueError` if a key occurs twice. Without this check, `json` keeps the last value.
+    """
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice = next(

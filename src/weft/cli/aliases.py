@@ -99,9 +99,10 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Result of translating a user's option names to weft's.
+    """Result of translating the option names that a user wrote to weft's.
 
-    Has the translated overrides, and a note for the user on each alternative spelling.
+    `overrides` are the translated assignments. `notes` tell the user how each alternative spelling
+    was read.
     """
 
     config: RunConfig
@@ -244,8 +245,8 @@ def _check_node(name: str, config: RunConfig) -> None:
 def _split_group(override: Override, known: frozenset[str]) -> Iterable[Override]:
     """Split an override such as `group={a: 1, b: 2}` into `group.a=1` and `group.b=2`.
 
-    The override is returned unchanged if its name is an option, if its value is empty, or if its
-    value is not a mapping.
+    `known` are the names of weft's options. The override is returned unchanged if its name is one
+    of them, if its value is empty, or if its value is not a mapping.
     """
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
@@ -328,10 +329,10 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    `given` has the values of the options that the user set. The number is read from the first of
+    `given` maps the options that the user set to their values. The number is read from the first of
     these options that is set to a layout: the training call's `layout`, the role's `layout`, and
-    `allocation_mode`. If `allocation_mode` is "heuristic", the number of all devices is returned.
-    Otherwise, it is the role's `data_parallel_size`, or 1 if this is not set.
+    `allocation_mode`. If that option is "heuristic", the number of all devices is returned. If no
+    layout is set, the role's `data_parallel_size` is returned, which is 1 by default.
     """
     role = done.trained_roles[0]
     call = next(
@@ -377,7 +378,11 @@ def _translate_use_cpu(
 def _translate_use_peft(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `MODEL.lora.r=16` for use_peft=true, unless lora_r or num_virtual_tokens is set."""
+    """Set `MODEL.lora.r` to 16, TRL's default, for use_peft=true.
+
+    Does nothing if the user sets the rank by lora_r, or selects prefix tuning by
+    num_virtual_tokens.
+    """
     if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)
 
@@ -385,11 +390,11 @@ def _translate_use_peft(
 def _translate_strategy(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set the interval between checkpoints or evaluations.
+    """Translate save_strategy or eval_strategy to an interval between checkpoints or evaluations.
 
-    If the value is "steps", `save_freq_steps` or `eval_freq_steps` is set to 500, unless the user
-    sets the interval. If the value is "epoch", `save_freq_epochs` or `eval_freq_epochs` is set to
-    1. The value "no" sets nothing.
+    The value "steps" sets `save_freq_steps` or `eval_freq_steps` to 500, Hugging Face's default,
+    unless the user sets the interval. The value "epoch" sets `save_freq_epochs` or
+    `eval_freq_epochs` to 1. The value "no" sets nothing.
     """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]

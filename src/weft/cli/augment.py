@@ -214,7 +214,8 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
 def _collect_settings(given: argparse.Namespace, count: int) -> dict[str, Any]:
     """Return the command-line arguments that influence the output, keyed by name.
 
-    `count` is the number of input rows, and is added under the key `rows`.
+    An unfinished output is continued only if these arguments are unchanged. `count` is the number
+    of input rows, and is added under the key `rows`.
     """
     left_out = ("out", "yes", "device", "backend")
     plain = {}

@@ -83,7 +83,7 @@ class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
     A terminal shows the answer after `label`, the name of the speaker, or after "model" if `label`
-    is empty. If the output is a pipe, the answer is prefixed only with a nonempty label.
+    is empty. In a pipe, the label is written before the answer only if it is not empty.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:

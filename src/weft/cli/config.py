@@ -186,7 +186,7 @@ def _describe_recipe(section: ConfigSection) -> str | None:
 
 
 def show_stack(given: argparse.Namespace) -> Iterator[str]:
-    """Yield the options that result from merging the given sections, each with its origin.
+    """Yield lines with the options that the merged sections set, each with its origin.
 
     The first line is the command to run, and the last lines are notes.
     """
@@ -326,9 +326,9 @@ def _find_problem(
 ) -> tuple[str, str]:
     """Check the merged sections `names`; return a quickstart name and an error message.
 
-    If a quickstart accepts the sections, its name and "" are returned. Otherwise, the name is that
-    of the quickstart for which the sections are most likely meant, and the message is its error. If
-    `quickstart` is given, only that one is tried.
+    If a quickstart accepts the sections, its name and an empty message are returned. If none does,
+    the returned name is that of the quickstart for which the sections are most likely meant, and
+    the message is the error for that quickstart. If `quickstart` is given, only that one is tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""

@@ -87,10 +87,10 @@ class DeepSpeedOverrides:
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def describe_autos(self, config: RunConfig) -> list[str]:
-        """Return a note on the values that replace "auto" in the DeepSpeed file.
+        """Return a list with a note on the values that replace "auto" in the DeepSpeed file.
 
-        The result is a list with this note, or an empty list if no key is "auto". Raises
-        `ConfigError` if the file's batch sizes do not fit the number of data-parallel ranks.
+        The list is empty if no key is "auto". Raises `ConfigError` if the file's batch sizes do not
+        fit the number of data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later
@@ -198,8 +198,8 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
     """Format the values of the options `names`, which replace the value "auto" of a DeepSpeed key.
 
-    If none of the options is set, the text says that weft chooses the value. If `names` is empty,
-    the value is always 0, and the text is "0".
+    If none of the options is set, the text says that weft chooses the value. For keys such as
+    warmup_min_lr, weft has no option and always uses 0: `names` is empty, and the text is "0".
     """
     if not names:
         return "0"

@@ -75,11 +75,11 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with experiment and trial names set, and a note on a generated name.
 
-    If the experiment has no name, it is called `asked_for`, which is the name of a recipe or an
-    algorithm. If the trial has no name, the newest numbered trial is continued that has the same
-    configuration and is unfinished. If there is none, or if recovery is disabled or `resume_from`
-    is set, the trial gets the next free number as its name. The note is None if the user named the
-    trial.
+    If the experiment has no name, it is called `asked_for`, which is the name of a config file or a
+    quickstart. If the trial has no name, the newest unfinished numbered trial with the same
+    configuration is continued. If there is no such trial, if recovery is disabled, or if
+    `resume_from` is set, a new trial gets the next free number as its name. The note is None if the
+    user named the trial.
     """
     if config.experiment_name and config.trial_name:
         return config, None

@@ -1,8 +1,8 @@
 """`weft plan`: show what a run would do, without running it.
 
-`search` shows the devices that the search assigns to each call of an experiment, and the estimated
-times. `realloc` shows the transfers that move parameters between two layouts. `memory` shows the
-GPUs that fit the training of a model.
+`search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
+the estimated times. `realloc` shows the transfers that move parameters between two layouts.
+`memory` shows which GPUs have enough memory to train a model.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
-    """Print the devices that the search assigns to each model call of a quickstart run.
+    """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
     `words` are the arguments of `weft quickstart`. With `as_json`, the output is JSON. Raises
     `ConfigError` if nothing is left to search, as with a single device.

@@ -1,4 +1,4 @@
-"""`weft plan memory`: show which GPUs fit the training of a model, and how to fit smaller ones.
+"""`weft plan memory`: show which GPUs have enough memory to train a model, and what saves memory.
 
 Only config.json of the model is needed.
 """

@@ -108,8 +108,9 @@ def read_section_stack(
 ) -> tuple[SectionStack, DeepSpeedOverrides | None]:
     """Merge the config sections, the command line and the DeepSpeed file.
 
-    The command line overrides the sections, and the sections override the DeepSpeed file. Returns
-    the merged options, and the DeepSpeed overrides or None if `--deepspeed` is not given.
+    `base` is the default configuration, and `values` are the assignments on the command line. The
+    command line overrides the sections, and the sections override the DeepSpeed file. Returns the
+    merged options, and the DeepSpeed overrides or None if `--deepspeed` is not given.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -412,8 +413,8 @@ def _store_flag(words: QuickstartCommandLine, flag: str, value: str) -> None:
 def _take_section_names(attached: str, rest: list[str]) -> list[str]:
     """Remove the section names of `--configs` from `rest`, and return them.
 
-    `attached` is the text after `--configs=`. Without it, the names are the words up to the next
-    flag or assignment. Commas also separate names.
+    `attached` is the text after `--configs=`. If it is empty, the names are the words of `rest` up
+    to the next flag or assignment. Commas also separate names.
     """
     given = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):

@@ -202,8 +202,8 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
 def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
     """Store one of ReaL's parallel degrees, such as `data_parallel_size`, for the layout of `call`.
 
-    The assignment is kept as it is if `call` has no layout (for example in a model's own
-    `parallel.*`), or if the user also sets the layout. Raises `ConfigError` for an invalid size.
+    The assignment is not changed if weft has no option `layout` for `call`, or if the user also
+    sets this option. Raises `ConfigError` for an invalid size.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.translated.append(override)

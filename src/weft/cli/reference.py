@@ -98,8 +98,8 @@ def _is_run(name: str) -> bool:
 def _is_own(name: str, config: RunConfig) -> bool:
     """Return whether an option is specific to its algorithm.
 
-    The options of runs, roles, data, sampling and calls are shared by all algorithms. The reference
-    lists them in separate tables.
+    The options of runs, roles, data, sampling and calls are not, because all algorithms share them.
+    The reference lists the shared options in separate tables.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):

@@ -1,4 +1,4 @@
-"""Build the page of a run, or a page that compares several runs.
+"""Build the HTML page of a run, or a page that compares several runs.
 
 A comparison shows which run was better, the options that differ, and the models' answers.
 """

@@ -139,7 +139,11 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def plan_removal(run: Path, parts: Sequence[str]) -> RunRemoval:
-    """Return the removal of the whole run or, if `parts` are given, of those that exist."""
+    """Plan the removal of a whole run, or only of the given `parts`.
+
+    `parts` are the names of folders in the run, such as "checkpoints"; those that do not exist are
+    left out. If `parts` is empty, the whole run is removed.
+    """
     if not parts:
         return RunRemoval(run, (run,), whole=True)
     return RunRemoval(
@@ -208,7 +212,7 @@ def confirm_removal(num_bytes: int) -> bool:
 
 
 def remove(removal: RunRemoval) -> None:
-    """Remove the folders and links in `removal`, and print a line.
+    """Remove the folders and links in `removal`, and print what was removed.
 
     The run is locked meanwhile, so that no process can start to work on it. Raises `ConfigError` if
     a path cannot be removed.

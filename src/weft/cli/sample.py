@@ -1,7 +1,7 @@
 """`weft sample`: sample answers to a file of prompts, to compare, score, or train on.
 
 report   answers under named sampling settings, as JSON and as one HTML page that compares models
-score    the mean reward of each model and setting in these reports, by a reward model
+score    the mean reward that a reward model gives each model and setting in these reports
 best     the best of n answers by reward, as SFT rows and preference pairs (rejection sampling)
 """
 
@@ -293,7 +293,10 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_best_answers(given: argparse.Namespace) -> None:
-    """Sample several answers per prompt, score them by a reward model, and write the best."""
+    """Sample several answers per prompt, score them with a reward model, and write the best.
+
+    The best answers are written as rows for SFT, and the best with the worst as preference pairs.
+    """
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import SampledAnswer, sample_answers
     from weft.evaluation.prompts import read_prompts

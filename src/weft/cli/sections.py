@@ -260,9 +260,10 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
 
 
 def find_shipped_file(display_path: str = "") -> Path:
-    """Return the path of a built-in file, or of the folder of the built-in files by default.
+    """Return the path of a built-in file, or of the folder that contains the built-in files.
 
-    `display_path` is the file's name as shown in messages, such as `weft:ready/NAME.yaml`.
+    `display_path` is the file's name as shown in messages, such as `weft:ready/NAME.yaml`. If it is
+    empty, the folder is returned.
     """
     return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
 

@@ -64,7 +64,8 @@ class SectionStack:
     """Result of merging config sections and the command line.
 
     `overrides` are the assignments to weft's options. `origins` maps each option to the key that
-    sets it and its place. `notes` are for the user.
+    sets it, and to the value with the place (file and line, or command line) where the key is set.
+    `notes` are for the user.
     """
 
     names: tuple[str, ...]
@@ -525,9 +526,9 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
     """Return the name of the quickstart for which the sections are most likely meant.
 
-    The guess is based on the name of a built-in recipe, else on an option group named after PPO,
-    GRPO or DPO, else on keys that only one of Open-Assistant's trainers reads. The default is
-    "sft".
+    The guess is based on the first of these that the sections contain: a built-in recipe, an option
+    group named after PPO, GRPO or DPO, and a key that only one of Open-Assistant's trainers reads.
+    The default is "sft".
     """
     recipes = []
     for section in sections:

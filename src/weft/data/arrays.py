@@ -58,7 +58,7 @@ def take_segments(
 
 
 def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
-    """Split an array into views of its rows: view i has the next `lengths[i]` rows."""
+    """Split an array into consecutive views of its rows; view i has `lengths[i]` rows."""
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)

@@ -102,7 +102,8 @@ def tokenize_in_background(
 
     A table that is tokenized during training is a `BackgroundTokenTable`, which the caller has to
     start. The result is a complete `TokenTable` instead if one is in the cache, if the files are
-    small, if a row can make several samples, or if `num_workers` is 0.
+    small, if a row can make several samples, if the rows vary too much (see `_read_all_rows`), if
+    `source.most` is set, or if `num_workers` is 0.
 
     Raises `DataError` with a report on the invalid rows that were found.
     """
@@ -163,8 +164,8 @@ class _SourceRows:
 def _read_all_rows(job: EncodingJob, source: RowSource) -> _SourceRows | None:
     """Read all rows of a source and choose the rows to tokenize before training.
 
-    Returns None if a row makes several samples, or if the rows have more shapes than can be checked
-    by tokenizing one row of each.
+    Returns None if all rows have to be tokenized before training. This is the case if a row is a
+    message tree, or if there are more than `2 * MAX_SHAPES` row shapes (see `_compute_shape`).
     """
     rows = _SourceRows()
     known = dict[Any, int]()
@@ -234,7 +235,7 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether a row is invalid, or its sample may have more than `most` tokens."""
+    """Return whether a row is invalid (to report it early), or may have more than `most` tokens."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
@@ -396,8 +397,7 @@ class BackgroundTokenTable:
     def take(self, indices: Sequence[int]) -> SequenceSample:
         """Return the samples at `indices`, tokenizing missing ones in the calling process.
 
-        The data have the dtypes used in batches, such as int64 token ids, rather than the smaller
-        ones of the table.
+        The data have the dtypes used in batches, such as int64 token ids.
         """
         with self._changed:
             missing = []
@@ -507,7 +507,7 @@ class BackgroundTokenTable:
             thread.start()
 
     def prioritize(self, order: Index) -> None:
-        """Make the worker processes tokenize the samples at indices `order` before all others."""
+        """Make the workers tokenize the samples at the indices `order` first, in this order."""
         others = np.ones(len(self), dtype=np.bool_)
         others[order] = False
         with self._changed:
@@ -574,7 +574,7 @@ class BackgroundTokenTable:
     def _encode_here(self, samples: Sequence[int]) -> None:
         """Encode samples in the calling process.
 
-        The caller must have set the state of the samples to `UNDER_WAY`.
+        The caller must have set their state to `UNDER_WAY`, so that no worker process takes them.
         """
         if samples:
             ordered = sorted(set(samples))

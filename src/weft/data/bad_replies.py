@@ -69,15 +69,15 @@ class PromptReplies:
         return {"prompt": self.text}
 
     def match_whitespace(self, reply: str) -> str:
-        """Return `reply` with the leading whitespace of the row's best reply.
+        """Return `reply` with the leading whitespace of the prompt's best reply.
 
-        Different whitespace would reveal that the reply is artificial.
+        Different whitespace would reveal that `reply` is artificial.
         """
         best = self.replies[0]
         return best[: len(best) - len(best.lstrip())] + reply.strip()
 
     def has_reply(self, reply: str) -> bool:
-        """Return whether `reply` equals one of the row's replies, ignoring whitespace."""
+        """Return whether `reply` equals one of the prompt's replies, ignoring whitespace."""
         return " ".join(reply.split()) in {" ".join(own.split()) for own in self.replies}
 
 
@@ -85,8 +85,8 @@ def read_replies(row: Row, number: int) -> Iterator[PromptReplies]:
     """Iterate over the prompts of a row, each with its replies.
 
     The row can be a ranking, a pair, a prompt with an answer, a conversation or an Open-Assistant
-    tree. Only a tree can have several prompts. If the row has no id, `number` is used as the id of
-    the prompt. Raises `BadRow` if the row has no reply.
+    tree. Only a tree can have several prompts. If the row has no id, the caller's `number` is used
+    as the id of the prompt. Raises `BadRow` if the row has no reply.
     """
     if is_tree(row):
         yield from _read_tree(row)

@@ -40,11 +40,12 @@ class BatchingOptions:
     """Options for dividing samples into batches. Exactly one of `num_ids` and `num_tokens` is set.
 
     Attributes:
-        num_ids: number of ids per batch
+        num_ids: number of sample ids per batch
         num_tokens: maximum number of tokens per batch
-        option: name of the token limit in error messages
+        option: name of the option that sets the token limit, for error messages
         by_length: sort the samples by length, shortest first
-        mixing: probability that a short sample is paired with another one; a pair counts as one id
+        mixing: probability that a short sample is selected for pairing; the two samples of a pair
+            are in the same batch and together count as one id
         mixing_below: number of tokens below which a sample counts as short
     """
 
@@ -57,7 +58,7 @@ class BatchingOptions:
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether the token counts of the samples affect the division into batches."""
+        """Return whether the division into batches depends on the token counts of the samples."""
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def compute_bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
@@ -193,8 +194,8 @@ class BatchLoader(Protocol):
         """Return batches of the first epoch for the memory forecast, the largest one first.
 
         The list can include smaller batches that may need as much memory as the largest one. If
-        some rows are not tokenized yet, the largest batch is found by estimated sizes. Must be
-        called before `next_batch`, and does not change the loader's position.
+        some rows are not tokenized yet, the largest batch is chosen by estimated token counts. Must
+        be called before `next_batch`, and does not change the loader's position.
         """
         ...
 
@@ -205,7 +206,7 @@ class BatchLoader(Protocol):
 class MapLoader:
     """Loader that builds batches from datasets with random access to their samples.
 
-    Every epoch draws the configured share of each source and shuffles the samples again.
+    Every epoch draws the configured share of each source and, with `shuffle`, shuffles the samples.
     """
 
     def __init__(
@@ -255,13 +256,13 @@ class MapLoader:
         return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the batches with the most tokens, and as many others spread evenly over the epoch.
+        """Return the `NUM_LARGE_BATCHES` batches with the most tokens, and as many others.
 
-        The completions of a row share the memory of their prompt, so a batch with fewer tokens but
-        shorter prompts can need more memory than the largest one. The evenly spread batches cover
-        this case. If some rows are not tokenized yet, fewer batches are returned, and their token
-        counts are estimated from bytes. Returns only the first batch if a source is not tokenized
-        by weft, since its lengths are unknown.
+        The others are spread evenly over the epoch. They are included because the completions of a
+        row share the memory of their prompt, so a batch with fewer tokens but shorter prompts can
+        need more memory than the largest one. If some rows are not tokenized yet, fewer batches are
+        returned, and their token counts are estimated from bytes. If a source is not tokenized by
+        weft, its lengths are unknown, and only the first batch is returned.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):

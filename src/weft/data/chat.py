@@ -1,4 +1,4 @@
-"""Tokenize conversations with a mask of the assistant's tokens, and report omitted parts.
+"""Tokenize conversations with a mask of the assistant's tokens, and report what a template omits.
 
 Masks are computed from spans of the rendered text, never from token ids. If a template has `{%
 generation %}` blocks, these are the assistant's text. For other templates, `weft.data.turns`
@@ -137,8 +137,8 @@ def mask_spans(
     """Tokenize a text and return (ids, mask); the mask is True on tokens that overlap a span.
 
     `offsets` returns ids with the character range of each one, or None if the tokenizer cannot
-    provide ranges. In that case, the text before each boundary of a span is tokenized separately.
-    The leading tokens that it has in common with the whole text are the tokens before the boundary.
+    provide ranges. Without ranges, the text up to each span boundary is tokenized separately. The
+    number of leading ids that it shares with the whole text is the token index of the boundary.
     """
     encoding = offsets(text)
     if encoding is None:

@@ -75,9 +75,10 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts in characters, ending between words.
+    """Return the number of characters in the words that two texts have in common at the beginning.
 
-    The prefix is always shorter than either text, unless a text is empty.
+    The white space after these words is counted too. The result is always smaller than the length
+    of either text, unless a text is empty.
     """
     length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():

@@ -14,9 +14,9 @@ MARK = "weft-looks-for-this-system-text"  # probe text that a template either wr
 
 
 def with_additions(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer that makes the additions to conversations set in `spec`.
+    """Return a copy of the tokenizer that adds the system texts set in `spec` to conversations.
 
-    These are the system prefix and the system tags (see `ConversationAdditions`). Raises
+    The system texts are the system prefix and the system tags (see `ConversationAdditions`). Raises
     `ConfigError` if options conflict, or if the chat template does not render the added system
     messages.
     """

@@ -58,8 +58,8 @@ def read_fixed_prompts(
 
     The ids are 0, 1, 2, ... in file order. With `as_chat`, a text prompt is rendered as a user
     message; prompts of messages are always rendered. `most` is the maximum number of tokens of a
-    prompt. Raises `DataError`, beginning with `option`, for invalid prompts and prompts that are
-    too long.
+    prompt. Raises `DataError` for invalid prompts and prompts that are too long; the message names
+    the option `option`.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

@@ -45,7 +45,8 @@ class GroupRearrangement:
 def format_part_name(part: Mapping[str, Any]) -> str:
     """Return the id of a part of a group in the form `id[first:stop]`.
 
-    `first` and `stop` are the range of completions in the part, which is given as its metadata.
+    `part` is the metadata of the part. Its values `first` and `stop` are the range of completions
+    that the part contains.
     """
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 

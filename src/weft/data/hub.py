@@ -53,7 +53,8 @@ def check_model(option: str, name: str, hint: str = "") -> None:
 def check_dataset(option: str, path: str, hint: str = "") -> None:
     """Check that a dataset, OWNER/NAME or OWNER/NAME:FOLDER, is in the local cache or on the hub.
 
-    Raises `DataError`, with a message that ends with `hint`, if the dataset is in neither of them.
+    `option` is the option that the user set. Raises `DataError`, with a message that ends with
+    `hint`, if the dataset is in neither of them.
     """
     name = path.partition(":")[0]
     if not _has_dataset_folder(name):

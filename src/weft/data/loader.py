@@ -52,8 +52,8 @@ class LoadedData:
             source is tokenized by weft
         parts: training samples of each source
         background_tables: tables whose rows are tokenized during training, until `close` is called
-        pending_notes: counts, with a description of the length limits, of the sources that
-            `take_new_notes` has yet to report on
+        pending_notes: (counts, description of the length limits) of each source that
+            `take_new_notes` has not reported yet
     """
 
     train: BatchLoader
@@ -193,10 +193,11 @@ def load_data(
 
 
 def _count_processes(num_workers: int | None, tables: int) -> int:
-    """Return the number of processes that tokenize each of `tables` sources during training.
+    """Return the number of processes that tokenize each source during training.
 
-    The processes are divided evenly among the sources. `num_workers` is `dataset.num_workers`. If
-    it is None, all cores are used except one, which training needs.
+    `tables` is the number of these sources, among which the processes are divided evenly.
+    `num_workers` is `dataset.num_workers`. If it is None, all cores except one are used, since
+    training needs one.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 
@@ -287,10 +288,10 @@ class SourceReader:
     def prepare_named(
         self, named: list[tuple[SourceSpec, str]]
     ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
-        """Convert sources that are named datasets to files, and return (sources, notes).
+        """Convert named datasets to files, and return (sources, notes).
 
-        `named` lists the sources with their names; other sources are returned unchanged. The notes
-        report rows of named datasets that were left out.
+        `named` has all sources with their names. A source that is not a named dataset is returned
+        unchanged. The notes report rows of named datasets that were left out.
         """
         sources: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
@@ -362,7 +363,7 @@ class SourceReader:
         """Divide the samples of a source and return (training samples, held-out samples).
 
         If validation has a different length limit, all rows are read a second time with that limit.
-        A row is never used for both purposes, even if one of the limits drops other rows.
+        A row is never used for both purposes, even if the two limits drop different rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
@@ -382,7 +383,8 @@ class SourceReader:
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
         """Return all rows of a validation file, and their count.
 
-        The dataset argument `path` is ignored.
+        The argument `path` in `source.args` is ignored, since it sets the file of the training
+        rows.
         """
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.validation_reader._build(replace(source, args=args))
@@ -470,9 +472,9 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return `usual`, or a dataset type that reads message trees if the file contains trees.
+    """Return `usual`, or a dataset type that reads Open-Assistant's trees if the file has trees.
 
-    These are Open-Assistant's message trees. Only the first row of the file is read.
+    Only the first row of the file is read.
     """
     if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():
         return usual

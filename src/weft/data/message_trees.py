@@ -157,9 +157,9 @@ def iterate_nodes(node: Node) -> Iterator[Node]:
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """Iterate over the messages of a tree without nesting, each parent before its replies.
+    """Iterate over the messages of a tree, parents first, each without its nested replies.
 
-    The id and the state of the tree are added to each message.
+    The id of its parent, and the id and the state of the tree are added to each message.
     """
 
     def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:

@@ -186,7 +186,10 @@ def _normalize_message(message: Any, number: int) -> Message:
 
 
 def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
-    """Return the reasoning of a turn. Raises `DataError` if several keys have different texts."""
+    """Return the reasoning of message `number` from `thoughts`, which maps keys to texts.
+
+    Raises `DataError` if several keys have different texts, or if a value is not a text.
+    """
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
@@ -201,8 +204,9 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     """Return whether a message is trained, as set by its keys `train`, `weight` or `loss_weight`.
 
-    A message without these keys is trained. Raises `DataError` if a value of an assistant message
-    is neither 0 nor 1, since a turn is trained either as a whole or not at all.
+    A message without these keys is trained. Raises `DataError`, naming the message by its `number`,
+    if a value of an assistant message is neither 0 nor 1, since a turn is trained either as a whole
+    or not at all.
     """
     given = {}
     for key in WEIGHTS:
@@ -256,7 +260,10 @@ def _build_hint(close: Sequence[str]) -> str:
 
 
 def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """Split a message content that is a list of parts into (text, reasoning, tool calls)."""
+    """Split a message content that is a list of parts into (text, reasoning, tool calls).
+
+    `number` is the number of the message, for error messages.
+    """
     text = []
     reasoning = []
     calls = []
@@ -289,7 +296,8 @@ def _read_calls(value: Any) -> list[Any]:
 def _normalize_call(call: Any, number: int) -> dict[str, Any]:
     """Convert a tool call to the form that chat templates expect.
 
-    The form is `{type, function: {name, arguments}}`, where the arguments are a mapping.
+    The form is `{type, function: {name, arguments}}`, where the arguments are a mapping. `number`
+    is the number of the message, for error messages.
     """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:

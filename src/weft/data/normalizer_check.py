@@ -27,7 +27,8 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 def check_growth(file: Path, what: str) -> None:
     """Raise `UserError` if a tokenizer.json can make a text more than `MAX_GROWTH` times longer.
 
-    This concerns its normalizer and its decoder. `what` is the beginning of the error message.
+    The limit applies to its normalizer and to its decoder. `what` is the beginning of the error
+    message.
     """
     for part, values in _parse_components(read_text(file, what)):
         grown = compute_growth(values)
@@ -55,7 +56,8 @@ def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
 def compute_growth(values: Any) -> float:
     """Return the maximum factor by which a normalizer or decoder makes a text longer.
 
-    The factor is infinite if the growth is unbounded.
+    `values` describes the normalizer or decoder in the format of tokenizer.json. The factor is
+    infinite if it prepends more than `MAX_PREPENDED` characters.
     """
     if not isinstance(values, Mapping):
         return 1.0
@@ -91,7 +93,10 @@ def compute_growth(values: Any) -> float:
 
 
 def _has_empty_match(rule: Any) -> bool:
-    """Return whether a regular expression can match the empty string."""
+    """Return whether a regular expression can match the empty string.
+
+    Also returns True for an expression that Python cannot compile.
+    """
     try:
         return re.match(str(rule or ""), "") is not None
     except (re.error, RecursionError, OverflowError):  # syntax that only the library knows

@@ -25,9 +25,9 @@ HISTORY = "history"
 
 
 def list_prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Return the columns that may contain the prompt.
+    """Return the names of the columns that may contain the prompt.
 
-    This is only `key` if it is set, and the usual prompt columns otherwise.
+    This is only `key` if the user has set it. If `key` is None, it is all usual prompt columns.
     """
     return (key,) if key else PROMPT_KEYS
 

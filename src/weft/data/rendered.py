@@ -63,8 +63,9 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 def find_template_fault(render: Render) -> str | None:
     """Return the reason why a template cannot render text conversations, or None if it can.
 
-    The check renders a simple conversation. If the template raises an error for every variant of
-    it, the result is None, since the template may still accept the user's conversations.
+    The check renders a simple conversation, with contents as texts and as lists of parts. If the
+    template rejects both forms, the result is None, since it may still accept the user's
+    conversations.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -158,8 +159,8 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
 def has_content(text: str, content: str) -> bool:
     """Return whether a rendered text contains the content of a message.
 
-    Reasoning at the beginning of the content is not required. Differences in white space and
-    quoting are ignored.
+    Reasoning at the beginning of the content may be missing from the text. Differences in white
+    space and quoting are ignored.
     """
     return has_text(text, content.rpartition(END_OF_THOUGHT)[2])
 

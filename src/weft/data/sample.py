@@ -36,7 +36,7 @@ Values = Array | Sequence[Any]
 class SequenceSample:
     """Immutable batch of packed sequences with ids and metadata.
 
-    Every key has any number of sequences per id. Raises `DataError` naming the key if the fields
+    A key can have any number of sequences per id. Raises `DataError` naming the key if the fields
     contradict each other.
 
     Attributes:
@@ -299,7 +299,7 @@ class SequenceSample:
     # -- samples with new keys
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample with the new keys `values`, and with the same ids and lengths as `key`.
+        """Return a sample that has only the new keys `values`, with the ids and lengths of `key`.
 
         For example, `sample.like("completion", advantages=..)` has one advantage per completion
         token. The arrays are converted to the array type of this sample. Raises `DataError` naming
@@ -308,7 +308,7 @@ class SequenceSample:
         return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample with the new keys `values`, which have one value per sequence of `key`.
+        """Return a sample that has only the new keys `values`: one value per sequence of `key`.
 
         For example, `sample.one_per("completion", rewards=..)` has one reward per completion. The
         ids are the same as in this sample.
@@ -461,7 +461,7 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
 def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
     """Return a sample with new ids, to which `new` assigns the sequences.
 
-    Each new id inherits the metadata of an old one, except the metadata `drop`.
+    Each new id inherits the metadata of an old one, except for the metadata named `drop`.
     """
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}

@@ -1,4 +1,7 @@
-"""Random pairing of short samples within an epoch."""
+"""Random pairing of short samples within an epoch.
+
+A pair counts as one id of a batch, so that batches of short samples have more tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ Index = npt.NDArray[np.int64]
 def pair_short(
     costs: Index, below: int, probability: float, draw: np.random.Generator
 ) -> tuple[Index, Index]:
-    """Pair short samples at random, and return (order of the samples, bounds).
+    """Pair short samples at random, and return (order of the samples, unit boundaries).
 
-    A unit is a single sample or a pair. Unit i consists of the samples from bound i up to, but not
-    including, bound i + 1 in the new order. Each sample of fewer than `below` tokens is selected
-    with `probability`, and consecutive selected samples form pairs. A pair takes the position of
-    its second sample. A selected sample without a partner is put at the end.
+    A unit is a single sample or a pair. In the new order, unit i consists of the samples from
+    boundary i up to, but not including, boundary i + 1. Each sample of fewer than `below` tokens is
+    selected with `probability`, and consecutive selected samples form pairs. A pair takes the
+    position of its second sample. A selected sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

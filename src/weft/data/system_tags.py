@@ -42,7 +42,7 @@ class ConversationAdditions:
     def apply(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
         """Return the messages with the added system texts.
 
-        `draw` generates the random choices. Without it, no line of a tag is dropped, and the lines
+        `draw` makes the random choices. If it is None, no line of a tag is dropped, and the lines
         are in a fixed order.
         """
         conversation = list(messages)

@@ -41,7 +41,8 @@ class TimeLimitExceeded(Exception):
 def find_template_problem(template: str) -> str | None:
     """Return a description of the problem with a chat template, or None if there is none.
 
-    The description includes the line number if it is known.
+    Problems are syntax errors, and templates that need too much time or memory. The description
+    includes the line number if it is known.
     """
     try:
         problem = _find_oversized(template)

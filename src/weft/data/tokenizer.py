@@ -115,7 +115,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of token ids without any cleanup.
+        """Return the text of token ids, without the cleanup of spaces that `transformers` offers.
 
         With `skip_special`, special tokens are left out.
         """

@@ -192,9 +192,9 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _describe_path(path: str, option: str, *, own: bool) -> str:
-    """Format the option that set the tokenizer path, as `OPTION=PATH`.
+    """Format the option that set the tokenizer path, as `OPTION=PATH`, for error messages.
 
-    For a command, returns only the path.
+    With `own`, it is the model's path option. On a command line, only the path is returned.
     """
     if option == COMMAND:
         return path

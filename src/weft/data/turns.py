@@ -177,10 +177,11 @@ class _RenderedConversation:
         return content_span[1] + rest.find(token) + len(token)
 
     def _skip_header(self, index: int, at: int) -> int:
-        """Return the start of turn `index`, at or after `at`, if there is no generation prompt.
+        """Return the start of turn `index` for a template that has no generation prompt.
 
-        If the template renders a header before the content of a reply, the turn starts after the
-        header. White space and the beginning of a tool call are part of the turn.
+        `at` is the end of the text that belongs to the earlier messages. If the template renders a
+        header after `at`, before the content of a reply, the turn starts after the header. White
+        space and the beginning of a tool call are part of the turn.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -210,8 +211,8 @@ class _RenderedConversation:
     def _find_text_after_content(self, index: int, rendering: str | None) -> str | None:
         """Return the text after the content of message `index` in `rendering`.
 
-        `rendering` is the rendered conversation up to and including that message, or None. Returns
-        None if it is None, or if the template rejects the messages.
+        `rendering` is the rendered conversation up to and including message `index`. Returns None
+        if `rendering` is None, or if the template rejects the messages.
         """
         talk = [*self.messages[:index], _replace_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)

@@ -31,8 +31,9 @@ class RandomWindow:
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
         """Crop a sample longer than `size` to a random window, with `probability`.
 
-        Otherwise, the sample is returned unchanged. Every window that includes a trained token is
-        equally likely. The first token of a sample is never trained, since no token precedes it.
+        A sample is returned unchanged if it is short enough, is not selected, has several
+        completions, or cannot be cropped. Every window that includes a trained token is equally
+        likely. The first token of a sample is never trained, since no token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

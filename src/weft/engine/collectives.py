@@ -1,8 +1,8 @@
 """Communication between the ranks of one layout during an engine call.
 
 The code of the engine, its training step and its optimizer describes a single rank. All
-communication with other ranks goes through the protocol `Collectives`. `LocalCollectives` is its
-implementation for one device, and `weft.engine.mesh_collectives` has that for several devices.
+communication with other ranks goes through the protocol `Collectives`. `LocalCollectives`
+implements the protocol for one device, and `weft.engine.mesh_collectives` for several devices.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Collectives(Protocol):
         """Run every micro-batch through the network, with a backward pass if `trains`.
 
         `work` prepares the micro-batches and handles their outputs. Returns the results of
-        `work.finish` on ranks that have the network's outputs.
+        `work.finish`, or an empty list on ranks that do not get the network's outputs.
         """
         ...
 
@@ -120,9 +120,9 @@ class Collectives(Protocol):
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Gather whole tensors by name on the rank that writes them to disk.
+        """Return whole tensors by name on the rank that writes them to disk, else None.
 
-        Returns None on other ranks.
+        `own` contains this rank's slice of each tensor.
         """
         ...
 

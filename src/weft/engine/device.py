@@ -175,7 +175,8 @@ def keep_sums_wide(device: torch.device) -> None:
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
     """Select the flash attention version `version`, the value of the option `flash_attention`.
 
-    Returns notes for the user. Raises `ConfigError` if that version is not available.
+    Returns at most one note for the user, which names the selected version if the device is a
+    Hopper GPU. Raises `ConfigError` if the version is not available.
     """
     try:
         note = flash.choose(device, version)

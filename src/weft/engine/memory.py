@@ -46,7 +46,8 @@ class NetworkShape:
         fused: Whether the MLP recomputes the activation, and the product of the activation with the
             gated part, instead of keeping them.
         capped: Whether logits have a soft cap.
-        row_ranks: Number of ranks over which the rows of the residual stream are divided.
+        row_ranks: Number of ranks that divide the tokens of the residual stream (sequence
+            parallelism); 1 if every rank has all tokens.
         rounded: Number of quantized elements, which are dequantized one matrix at a time.
         rounded_bytes: Size in bytes of the quantized elements.
         shards: Number of ranks over which the parameters are sharded. A rank gathers the parameters
@@ -94,8 +95,9 @@ class NetworkShape:
 
         These are the hidden states before attention and before the MLP, the outputs of both norms,
         q, k, v, the output of attention, the outputs of the MLP's first matrices and, if the MLP
-        isn't fused, as many again for the activation and the product. Norm outputs are counted for
-        the rows of all ranks, because attention and MLP read all of them.
+        isn't fused, as many again for the activation and the product. If ranks divide the tokens of
+        the residual stream, the outputs of the norms still have all tokens, because attention and
+        MLP read all of them.
         """
         return (
             2 * (self.stream_width + self.hidden)

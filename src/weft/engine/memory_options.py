@@ -217,7 +217,10 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
 
 
 def _shard_case(case: MemoryCase, ranks: int) -> MemoryCase:
-    """Return one rank's part of a trained role; other roles are returned unchanged."""
+    """Return the case of one rank if a trained role is sharded over `ranks` ranks.
+
+    The case of a frozen role is returned unchanged.
+    """
     if not case.settings.trained:
         return case
     shape = case.shape

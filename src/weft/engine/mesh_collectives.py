@@ -30,9 +30,10 @@ class MeshCollectives:
     """Implementation of `Collectives` for one rank of `mesh`.
 
     `holdings` maps each rank to its slices of the parameters, and `shapes` contains the shapes of
-    whole parameters. `stored` is a function that returns this rank's parameters. `config` is the
-    configuration of the whole network, or None if the network isn't split. `shards` is set if FSDP2
-    shards the network, and `pipeline` if the layout has several stages.
+    whole parameters. `stored` is a function that returns this rank's parameters by canonical name.
+    `config` is the configuration of the whole network, or None if the network isn't split. `shards`
+    contains the parameters that FSDP2 shards, or is None without FSDP2. `pipeline` is None if the
+    layout has only one pipeline stage.
     """
 
     mesh: RankMesh
@@ -239,9 +240,10 @@ class MeshCollectives:
         return buffer.cpu()
 
     def _iterate_slices(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
-        """Iterate over (rank, slice) for each distinct slice of a parameter.
+        """Iterate over (rank, slice) for each distinct slice of the parameter `name`.
 
-        The rank is one that has the slice. If `first` has it, the rank is `first`.
+        A slice that several ranks have is listed once, with the rank `first` if that rank has the
+        slice, else with the first rank of the mesh that has it.
         """
         slices: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
@@ -277,7 +279,10 @@ class MeshCollectives:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Set each missing gradient to zeros if another rank has a gradient of the parameter."""
+        """Set a missing gradient to zeros if another rank of `group` has that parameter's gradient.
+
+        All ranks of the group then sum the gradients of the same parameters.
+        """
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -292,9 +297,9 @@ class MeshCollectives:
 
 
 def _group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements.
+    """Group consecutive tensors of one dtype into buckets, which are all-reduced one by one.
 
-    A larger tensor is in a bucket by itself.
+    A bucket has at most `BUCKET` elements. A larger tensor is in a bucket by itself.
     """
     bucket: list[Tensor] = []
     for each in tensors:

@@ -15,11 +15,12 @@ from weft.data.sample import SequenceSample
 def split_batch(
     batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]
 ) -> list[SequenceSample]:
-    """Split a batch into parts of at most `max_tokens` tokens.
+    """Split a batch into micro-batches of at most `max_tokens` tokens.
 
-    With unit "group", all completions of an id are in one part. With "sequence", the completions of
-    an id are divided among several parts if they are too large for one. Raises `ConfigError`, which
-    names the option `max_tokens_per_microbatch`, if the batch cannot be split into such parts.
+    With unit "group", all completions of an id are in one micro-batch. With "sequence", the
+    completions of an id are divided among several micro-batches if they are too large for one.
+    Raises `ConfigError`, which names the option `max_tokens_per_microbatch`, if the batch cannot be
+    split in this way.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -28,24 +29,28 @@ def split_batch(
 
 
 def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
-    """Join the results of all parts into one sample with these ids, and reunite split groups."""
+    """Join the results of all micro-batches into one sample with these ids.
+
+    Completions of an id that `split_batch` divided among several micro-batches are reunited.
+    """
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the ids of the batch that have completions in a part.
+    """Return the ids of the whole batch that have completions in the micro-batch `part`.
 
-    If the completions of an id are divided among several parts, each of these parts lists the id
-    once.
+    If the completions of an id are divided, `part` itself names them `id[first:stop]`; the result
+    contains the original id, and contains it only once.
     """
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 
 
 def list_sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
-    """Return (id, index of the completion within its id) for every sequence.
+    """Return (id, index of the completion within its id) for every sequence of a micro-batch.
 
-    The keys do not depend on how groups were split.
+    The index counts all completions of the id in the batch, so it does not depend on how they are
+    divided among micro-batches.
     """
     counts = [len(group) for group in part.seqlens["completion"]]
     cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)

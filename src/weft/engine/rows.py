@@ -2,8 +2,8 @@
 
 Each completion is laid out as its prompt followed by its tokens. Prefixes that sequences have in
 common are repeated or, on request, shared. The row of a completion token is the hidden state that
-predicts the token, which is that of the token before it. After an empty prompt, the first token has
-no token before it. Its row is then its own hidden state, with mask, log-prob and value 0.
+predicts the token: the hidden state of the preceding token. After an empty prompt, the first token
+has no preceding token. Its row is then its own hidden state, with mask, log-prob and value 0.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PackLayout:
     """Layout of a micro-batch's S sequences in a pack; all attributes are int64 arrays `[S]`.
 
     Sequences may share a prefix of their prompts. The pack then contains the prefix once, before
-    all of these sequences. A prompt's last token is never shared, because the generator also
-    computes it with the completion, and both must round in the same way.
+    all of these sequences. As in the generator, a prompt's last token is never shared, so that
+    log-probs are rounded in the same way.
 
     Attributes:
-        group: Index of the sequence's id.
+        group: Index, in the sample, of the id to which the sequence belongs.
         prompt: Number of prompt tokens.
         length: Number of completion tokens.
         first: Index of the first sequence with the same shared prefix, or of the sequence itself.
@@ -201,8 +201,8 @@ def pack(
 ) -> Packed:
     """Return the network's input for a micro-batch, packed as `layout` describes.
 
-    Each sequence's last token is followed by `extra` rows (values need one). The label of an extra
-    row is the sequence's last token, but is not used.
+    Each completion has one row per token, and then `extra` rows: values need one, the hidden state
+    of the last token. The label of an extra row is the sequence's last token, but is not used.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")
@@ -360,9 +360,10 @@ class SampleRows:
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Return the indices of the better and the worse sequence of each of P pairs, both `[P]`.
 
-        The sequences of a pair are in the same group and comparison, and the better one has the
-        smaller rank. Without the key `comparison`, each group is one comparison. Pairs are in index
-        order.
+        Two sequences are a pair if they belong to the same id and comparison and have different
+        ranks; the one with the smaller rank is the better one. The keys `rank` and `comparison` of
+        the batch contain these values. Without the key `comparison`, each id is one comparison.
+        Pairs are in index order.
         """
         rank = to_host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
@@ -413,8 +414,8 @@ def to_sample(
 ) -> SequenceSample:
     """Return the network's outputs on the CPU, grouped by the ids of `sample`.
 
-    For a completion of L tokens, the shape is `[L + 1]` for values, `[1]` for scores, and `[L]` or
-    `[L, K]` for all other outputs.
+    For a completion of L tokens, the shape is `[L + 1]` for values, `[1]` for scores, and `[L]` or,
+    with K values per token, `[L, K]` for all other outputs.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

@@ -35,8 +35,8 @@ def keep_outputs(
     """Return a micro-batch's outputs for the ids in `chosen`.
 
     Each completion of L tokens has `logprobs` [L] or `scores` [1], without gradients, on the device
-    of `out`. Ids with more than `TOKENS` tokens are left out. Returns None if no id is left, if a
-    group was split, or if the loss uses neither of these outputs.
+    of `out`. Ids with more than `TOKENS` tokens are left out. Returns None if no id is left, if the
+    completions of an id were divided, or if the loss uses neither of these outputs.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

@@ -104,9 +104,9 @@ class ServiceClient:
     def _map_concurrently(
         self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
     ) -> list[list[Any]]:
-        """Call `ask` on all parts concurrently, and return the answers in order.
+        """Call `ask` on each list of rows in `parts` concurrently, and return the answers in order.
 
-        After a failure, no more requests are sent.
+        `ask` sends one request. After a failure, no more requests are sent.
         """
         self._closing.clear()
         with ThreadPoolExecutor(self.spec.concurrency) as pool:

@@ -1,4 +1,4 @@
-"""Client calls of the inference protocol over gRPC."""
+"""Client calls of the Open Inference Protocol (`weft.protocol`) over gRPC."""
 
 from __future__ import annotations
 

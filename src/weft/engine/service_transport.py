@@ -1,4 +1,7 @@
-"""Client calls of the inference protocol, each of which returns an answer or a `RequestFailure`."""
+"""Client calls of the inference protocol, each of which returns an answer or a `RequestFailure`.
+
+The protocol is the Open Inference Protocol (`weft.protocol`).
+"""
 
 from __future__ import annotations
 

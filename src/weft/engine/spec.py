@@ -400,9 +400,10 @@ class ModelSpec:
         return self.with_virtual_stages(parsed)
 
     def with_virtual_stages(self, layout: Layout) -> Layout:
-        """Return the layout with the number of pipeline stages per rank that the schedule needs.
+        """Return the layout with the number of stages per rank that `pipeline_schedule` needs.
 
-        Raises `ConfigError` for a number of stages that the schedule doesn't support.
+        A layout without pipeline parallelism is returned unchanged. Raises `ConfigError` if the
+        schedule doesn't support the value of `pipeline_stages_per_rank`.
         """
         placement = build_placement(
             cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank

@@ -178,10 +178,11 @@ def _augment_part(
     weak: WeakModel | None,
     number: int,
 ) -> dict[str, Any]:
-    """Return the augmented rows of one chunk, and the number of its rows that were left out.
+    """Return the augmented rows of one part of the output, and a count of the rows left out.
 
-    The result is a mapping with the keys "rows" and "left_out". `number` is the index of the chunk.
-    `rows` are the rows of all chunks, from which some kinds of bad replies are taken.
+    The result is a mapping with the keys "rows" and "left_out". `chunk` has the input rows of the
+    part, and `number` is the part's index. `rows` are the input rows of all parts, because some
+    kinds of bad replies are taken from other rows.
     """
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
@@ -209,8 +210,8 @@ def _augment_part(
 def _build_rows(row: PromptReplies, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
     """Yield one ranking that includes the bad replies or, with `pairs`, one pair per bad reply.
 
-    Each pair consists of the best reply and a bad reply. A row with a single reply and no bad
-    replies is left out, because it is not a ranking.
+    Each pair consists of the best reply and a bad reply. Without bad replies, no pair is yielded,
+    and a ranking is yielded only if the row has at least two replies.
     """
     if pairs:
         for place, reply in enumerate(bad):

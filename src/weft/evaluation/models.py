@@ -148,8 +148,8 @@ def check_generates_text(path: str) -> None:
 def _find_adapter(path: str) -> Path | None:
     """Return the folder `path` if it contains LoRA adapters, else None.
 
-    A folder with a trained prefix does not count as an adapter, because such a folder is opened as
-    a model, together with its base model.
+    A folder with a trained prefix (from prefix tuning) does not count as an adapter, because such a
+    folder is opened as a model, together with its base model.
     """
     folder = Path(path).expanduser()
     if (folder / ADAPTER).exists() and not has_prefix(folder):

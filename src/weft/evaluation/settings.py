@@ -38,8 +38,8 @@ NEUTRAL: Mapping[str, Any] = {
 class SamplingSettings:
     """Sampling options with a name.
 
-    `spec` are the complete options. `file_values` are the options that the settings define
-    explicitly, as written in the file.
+    `spec` has the values of all options. `file_values` has only the options that the settings
+    define explicitly, as written in the file.
     """
 
     name: str

@@ -44,8 +44,9 @@ class ExperimentParts:
     """Roles, graph nodes and data that an algorithm derives from its options.
 
     `nodes` and `evaluation` are the nodes of the main graph and of the evaluation graph. `notes`
-    are lines for the plan that is printed before the run. Other fields with the name of a field of
-    `Experiment` have the same meaning.
+    are lines for the plan that is printed before the run. `longest` is the maximum number of tokens
+    per sequence, or None if no option sets it. The other fields have the same meaning as in
+    `Experiment`.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -291,11 +292,11 @@ def _build_evaluation(plan: ExperimentParts, keys: Sequence[str]) -> Evaluation 
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
-    """Return the node with an offload hook if its role has the option `offload`.
+    """Return the node with an offload hook if it is a call whose role has the option `offload`.
 
     After the call, the hook moves the role's weights to host memory. The hook is part of the graph,
-    so that users can see and remove it. Host functions and other roles' calls are returned
-    unchanged.
+    so that users can see and remove it. Host functions, and calls of roles without this option, are
+    returned unchanged.
     """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
@@ -330,7 +331,8 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
 def _check_calls(experiment: Experiment) -> None:
     """Raise `ConfigError` for unknown interfaces, unknown losses and unknown arguments of losses.
 
-    Torch is not imported, since losses work on arrays of any library.
+    The arguments are checked by building each loss. This does not import torch, since losses work
+    on arrays of any library.
     """
     for node in experiment.graph.list_model_calls():
         if node.interface not in interfaces:

@@ -32,7 +32,7 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a decoder, and the settings of its role that affect the estimates.
+    """Sizes of a decoder, and settings of the role that uses it, for the estimates.
 
     Attributes:
         layers: Number of transformer layers.
@@ -41,12 +41,12 @@ class DecoderSizes:
         key: Width of the keys over all key-value heads.
         inner: Width of the MLP, summed over the experts that process a token.
         vocab: Size of the vocabulary, or 1 for a model that returns scores.
-        active: Number of weights per layer that are used for a token.
-        whole: Number of weights per layer.
+        active: Number of weights per layer that process a token, without the unused experts.
+        whole: Number of weights per layer, including all experts.
         embedding: Number of weights in the input embedding.
         outputs: Number of weights in the output matrix.
-        trainable: Number of adapter weights if only adapters are trained, or None.
-        recompute: Every n-th layer is recomputed in the backward pass; 0 for none.
+        trainable: Number of adapter weights if only adapters are trained, else None.
+        recompute: Interval n: every n-th layer is recomputed in the backward pass; 0 means none.
 
     The other attributes are settings of the role, such as its dtype and optimizer.
     """

@@ -35,8 +35,8 @@ def resolve_models(config: RunConfigT) -> RunConfigT:
 
     If a model is given as the name of a run, the name is replaced by a checkpoint directory of that
     run. A backend is chosen only if the model's config.json is available. A resumed run keeps the
-    checkpoints from its first start. Raises a `CheckpointError` that names the option if a model
-    cannot be found.
+    checkpoints that it used when it first started. Raises a `CheckpointError` that names the option
+    if a model cannot be found.
     """
     changed: dict[str, Any] = {}
     for spec in fields(config):
@@ -76,8 +76,9 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
 def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
     """Return a list with a warning if the reward model's checkpoint has no score head.
 
-    Without a score head in the checkpoint, a random one is used, and the rewards are noise.
-    Otherwise, the list is empty. `values` are the contents of the checkpoint's config.json.
+    Such a model gets a random score head, and its rewards are noise. The list is empty if the
+    checkpoint has a score head, or if the role is not a reward model or is trained. `values` are
+    the contents of the checkpoint's config.json.
     """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
@@ -151,10 +152,10 @@ def _has_tokenizer(place: Path) -> bool:
 
 
 def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
-    """Return the value that `option` had when the resumed run started, or None for a new run.
+    """Return the value that `option` had when the resumed run began, or None for a new run.
 
-    The value is read from the saved configuration in `run`, the directory of this run, or else from
-    that of the run given by the option `resume_from`.
+    The value is read from the saved configuration in `run`, the directory of this run. If there is
+    none, it is read from the saved configuration of the run that the option `resume_from` names.
     """
     places = [run]
     if config.resume_from is not None:
@@ -180,8 +181,9 @@ def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str |
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
     """Return the role with a backend that can run its model, according to the model's config.json.
 
-    `values` has the contents of config.json. If it is empty, the backend is unchanged. Raises
-    `ConfigError` if the backend that the user set cannot run the model, or if no backend can.
+    `values` are the contents of config.json. If they are empty, because the file is not available,
+    the backend is unchanged. Raises `ConfigError` if the backend that the user set cannot run the
+    model, if no backend can, or if the backend cannot add the tokens that the role needs.
     """
     if spec.backend not in (AUTO, kind.TORCH_BACKEND) or spec.path is None:
         return spec

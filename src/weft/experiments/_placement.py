@@ -57,7 +57,7 @@ class PlacementReport:
     loads: Mapping[str, CallWorkload]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates as plain values, for the best placement and for the heuristic's."""
+        """Return the estimates for the best and the heuristic's placement, as plain values."""
         result = self.result
         return {
             "device": self.rates.name,
@@ -177,8 +177,9 @@ def _build_problem(
 ) -> tuple[PlacementProblem, list[int]]:
     """Return the search problem, and the placement in which every movable call uses all devices.
 
-    Calls of the roles in `free` can be moved. The placement is a list of indices: the i-th is the
-    index of unit i's mesh in its `meshes`.
+    Calls of the roles in `free` can be moved. Calls that must be on the same mesh form a unit (see
+    `_build_units`). The placement has one index for each unit: that of the unit's mesh in the list
+    of its candidates, `PlacementUnit.meshes`.
     """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -242,12 +243,13 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return the placement units, and the index of each unit's initial mesh in its `meshes`.
+    """Return the units to place, and the index of each unit's initial mesh in its `meshes`.
 
-    A unit is a group of calls that are placed together: all calls that train a role, or a single
-    other call. The keys of the second result are the names of a unit's calls. Calls of the roles in
-    `free` are initially on all devices and can be moved, unless their layout is set. `count` is the
-    number of all devices, and `per_node` is the number per machine.
+    A unit is a group of calls that are placed together. It consists either of all calls that train
+    a role, or of a single call that does not train. The keys of the second result are the names of
+    each unit's calls. Calls of the roles in `free` are initially on all devices and can be moved,
+    unless their layout is set. `count` is the number of all devices, and `per_node` is the number
+    of devices per machine.
     """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
@@ -523,9 +525,9 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return the roles that can share another role's weights, with the name of that other role.
+    """Return a mapping from each role that can share another role's weights to that other role.
 
-    Such a role is a reference that equals the actor with its adapters disabled.
+    A reference can share the actor's weights if it equals the actor with its adapters disabled.
     """
     from weft.engine.torch.adapters_off import can_share_base
 

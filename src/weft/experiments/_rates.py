@@ -25,7 +25,7 @@ class DeviceRates:
         link_bandwidth: Bandwidth between devices of one machine, in bytes per second.
         network_bandwidth: Bandwidth between machines, in bytes per second.
         latency: Duration of one exchange of messages, in seconds.
-        launch: Minimum time per layer, in seconds.
+        launch: Fixed overhead of running one layer, in seconds.
         capacity: Device memory that a run can use, in bytes.
         most_sequences: Maximum number of sequences that are decoded together.
         per_node: Number of devices per machine.

@@ -294,7 +294,7 @@ class RLGraphBuilder:
         return nodes
 
     def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Return the call for the reference's log-probs; it waits for the keys in `waits`."""
+        """Return the call that computes the reference's log-probs once the keys `waits` exist."""
         return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
 
     def _build_scoring(self, name: str, role: str, output_key: str, waits: Sequence[str]) -> MFCDef:
@@ -313,10 +313,9 @@ class RLGraphBuilder:
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The first node computes the actor's log-probs before the first update. The second node
-        computes weights for the loss, which correct for the difference between these log-probs and
-        the sampler's. The first node waits until the keys in `waits`, which other nodes compute,
-        are available.
+        The first node computes the actor's log-probs before the first update. It starts once the
+        keys in `waits`, which other nodes compute, exist. The second node computes weights for the
+        loss, which correct for the difference between these log-probs and the sampler's.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.correction_keys:
@@ -337,8 +336,9 @@ class RLGraphBuilder:
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def build_covariance(self) -> list[Node]:
-        """Return the node that selects the tokens for Clip-Cov or KL-Cov; no node for other
-        methods.
+        """Return the node that selects tokens for Clip-Cov or KL-Cov, as a list.
+
+        The list is empty if neither method is used.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.covariance_keys:
@@ -420,10 +420,9 @@ class RLGraphBuilder:
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
-        """Return the weight updates after a step, as a list.
+        """Return the weight updates after a step: none, or one if `ref_ema_eta` is set.
 
-        If `ref_ema_eta` is set, there is one, which makes the reference a moving average of the
-        actor. Otherwise, the list is empty.
+        This update makes the reference a moving average of the actor.
         """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
@@ -500,7 +499,7 @@ def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[st
 
 
 def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
-    """Return lines for the printed plan that describe a step, without the counts in its table."""
+    """Return the printed plan's lines that describe a step, beyond the counts in its table."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [

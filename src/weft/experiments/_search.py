@@ -37,8 +37,8 @@ SEED = 1
 class PlacementUnit:
     """Group of calls that are placed on the same mesh.
 
-    These are all calls that train a role, or a single other call. `meshes` are the candidates among
-    which the search chooses.
+    The group consists either of all calls that train a role, or of a single call that does not
+    train. `meshes` are the candidate meshes from which the search chooses one.
     """
 
     role: str
@@ -56,7 +56,7 @@ class PlacementEstimate:
         seconds: Duration of each call.
         transfer_seconds: Time to transfer weights to the devices of each call.
         step_seconds: Duration of a step.
-        peak_bytes: Memory used on the fullest device.
+        peak_bytes: Memory used on the device that uses the most.
         excess_bytes: Memory beyond the capacity of that device; 0 if the placement fits.
     """
 
@@ -76,8 +76,9 @@ PlacementScore = tuple[float, float, int]
 class PlacementProblem:
     """Graph to place on devices, with the data for the estimates.
 
-    A placement is a sequence with one index per unit: the index of the unit's mesh in its `meshes`.
-    Host functions are nodes of the graph, too, and are assumed to take no time.
+    A placement has one index for each unit (group of calls to place together): the index of the
+    chosen mesh in `PlacementUnit.meshes`. Host functions are nodes of the graph, too, and are
+    assumed to take no time.
 
     Attributes:
         units: Groups of calls to place.
@@ -88,7 +89,7 @@ class PlacementProblem:
         rates: Speed of the devices.
         num_devices: Number of devices on all machines.
         max_staleness: Number of steps by which sampling can be ahead of training.
-        shared_roles: For some roles, the role whose weights they use if both are on the same mesh.
+        shared_roles: Maps a role to the role whose weights it uses if the two are on the same mesh.
     """
 
     units: Sequence[PlacementUnit]
@@ -160,10 +161,10 @@ class PlacementProblem:
         return self.units[self._home[role]].trains
 
     def _count_started(self, numbers: Sequence[int]) -> int:
-        """Return the number of processes of the run.
+        """Return the number of processes that the run starts.
 
-        There is one process for each device up to the last one that a call uses. `numbers` has one
-        index per unit: that of its mesh in the list of all meshes.
+        The run starts a process for each device up to the last one that a call uses. `numbers[i]`
+        is the index of unit i's mesh in the list of all meshes.
         """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
@@ -197,9 +198,9 @@ class PlacementProblem:
     def _estimate_transfer(self, unit: int, numbers: Sequence[int]) -> float:
         """Return the time to copy newly trained weights to the devices of a unit, in seconds.
 
-        The time is 0 if the role is frozen, or if the unit has the mesh on which the role is
-        trained. `unit` is the unit's index. `numbers` has one index per unit: that of its mesh in
-        the list of all meshes.
+        A unit is a group of calls on one mesh, and `unit` is its index. The time is 0 if the unit's
+        role is frozen, or if the unit has the mesh on which the role is trained. `numbers[i]` is
+        the index of unit i's mesh in the list of all meshes.
         """
         role = self.units[unit].role
         home = self._home[role]
@@ -218,7 +219,8 @@ class PlacementProblem:
     def _simulate_step(self, numbers: Sequence[int]) -> float:
         """Return the duration of a step in seconds, estimated by simulating the graph's execution.
 
-        `numbers` has one index per unit: that of its mesh in the list of all meshes.
+        `numbers[i]` is the index of unit i's mesh in the list of all meshes. A unit is a group of
+        calls on one mesh.
         """
         # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
@@ -267,10 +269,10 @@ class PlacementProblem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
-        """Return the number of bytes used on the fullest device.
+        """Return the number of bytes used on the device that uses the most.
 
         The memory of the roles and calls is added up as in `weft.engine.memory.compute_peak`.
-        `numbers` has one index per unit: that of its mesh in the list of all meshes.
+        `numbers[i]` is the index of unit i's mesh in the list of all meshes.
         """
         # Collect the calls of each role on each mesh.
         places: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -368,10 +370,10 @@ def _list_divisors(number: int) -> list[int]:
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same devices.
 
-    These are the first n devices, for each possible n. A placement has, for each unit, the index of
-    its mesh. There are up to three placements for each n. In the first, the weights of trained
-    roles are sharded in all calls. In the second, no weights are sharded. In the third, the weights
-    of trained roles are sharded only in the calls that train.
+    The devices are the first n, for each possible n. A placement has one index for each unit (group
+    of calls to place together): that of its mesh. There are up to three placements for each n. In
+    the first, the weights of trained roles are sharded in all calls. In the second, no weights are
+    sharded. In the third, the weights of trained roles are sharded only in the calls that train.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -415,8 +417,9 @@ class SearchResult:
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search for the best placement, and return the result.
 
-    The search starts from the placement `start`, which has the index of each unit's mesh. The
-    result is never worse than `start`. The search is deterministic.
+    The search starts from the placement `start`, which has the index of the mesh of each unit
+    (group of calls to place together). The result is never worse than `start`. The search is
+    deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
 
@@ -442,8 +445,9 @@ def _descend(
 ) -> list[int]:
     """Improve a placement by coordinate descent, and return the result.
 
-    One unit at a time is moved to its best mesh, until no unit can be improved. A placement, such
-    as `start`, has the index of each unit's mesh. `look` returns the score of a placement.
+    One unit (group of calls to place together) at a time is moved to its best mesh, until no move
+    improves the score. A placement, such as `start`, has the index of each unit's mesh. `look`
+    returns the score of a placement.
     """
     now = list(start)
     while True:
@@ -462,8 +466,8 @@ def _anneal(
 ) -> list[int]:
     """Return the best placement that simulated annealing finds from `start`.
 
-    In each step, one or two units are moved to random meshes. `look` returns the score of a
-    placement.
+    In each step, one or two units (groups of calls to place together) are moved to random meshes.
+    `look` returns the score of a placement.
     """
     # Only units with several candidates can move.
     draw = random.Random(SEED)

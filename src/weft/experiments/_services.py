@@ -70,7 +70,10 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
 
 
 def build_service_notes(config: SamplingConfig) -> list[str]:
-    """Return lines about roles on servers, for the plan that is printed before the run."""
+    """Return a line for each role whose model runs on a server, for the printed plan.
+
+    The line says that scores or log-probs come from the server and that no weights are loaded.
+    """
     notes = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):

@@ -263,11 +263,11 @@ class _DistillationGraphBuilder:
 
     @property
     def _names(self) -> Mapping[str, str]:
-        """New names for the keys that `actor_gen` both reads and writes.
+        """Mapping from output keys of `actor_gen` to the names under which the graph stores them.
 
-        If the student samples only some of the completions, `actor_gen` reads those of the rows and
-        writes the mixture of both under other names. The mapping is empty if `actor_gen` samples
-        all completions or none.
+        If the student samples only some of the completions, `actor_gen` reads the completions of
+        the rows and writes them, mixed with the sampled ones, under new names. The mapping is empty
+        if `actor_gen` samples all completions or none.
         """
         return MIXED_NAMES if 0.0 < self.share < 1.0 else {}
 

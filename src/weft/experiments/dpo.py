@@ -212,9 +212,9 @@ class DPOConfig(RunConfig):
     def _build_comparison(self, size: int) -> list[Node]:
         """Return the nodes that compute the actor's log-probs and batch statistics for BCO or AOT.
 
-        The log-probs are computed before the actor is updated. From these, a host function computes
-        BCO's reward shift, or the value with which AOT compares each completion. Both depend on all
-        completions in the batch.
+        The log-probs are computed before the actor is updated. From the log-probs of the whole
+        batch, a host function computes the reward shift of BCO or, for AOT, the value with which
+        each completion is compared.
         """
         kind = self.dpo.loss_type
         scored = replace(

@@ -62,7 +62,7 @@ REFUSED_OPTIONS = {
 def _copy_dpo_option(name: str) -> Any:
     """Return a copy of the dataclass field of the DPO option `name`.
 
-    The copy has the same default, help text and rule for valid values.
+    With the copy, online DPO has the same option, including its default, help text and rule.
     """
     own = next(spec for spec in fields(DPOOptions) if spec.name == name)
     return field(default=own.default, metadata=own.metadata)

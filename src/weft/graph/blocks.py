@@ -1,6 +1,6 @@
-"""State per sample id, stored once for each block of ids that share it.
+"""State per sample id, stored once for each block (group of ids that share the same state).
 
-Storing and updating states therefore costs per block instead of per id.
+The cost of storing and updating states therefore depends on the number of blocks, not of ids.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SVG drawing of a dataflow graph, without Graphviz.
 
 Model function calls are colored by role, host functions are hexagons, and edges are labeled with
-the keys that they carry. A pale line leads to a node that can also be reached through other nodes;
-its keys are shown on hover. Dashed lines show which calls wait for new weights, and dotted lines
-show parameter syncs.
+the keys that they carry. An edge is pale if its target can also be reached through other nodes; the
+keys of a pale edge are shown on hover. Dashed lines show which calls wait for new weights, and
+dotted lines show parameter syncs.
 """
 
 from __future__ import annotations
@@ -355,13 +355,16 @@ def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
 
 
 def _compute_fan_offset(index: int, count: int) -> float:
-    """Return the horizontal offset from a node's center of line `index` among its `count` lines."""
+    """Return the horizontal offset of a line's end from the center of its node.
+
+    `count` lines end on the same side of the node, and `index` is the index of this one.
+    """
     step = min(16.0, (WIDTH - 60) / max(1, count - 1))
     return (index - (count - 1) / 2) * step
 
 
 def _draw_smooth_path(points: Sequence[Point]) -> str:
-    """Return the data of a smooth SVG path through the points that starts and ends vertically."""
+    """Return the `d` attribute of a smooth SVG path through the points, vertical at both ends."""
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if abs(x1 - x0) < 0.5:

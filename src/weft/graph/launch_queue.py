@@ -70,7 +70,7 @@ class LaunchQueue:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: IdBuffer) -> None:
-        """Add a firing that `buffer.start` has already recorded.
+        """Add a firing that `buffer.record_start` has already recorded.
 
         The firing will start after earlier firings of the same node, after the firings that produce
         its inputs, and after the train steps whose weights it uses.

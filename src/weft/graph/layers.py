@@ -97,8 +97,9 @@ def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]
 def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
     """Reorder each row in place so that edges cross as little as possible.
 
-    In alternating sweeps down and up, each row is sorted by the mean position of the linked nodes
-    in the previous row. The best order found is kept.
+    `links` are pairs of nodes in neighboring rows that an edge connects. In alternating sweeps down
+    and up, each row is sorted by the mean position of the linked nodes in the previous row. The
+    best order found is kept.
     """
     best = [list(row) for row in rows]
     fewest = _count_crossings(rows, links)
@@ -145,8 +146,9 @@ def _compute_coordinates(
 ) -> dict[str, float]:
     """Return the x coordinate of every node and bend, shifted so that the drawing starts at x = 0.
 
-    Nodes and bends are placed close to the weighted mean position of their neighbors. They keep
-    their order in the row and do not overlap.
+    A bend is the point at which an edge passes through a row, and `links` maps pairs of neighbors
+    in adjacent rows to weights. Nodes and bends are placed close to the weighted mean position of
+    their neighbors. They keep their order in the row and do not overlap.
     """
     room = {}
     for row in rows:

@@ -36,7 +36,7 @@ class IdState:
     """Progress of a sample through the graph.
 
     Attributes:
-        batch: Number of the loader's batch that contained the sample.
+        batch: Index of the loader's batch that contained the sample.
         keys: Keys that exist for the sample.
         started: Nodes that have started to process the sample, each mapped to the index of the
             firing that did so (`Firing.step`).
@@ -227,7 +227,7 @@ def needs_rows(
 ) -> bool:
     """Return whether the loader's next batch could let a node fire that reads only dataset keys.
 
-    If `among` is given, only these nodes are considered.
+    If `among` is given, only the nodes named in it are considered.
     """
     names = graph.order if among is None else among
     return any(_find_available_ids(graph, buffer, versions, name).needs_rows for name in names)
@@ -309,7 +309,8 @@ def _count_allowed(
     """Return how many of the ids in `able` a node may process before its weights are too old.
 
     `able` are the ids whose inputs exist, oldest first, and `edges` are the node's version edges.
-    If `another` is 1, one id of the loader's next batch is counted as well.
+    If `another` is 1, one id of the loader's next batch is counted as well, to find out whether
+    loading this batch would help.
 
     For each edge, the limit is the number of ids that its training node can still process before
     the weights are older than `max_staleness`. Ids that the node has started to process, but the
@@ -338,7 +339,11 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that the edge's consumer has started, but its producer has not."""
+    """Return the blocks of ids that a call has started to process, but training has not.
+
+    The call is `edge.consumer`, because it uses weights. The training node is `edge.producer`,
+    because it produces these weights.
+    """
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
     for b in blocks:
@@ -363,8 +368,8 @@ def _count_refill(
     The result is `missing`, unless a filter between the call and the training node has refill
     rounds, in which whole batches are processed to replace removed ids. In that case, the first
     round gets `missing` ids. Each later round gets at least a whole batch, but only once the filter
-    has processed all ids of the earlier rounds; until then, the result is 0. After the last round,
-    it is 0 as well.
+    has processed all ids of the earlier rounds (`pending`); until then, the result is 0. After the
+    last round, it is 0 as well.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
@@ -380,7 +385,7 @@ def _count_refill(
 
 
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
-    """Return the ids to drop because `producer`, which has just fired, can no longer use them.
+    """Return the ids that the training node `producer`, which has just fired, can no longer use.
 
     Refill rounds, which replace ids that a filter removed, can process more ids than `producer`
     needs. The weights that were used for the surplus ids would be too old for the next firing.

@@ -79,8 +79,8 @@ def build_advantage_function(
     """Return a builder for a host function that computes `advantages` by calling `function`.
 
     `function` returns one number per completion or, with `per="token"`, one number per completion
-    token. The key always has one value per completion token; it is 0 for tokens that are not
-    trained.
+    token. The output has one value per token: the number returned for the token or its completion,
+    and 0 for tokens that are not trained.
 
     Each parameter of `function` without a default is an input. The names `group` (int64 [S], the
     index of each completion's prompt), `lengths` (int64 [S], in tokens), `mask` ([T], 1 for trained
@@ -96,8 +96,8 @@ def build_advantage_function(
 def build_filter_function(function: Callable[..., Any], name: str) -> HostFunctionBuilder:
     """Return a builder for a filter that keeps the prompts for which `function` returns true.
 
-    The filter outputs the key `kept`, which is 1, for the ids of these prompts and omits all other
-    ids. The loader supplies new prompts in place of the dropped ones.
+    The output of the filter has only the ids of these prompts, with the key `kept` set to 1. The
+    loader supplies new prompts in place of the dropped ones.
 
     `function` is called once per prompt. Each parameter of `function` without a default is an
     input: a key of the batch (float64, only the values of this prompt), a column of the data, or
@@ -185,7 +185,8 @@ class FilterFunction(StatelessHostFunction):
 def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
     """Return the values of the filter parameter `name`, one entry per id.
 
-    Raises `DataError` if `name` is neither "context" nor a key nor a column.
+    Raises `DataError` if `name` is neither "context" nor a key of the batch nor a column of the
+    data.
     """
     if name == "context":
         return [context] * batch.num_ids

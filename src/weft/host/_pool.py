@@ -168,7 +168,11 @@ class RewardWorkerThread:
         return reply
 
     def _finish_job(self) -> None:
-        """Clear the current job, and kill the worker if the job was dropped while running."""
+        """Clear the current job, and kill the worker if the job did not finish regularly.
+
+        This is the case if the job was cancelled, timed out, or raised an error in this thread; the
+        worker may then still be busy with the job.
+        """
         with self.lock:
             if self.is_job_dropped:
                 self._release_worker()

@@ -22,7 +22,7 @@ MOST_REWARD = 1e18
 class InvalidRewardResult(Exception):
     """Raised if a reward function has an invalid signature or returns an invalid result.
 
-    `text` is the reason. `index` is the index of the affected completion, None if several
+    `text` is the reason. `index` is the index of the affected completion, or None if several
     completions can be affected.
     """
 

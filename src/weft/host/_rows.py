@@ -117,13 +117,14 @@ class CompletionRows:
         )
 
     def build_sequence_sample(self, **keys: Vector) -> SequenceSample:
-        """Return a sample with the given keys, which have one value per completion, as float32."""
+        """Return a sample with the given keys in float32, each with one value per completion."""
         return self.batch.one_per(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
 
     def build_token_sample(self, **keys: Vector) -> SequenceSample:
-        """Return a sample with the given keys, which have one value per token, as float32."""
+        """Return a sample with the given keys in float32, each with one value per completion token.
+        """
         return self.batch.like(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )

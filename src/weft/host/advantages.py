@@ -48,11 +48,12 @@ class GAEAdvantages:
 
     The reward of token t is
 
-        r_t = -kl_coef * KL_t (+ shaped reward at the last trained token of a completed text)
+        r_t = -kl_coef * KL_t (+ the completion's shaped reward at its last trained token)
 
-    where KL_t is the estimated KL divergence from the reference model. The advantages are computed
-    from these rewards and the critic's values by generalised advantage estimation (GAE) over the
-    trained tokens. They are then whitened over the whole batch if `adv_norm` is set.
+    where KL_t is the estimated KL divergence from the reference model, and kl_coef is `kl_ctl` or,
+    with `use_adaptive_kl_ctl`, is adapted from there to keep the KL near a target. The advantages
+    are computed from these rewards and the critic's values by generalised advantage estimation
+    (GAE) over the trained tokens. They are then whitened over the whole batch if `adv_norm` is set.
 
     Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
     `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` if `kl_ctl` is
@@ -267,8 +268,8 @@ class GroupAdvantages(StatelessHostFunction):
     - GPG: baseline="group", scale="none", rescale_informative=True
 
     `pass_k` replaces baseline and scale: prompts are rewarded if at least one of k completions
-    passes (has a reward above `pass_reward`). `part_weights` normalises each part of the reward
-    separately (GDPO).
+    passes (has a reward above `pass_reward`). With `part_weights`, each part of the reward (the
+    reward by one function) is normalised separately before the weighted parts are added up (GDPO).
 
     Without a baseline, the KL penalty of a token reduces the advantages of this token and of those
     before it (REINFORCE++). With a baseline, the total KL of the completion is subtracted from its

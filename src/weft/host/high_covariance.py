@@ -20,10 +20,10 @@ from weft.registry import register_function
 class HighCovariance(StatelessHostFunction):
     """Host function that marks the tokens that Clip-Cov or KL-Cov acts on.
 
-    The key `high_covariance` is 1 for these completion tokens and 0 for all others. Both methods
-    are described in `weft.algorithms.covariance`. `share` is the fraction of all trained tokens to
-    select. Clip-Cov draws these tokens at random from those with a covariance between `low` and
-    `high`.
+    The key `high_covariance` is 1 for these completion tokens and 0 for all others. `method`
+    selects the algorithm: "clip" for Clip-Cov, "kl" for KL-Cov; `weft.algorithms.covariance`
+    describes both. `share` is the fraction of all trained tokens to select. Clip-Cov draws these
+    tokens at random from those with a covariance between `low` and `high`.
 
     Input keys: `logprobs` and `advantages`, with one value per completion token, and `loss_mask`
     and `prompt` if present.
@@ -64,7 +64,9 @@ class HighCovariance(StatelessHostFunction):
     ) -> Vector:
         """Return a uniform random number for each completion token [T].
 
-        The number depends only on the seed, the step, the id, the completion's index and the
+        Of the candidate tokens, Clip-Cov selects those with the smallest numbers.
+
+        A token's number depends only on the seed, the step, the id, the completion's index and the
         token's position, not on the order and layout of the batch.
         """
         draws = []

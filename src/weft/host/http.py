@@ -64,8 +64,9 @@ def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
     """Return the API key in the environment variable `variable`, or None if `variable` is empty.
 
     Also returns None if `variable` is the default variable `usual` and is not set. Raises
-    `ConfigError` for any other variable that is not set, and for an invalid name or key. No message
-    shows the value of the option, because it could be a key written there by mistake.
+    `ConfigError` for any other variable that is not set, and for an invalid name or key. `option`
+    is the option that sets `variable`, for the error messages. They never show `variable` itself,
+    because it could be a key written there by mistake.
     """
     if not variable:
         return None

@@ -27,11 +27,11 @@ class PreferencesByReward(StatelessHostFunction):
     different ranks.
 
     With `pairs="best_worst"`, the best completion of a prompt (rank 0) is compared with the worst
-    one (rank 1); every other completion gets a unique `comparison`, so that it is in no pair. With
+    one (rank 1); every other completion gets a unique `comparison`, so that it is in no pair. If
+    several completions are best, the first one is used; if several are worst, the last one. With
     `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
-    settings, completions with equal rewards have equal ranks and form no pair. If several
-    completions are best, the first one is used; if several are worst, the last one. With two
-    completions, the settings do not differ.
+    settings, completions with equal rewards form no pair. With two completions, the settings do not
+    differ.
 
     Rewards are first shaped with bias, scale and clip, and a penalty for truncated completions
     (`RewardShape`).

@@ -45,16 +45,17 @@ class RewardFunction(StatelessHostFunction):
     reward model, they are added with the weight `scores_weight`.
 
     `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
-    list of these forms, of `[NAME, WEIGHT]` and of `{name, weight, args}`. Each function
-    contributes one part of the reward. A function `fn(prompts, completions, *, completion_ids,
-    **columns)` gets lists with one entry per completion (all completions of a prompt in one call).
-    It returns a list with one number per completion, or None for completions to which it does not
-    apply. It may instead return `(rewards, metrics)`; metrics are summed by name over the batch.
-    The function may be async.
+    list. The entries of a list have one of these forms, or are `[NAME, WEIGHT]` or `{name, weight,
+    args}`. Each function contributes one part of the reward.
+
+    A function `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry
+    per completion (all completions of a prompt in one call). It returns a list with one number per
+    completion, or None for completions to which it does not apply. It may instead return `(rewards,
+    metrics)`; metrics are summed by name over the batch. The function may be async.
 
     A function is called on `chunk_size` prompts at a time, in `num_workers` processes that live as
     long as the run. Without a `chunk_size`, it is called on a prompt as soon as all completions of
-    the prompt are available, while others are still being sampled.
+    the prompt are available, while other prompts are still being sampled.
 
     `column` names a column of the data whose rows specify their verifiers, in the same forms as
     `reward`; rows that are empty in this column use `reward`. With `by_token`, a function may
@@ -192,7 +193,7 @@ class RewardFunction(StatelessHostFunction):
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
-        """Return the reward calls for all completions, and submit those that are missing.
+        """Return the reward calls for all completions; submit those that `begin` has not submitted.
 
         A call covers at most `chunk_size` prompts of the same route (set of reward functions), in
         the order of the batch. A prompt whose call was submitted by `begin` keeps this call if its
@@ -287,9 +288,11 @@ class RewardFunction(StatelessHostFunction):
         return [self.on_timeout] * len(names), {}
 
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
-        """Return each completion's weighted sum of rewards, plus the model's score if present.
+        """Return each completion's total reward: the weighted sum of its rewards and its score.
 
-        Raises `UserError` if no reward function applies to a completion, unless there are scores.
+        The score is that of a reward model, the key `scores`; without this key, only rewards are
+        summed. Raises `UserError` if there are no scores and no reward function applies to some
+        completion.
         """
         sums.record_metrics(context)
         if "scores" in batch.data:

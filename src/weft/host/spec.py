@@ -88,7 +88,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
 
 
 def _parse_parts(entry: Any) -> list[RewardPart]:
-    """Return the parts that one entry of the option specifies.
+    """Return the reward parts (weighted functions) that one entry of the option `reward` specifies.
 
     An entry that maps names to weights has one part per name; any other entry has one part.
     """
@@ -135,7 +135,7 @@ def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
     The name is that of a registered verifier, `module:function` or `FILE.py:function`. Raises
     `ConfigError` if the verifier, the package or the file does not exist, if the file does not
     define the function, or if another process cannot import the verifier. With `checked`, it is
-    also raised if a verifier does not have the given options.
+    also raised if a verifier does not have the options in the part's `args`.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:

@@ -23,7 +23,8 @@ class PendingUpdates(Protocol):
     """Requests to a role's devices, mostly to load new weights, that arrive during a call.
 
     An interruptible call checks for requests between its steps. Requests that it does not handle
-    run after the call. Ranks that step together check together and get the same answer.
+    run after the call. Ranks that compute the same steps together check for requests together, and
+    get the same answer.
     """
 
     def are_waiting(self) -> bool: ...
@@ -97,7 +98,8 @@ class Minibatches:
     def count_requested(self, completions: int) -> int:
         """Return the number of minibatches per epoch for a batch of `completions` completions.
 
-        The batch is assumed to be large enough for this number.
+        This is the number that the settings ask for, even if the batch is too small to be split so
+        often; see `count_for_batch`.
         """
         return self.count if self.size is None else -(-completions // self.size)
 

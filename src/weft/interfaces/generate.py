@@ -31,8 +31,9 @@ from weft.registry import register_interface
 class GenerateInterface:
     """Interface that samples `samples_per_prompt` completions of every prompt.
 
-    `record_support` adds the token ids that the sampling limits allowed to the outputs. The other
-    keyword arguments are the fields of `GenerationSpec` (options `gen.*`).
+    With `record_support`, the outputs also contain, for each token, the ids that the sampling
+    limits (such as top-k) allowed. The other keyword arguments are the fields of `GenerationSpec`
+    (options `gen.*`).
 
     With a `share` below 1, completions are sampled only for this share of the ids, chosen at
     random; the other ids keep the completions of their dataset rows. If the call is interruptible,

@@ -30,7 +30,7 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 @register_interface("infer")
 class InferInterface:
-    """Interface that runs a role's network on completions and returns `outputs`, each as a key.
+    """Interface that runs a role's network on completions and returns each of `outputs` as a key.
 
     `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
     the outputs `top_ids` and `top_logprobs`.
@@ -127,7 +127,8 @@ class OutputSums:
     """Sums over one rank's part of a batch, from which metrics are computed.
 
     Attributes:
-        sums: For each output with values per token, the sum and the number of the values.
+        sums: For each of the outputs `entropy` and `values` that the call computes, the sum and the
+            number of its values.
         scores: Score of each completion, or None if the call computes no scores.
         owners: Sample id that each score belongs to.
         ids: Number of sample ids.
@@ -172,10 +173,10 @@ class OutputSums:
 def _compute_metrics(parts: Sequence[OutputSums]) -> Mapping[str, float]:
     """Return the metrics of an inference call over all ranks.
 
-    These are the mean of each output with summed values and, if the call computes scores, the
-    metrics of `record_rewards`, such as `reward_std`. `prompts_in_part` is the fraction of prompts
-    that the role's template does not render completely; it is omitted if all prompts are rendered
-    completely.
+    If the call computes `entropy` or `values`, their means are included. If it computes scores, the
+    metrics of `record_rewards`, such as `reward_std`, are included. `prompts_in_part` is the
+    fraction of prompts that the role's template does not render completely; it is omitted if all
+    prompts are rendered completely.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -30,9 +30,10 @@ class TrainInterface:
     the logits, as in the sampler.
 
     If the role's schedule begins with frozen steps, calls during these steps do not train. If a
-    batch has the key `versions`, the version of the weights that sampled each token, two metrics
-    are logged: `staleness` and `staleness_max` are the mean and the maximum, over the trained
-    tokens, of the number of train steps by which the trained weights are newer.
+    batch has the key `versions`, the version of the weights that sampled each token, the metrics
+    `staleness` and `staleness_max` are logged. They are the mean and the maximum, over the trained
+    tokens, of the number of train steps between the weights that sampled the token and the role's
+    current weights.
     """
 
     def __init__(
@@ -89,7 +90,11 @@ class TrainInterface:
         return MFCResult(metrics=metrics)
 
     def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Return the number of optimizer steps over all epochs that the options request."""
+        """Return the number of optimizer steps per batch, over all epochs, that the options
+        request.
+
+        A batch that is too small can be split into fewer minibatches than requested.
+        """
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:

@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Number of rows in each group.
+    """Number of rows in each group; all rows of a group are multiplied by the same matrix.
 
     `counts` is int64 [groups]. `host_counts` contains the same numbers on the host, or is None if
     they are known only on the device.

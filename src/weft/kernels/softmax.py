@@ -36,9 +36,10 @@ def to_gradients(
 
     `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
     each row's label and to each row's entropy. With p = softmax(logits), the result is grad_logprob
-    * (onehot(label) - p) - grad_entropy * p * (log p + entropy). A label below 0 means that the
-    row's label is not among the ids of these logits. The softmax of `stats` can be over more ids
-    than those in `logits`.
+    * (onehot(label) - p) - grad_entropy * p * (log p + entropy).
+
+    If the vocabulary is split over ranks, `logits` are those of this rank's ids, `stats` are those
+    of the whole vocabulary, and a label below 0 is an id of another rank.
     """
     floats = [
         x for x in (logits, stats.lse, stats.entropy, grad_logprob, grad_entropy) if x is not None

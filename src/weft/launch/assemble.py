@@ -224,7 +224,7 @@ def _launch_devices(
     *,
     is_restart: bool,
 ) -> DeviceLaunch:
-    """Start the device processes, or new ones in place of lost ones with `is_restart`.
+    """Start the device processes; with `is_restart`, they replace lost ones.
 
     Registers a callback with `undo` that closes the Ray cluster of the processes.
     """
@@ -255,7 +255,7 @@ def build_early_plan(
     tokenizers: Mapping[str, Tokenizer],
     data: LoadedData,
 ) -> RunPlan:
-    """Return the plan of a run that uses device processes, before their engines are built.
+    """Return the plan of a run with device processes, predicted before the engines are built.
 
     If the options name no GPU, all devices are assumed to be like those of this machine.
     """

@@ -163,7 +163,8 @@ def _start_cluster(resources: tuple[int, int]) -> RayCluster:
 def find_local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
     """Return the numbers of CPUs and GPUs that a private Ray cluster on this machine should have.
 
-    Raises `ConfigError` if this machine cannot provide `count` devices of the type `kind`.
+    The option `n_gpus_per_node` in `control` limits the number of GPUs. Raises `ConfigError` if
+    this machine cannot provide `count` devices of the type `kind`.
     """
     if kind == "cpu":
         check_processes(count)

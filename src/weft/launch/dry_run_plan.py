@@ -148,9 +148,11 @@ def _forecast(
     batches: Sequence[SequenceSample],
     target: TargetDevices,
 ) -> tuple[TargetDevices, MemoryForecast]:
-    """Return the smallest target on which the run fits, and the memory forecast for that target.
+    """Return the smallest devices on which the run fits, and the memory forecast for them.
 
-    If the run fits on no target, the largest target is returned.
+    The devices to choose from are `target.list_candidates()`; if the run fits on none of them, the
+    largest are returned. `facts` maps roles to the descriptions of their engines, and `batches` are
+    the batches that are expected to need the most memory.
     """
     for each in target.list_candidates():
         memory_forecast = forecast(experiment, facts, batches, each.device, capacity=each.usable)
@@ -161,7 +163,10 @@ def _forecast(
 
 
 def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
-    """Return the memory in bytes of the device that needs the most, and its forecast."""
+    """Return the highest memory need of any device, in bytes, and the forecast for that device.
+
+    `expected` is the forecast for all roles on all devices.
+    """
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

@@ -46,10 +46,11 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with the role's numbers of data- and context-parallel ranks.
+    """Device of a role, with the role's numbers of parallel ranks.
 
-    `capacity` is the memory in bytes of a device that is not on this machine. It is None if this
-    memory is unknown, or if the device is on this machine.
+    `data` and `context` are the numbers of data-parallel and of context-parallel ranks. `capacity`
+    is the memory in bytes of a device that is not on this machine. It is None if this memory is
+    unknown, or if the device is on this machine.
     """
 
     device: torch.device
@@ -275,7 +276,8 @@ def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
 def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
     """Return the maximum size in bytes of a generation call's KV cache.
 
-    Returns None if the user sets no limit and the size of the device's memory is unknown.
+    `place` is the device of the call's role. Returns None if the user sets no limit and the size of
+    the device's memory is unknown.
     """
     limit_gb = call.args.get("kv_cache_gb")
     device = place.device
@@ -300,9 +302,9 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """Return whether a role's weights and optimizer state are offloaded between the role's calls.
+    """Return what is offloaded between a role's calls: weights, optimizer state, both or neither.
 
-    The result contains "weights", "optimizer", both or neither. The optimizer state is offloaded if
+    The result is a set of the words "weights" and "optimizer". The optimizer state is offloaded if
     every training call offloads it. Weights are offloaded if every call offloads them and the
     option `offload` is set. Without this option, the weights are on the device before the first
     call, together with the weights of all other roles, and therefore count as not offloaded.
@@ -403,12 +405,13 @@ def _iterate_works(
     place: RoleDevice,
     shared: Mapping[str, Any],
 ) -> Iterator[CallDemand]:
-    """Yield the memory demands of a model function call on its role's network.
+    """Yield the memory demands of a model function call on one device of its role.
 
-    Generation has one demand; other calls have one per micro-batch. `shared` describes when a
-    prompt that several sequences have in common is computed only once: if no sequence is longer
-    than `shared["longest"]` tokens and, in training, `shared["in_training"]` is True. If `shared`
-    is empty, each sequence is computed separately.
+    Generation has one demand; other calls have one per micro-batch. `place` is the device. `shared`
+    says when a prompt is computed only once for all sequences of a micro-batch that begin with it:
+    this requires that none of the sequences has more than `shared["longest"]` tokens and, in
+    training, that `shared["in_training"]` is True. If `shared` is empty, each sequence is computed
+    separately.
     """
     if "completion" not in batch.data:
         return

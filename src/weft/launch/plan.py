@@ -271,8 +271,8 @@ def format_memory_row(
     """Format the row of the plan's table that shows the memory needed per device.
 
     `on` maps the rank of each device to the names of its roles. `room` is a device's memory in
-    bytes, or the memory that all CPU devices share. Returns None for a single device of whose
-    memory less than a tenth is needed.
+    bytes, or the memory that all CPU devices share. Returns None if there is only one device and
+    less than a tenth of its memory is needed.
     """
     parts = {rank: expected.select_roles(names).total for rank, names in on.items()}
     several = len(on) > 1
@@ -394,8 +394,8 @@ def _iterate_details(
 def _format_sources(data: LoadedData) -> list[str]:
     """Return the lines of a table of data sources, or a single line if a table is not needed.
 
-    A table is needed if there are several sources, or if the source has validation rows or notes,
-    for example on truncated rows.
+    A table is needed if there are several sources, or if the only source has validation rows or
+    notes, for example on truncated rows.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].build_notes("")

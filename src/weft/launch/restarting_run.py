@@ -100,10 +100,10 @@ class RestartingRun:
             return
 
     def _count_restart(self, lost: DevicesLost) -> None:
-        """Count a restart.
+        """Count a restart, and raise `RunError` if there were too many without progress.
 
-        Raises `RunError` after `MOST_RESTARTS` restarts during which the run completed no further
-        step.
+        At most `MOST_RESTARTS` restarts are allowed; the count begins again when the run has
+        completed a further step. `lost` is the error that reported the loss of devices.
         """
         if self._session.step > self._last_step:
             self._restarts_left = MOST_RESTARTS

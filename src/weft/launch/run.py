@@ -124,9 +124,9 @@ def dry_run(
 
 
 def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig | Experiment:
-    """Return a copy of the configuration in which all models are marked as planned.
+    """Return a copy of the configuration in which all models have `planned=True`, for a dry run.
 
-    The weights of such models are not read.
+    The weights of such models are not read. An `Experiment` is returned unchanged.
     """
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config

@@ -182,7 +182,10 @@ def _build_key(scope: object, values: Values) -> tuple[Any, ...]:
 
 
 def _pick_probes(values: Values) -> list[float]:
-    """Return the first, the middle and the last value of a series; an empty list if it is empty."""
+    """Return the first, the middle and the last value of a series; an empty list if it is empty.
+
+    `SeriesIndex` looks up series by these three values instead of comparing all values.
+    """
     y = values[1]
     return [y[0], y[len(y) // 2], y[-1]] if y else []
 
@@ -206,7 +209,10 @@ def _compute_sort_key(name: str) -> tuple[bool, int]:
 
 
 def find_node(name: str) -> str:
-    """Return the node in a metric's name; `run` for metrics without a node and for `time/` metrics."""
+    """Return the node in a metric's name.
+
+    Returns `run` for metrics without a node and for `time/` metrics.
+    """
     if "/" in name and not name.startswith(TIME):
         return name.partition("/")[0]
     return RUN

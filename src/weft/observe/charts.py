@@ -223,7 +223,10 @@ def _build_chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:
-    """Render the chart as a figure. `index` is the chart's index in the data for the page's script."""
+    """Render the chart as a figure.
+
+    `index` is the chart's index in the data for the page's script.
+    """
     telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
     last = "" if chart.of_runs else format_number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1

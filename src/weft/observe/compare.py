@@ -89,7 +89,7 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
-    """Build the page that compares `runs`.
+    """Build the page that compares `runs`; see `Page` for `live` and `home`.
 
     Raises `ConfigError` if there are fewer than two runs or more runs than colours.
     """
@@ -136,9 +136,8 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
 def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     """Return the runs, each with a name and a colour for the page.
 
-    The name is the trial if all trials differ. Otherwise it is experiment and trial, the last two
-    folders of the path, or the whole path, whichever is the first to give every run a different
-    name.
+    The name is the first of these that is different for every run: the trial, experiment and trial,
+    the last two folders of the path, or the whole path.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -152,7 +151,7 @@ def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
 
 
 def find_common_step(runs: Sequence[RunFiles]) -> float | None:
-    """Return the last step that all runs have completed; None if a run has completed none."""
+    """Return the last step that all runs have completed; None if any run has no completed step."""
     if not all(run.lines for run in runs):
         return None
     return min(float(run.lines[-1]["step"]) for run in runs)
@@ -183,7 +182,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the metric that decides which run is better, by its name in each run.
+    """Return the name, in each run, of the metric that decides which run is better.
 
     Returns None if the runs have no common metric that can be compared.
     """
@@ -314,10 +313,10 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of a metric's difference between two runs, for the two noisiest runs.
+    """Return the noise of the difference in a metric between the two runs where it is noisiest.
 
-    `names` has the name of the metric in each run. The noise is the half-width of a 95% confidence
-    interval. Returns 0 if it is unknown or negligible.
+    `names` has the metric's name in each run. The noise is the half-width of a 95% confidence
+    interval. Unknown or negligible noise counts as 0.
     """
     if names[0].startswith(EVAL):
         drawn = []
@@ -493,7 +492,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield a pair for each measure: True if it is informative, and its table row as HTML."""
+    """Yield, for each measure, whether it is shown without a click, and its table row as HTML."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -576,7 +575,7 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether the runs of one measure are split across several charts.
+    """Return whether any measure has several charts, each for some of the runs.
 
     This is the case if two charts have the same title but no run in common.
     """

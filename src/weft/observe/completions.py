@@ -229,9 +229,10 @@ def _render_rank(group: SampleGroup, place: int) -> str:
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """Append an answer's per-token data to `tokens`, and return an HTML attribute with their index.
+    """Append an answer's per-token data to `tokens`, and return an HTML attribute with its index.
 
-    Returns "" if the tokens are not known.
+    The index is the position of the answer's data in `tokens`, for the page's script. Returns "" if
+    the answer's tokens are not known.
     """
     pieces = row.get("tokens")
     if not isinstance(pieces, list):

@@ -1,6 +1,6 @@
-"""Readers of a run's files that return what is readable instead of raising errors.
+"""Readers of a run's files, any of which can be missing or damaged.
 
-Any file can be damaged, and one damaged run must not prevent the others from being shown.
+One damaged run must not prevent the others from being shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     """Convert nested plain values to a form that can be written to any output format.
 
     Keys become strings, and lone surrogates in strings are replaced. Values of other types, such as
-    dates, become strings too. Raises `ValueError` if values are nested too deeply.
+    dates, become strings too. `depth` is the nesting level of `value`. Raises `ValueError` if
+    values are nested too deeply.
     """
     if depth > MOST_DEPTH:
         raise ValueError(f"nests deeper than {MOST_DEPTH} levels")

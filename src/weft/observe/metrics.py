@@ -114,9 +114,9 @@ def get_direction(name: str) -> int:
 def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
     """Return the training metric that best shows how well a run is doing, or None.
 
-    This is the reward if the run has one. Otherwise it is the accuracy for reward models and DPO,
-    and the loss for other algorithms. If the run has no loss, it is the accuracy. Returns None if
-    the run has none of these metrics.
+    A run's reward is preferred to all other metrics. Without a reward, the accuracy is preferred to
+    the loss for reward models and DPO, and the loss to the accuracy for other algorithms. Returns
+    None if the run has none of these metrics.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [get_last_part(name) for name in known]
@@ -201,10 +201,10 @@ def compute_tokens_per_second(line: Line) -> float | None:
 
 
 def read_call_seconds(line: Line) -> dict[str, float]:
-    """Return the duration in seconds of each call in one step, by the name of the call.
+    """Return the duration in seconds of each call in one step, keyed by the name of the call.
 
-    A call is one execution of a graph node. `line` has the metrics of the step, and determines the
-    order.
+    A call is one execution of a graph node. `line` has the metrics of the step. The calls are in
+    the order in which `line` lists them.
     """
     call_seconds: dict[str, float] = {}
     for name, value in line.items():

@@ -163,7 +163,10 @@ class RunObserver:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add late metrics to the line of `step` in metrics.jsonl, and send them to the loggers."""
+        """Add metrics of an already recorded step to metrics.jsonl, and send them to the loggers.
+
+        Called if the run's last evaluation takes place after its last step has been recorded.
+        """
         with self._explain_write_errors(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {}
@@ -195,7 +198,8 @@ class RunObserver:
         """Time a phase of the run, and show its name as the current activity.
 
         The phase is the body of a `with` statement. `track` is the phase's track in the timeline,
-        such as `roles/actor` or `host/reward`. The default is `run/{name}`.
+        such as `roles/actor` or `host/reward`. The default is `run/{name}`. `args` are shown with
+        the phase in the timeline.
         """
         with (
             self._view.show_activity(name),

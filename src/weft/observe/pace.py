@@ -152,10 +152,10 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return the latest step's validation metric as a list with one (name, value) pair.
+        """Return the name and value of the latest step's validation metric, as a list of one pair.
 
-        The list is empty if the step was not evaluated. The metric that matches the headline metric
-        is preferred, then the reward, the accuracy and the loss.
+        This is the metric that matches the headline metric or, if there is none, the validation
+        reward, accuracy or loss. The list is empty if the step was not evaluated.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
@@ -186,8 +186,8 @@ class RunPace:
 def format_course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
     """Format how a metric changed, such as `0.33 -> 0.3375 (+0.0075, within noise)`.
 
-    `rows` is the number of rows on which the metric `name` was evaluated. If both are given, the
-    noise includes the sampling noise of the evaluation.
+    `rows` is the number of rows on which the metric `name` was evaluated. If `name` and `rows` are
+    given, the noise includes the sampling noise of the evaluation.
     """
     if len(values) == 1:
         return format_number(values[0])

@@ -1,7 +1,7 @@
 """Colours of roles, which are the same in the graph, the timeline and the report.
 
-Each colour has a variant for light and one for dark backgrounds. Neighbouring colours can be
-distinguished with the common colour-vision deficiencies, and have a contrast of at least 3:1.
+Each colour has a variant for light and one for dark backgrounds, with a contrast of at least 3:1 to
+the background. Consecutive colours can be distinguished with the common colour-vision deficiencies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KNOWN = {
 def assign_role_hues(roles: Iterable[str]) -> dict[str, ColourPair]:
     """Return the colour of each role.
 
-    Roles without a fixed colour get the unused colours in order.
+    Roles without a fixed colour get the unused colours, in the order of `roles`.
     """
     names = list(dict.fromkeys(roles))
     taken = [KNOWN[name] for name in names if name in KNOWN]

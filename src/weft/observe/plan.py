@@ -18,8 +18,8 @@ class RunPlan:
     """Plan of a run as text.
 
     `rows` are the rows of a table, each with a label and a text. `notes` are lines below the table.
-    `details` are lines that appear only in the log and with `--verbose`. Rows whose label is in
-    `hidden` are left out.
+    `details` are lines that appear only in the log and with `--verbose`. `hidden` lists the labels
+    of rows that are not shown, for example because other output repeats them.
     """
 
     rows: Sequence[tuple[str, str]] = ()

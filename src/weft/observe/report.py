@@ -35,7 +35,10 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 
 def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
-    """Build the page of a run. If `live` is not empty, the page updates itself."""
+    """Build the page of a run. If `live` is not empty, the page updates itself.
+
+    See `Page` for `live` and `home`.
+    """
     run_charts = charts.build_charts(run)
     main = sections.choose_headlines(run)[:1]
     hero = next(

@@ -117,9 +117,9 @@ class RunFiles:
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
         """Steps and finite values of each metric, and the number of non-finite values per metric.
 
-        Values that are too large count as non-finite. The table is computed once. Lines with the
-        same metrics are converted together, because a long run has a million values, scattered in
-        memory.
+        Values that are too large count as non-finite. The table is computed once. For speed,
+        consecutive lines with the same metrics are converted together, since a long run has a
+        million values.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()

@@ -262,9 +262,10 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 def _read_ranges(
     path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]
 ) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file that lie completely in some byte ranges.
+    """Return the rows of a JSON Lines file that are completely inside given byte ranges.
 
-    `parts` returns the ranges, given the size of the file in bytes.
+    `parts` is called with the size of the file in bytes, and returns the ranges as (start, stop)
+    pairs.
     """
     rows: list[str] = []
     if not path.is_file():

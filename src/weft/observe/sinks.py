@@ -22,7 +22,8 @@ NAMES = ("tensorboard", "wandb", "trackio")
 class LoggerSink(Protocol):
     """Logger of metrics and samples.
 
-    `step` is the number of completed steps, starting from 1. It never decreases within a process.
+    The `step` of its methods is the number of completed steps, starting from 1. It never decreases
+    within a process.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -74,7 +74,8 @@ class Timeline:
     def time_span(self, name: str, track: str, **args: Any) -> Iterator[None]:
         """Time the body of a `with` statement as a span.
 
-        The span is written when the body ends, even if the body raises an exception.
+        The span is written when the body ends, even if the body raises an exception. `args` are
+        shown with the span.
         """
         began = time.time()
         clock = time.perf_counter()

@@ -93,7 +93,12 @@ class SpansByStep:
 
     @classmethod
     def from_spans(cls, spans: Sequence[TimelineSpan]) -> SpansByStep:
-        """Group spans by step. Spans without a step are assigned to the preceding step."""
+        """Group spans, which are sorted by start, by step.
+
+        A span without a step is assigned to the preceding step. Spans before the first step are
+        left out, unless no span has a step. If there are too many spans, only a selection of steps
+        is kept.
+        """
         by_step: dict[int | None, list[TimelineSpan]] = {}
         now: int | None = None
         for span in spans:

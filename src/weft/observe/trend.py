@@ -119,10 +119,10 @@ def compute_change(
 ) -> MetricChange:
     """Return the change of a metric over its steps; `values` must not be empty.
 
-    `name` is the metric's name, and `rows` the number of rows on which it was evaluated. If both
-    are given and the metric is a proportion of these rows, the estimated noise is at least the
-    sampling error for `rows` rows, because repeated evaluations of the same rows do not reduce that
-    error.
+    `name` is the metric's name, and `rows` is the number of rows on which the metric was evaluated.
+    If `name` and `rows` are given and the metric is a proportion of these rows, the estimated noise
+    is at least the sampling error for `rows` rows, because repeated evaluations of the same rows do
+    not reduce that error.
     """
     few = count_first(len(values))
     many = count_last(len(values))
@@ -167,10 +167,11 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
 
 
 def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
-    """Return the noise of the difference between the two noisiest curves.
+    """Return the noise of the difference between the two noisiest of several curves.
 
-    Returns None if the noise of any curve is unknown. The noises are half-widths of 95% confidence
-    intervals.
+    `noises` has the noise of each curve, as the half-width of a 95% confidence interval. The result
+    is such a half-width too, and is at least the noise of the difference between any two of the
+    curves. It is None if the noise of any curve is unknown.
     """
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
@@ -214,10 +215,11 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     d)^2 / 20, of consecutive values a, b, c, d. In these differences the trend of a smooth curve
     cancels (Gasser, Sroka and Jennen-Steinmetz 1986). If the noise of neighbouring steps is
     correlated, third differences underestimate the variance. In a short curve, this is corrected
-    with the lag-1 autocorrelation. In a long curve, the noise of the end is estimated from means of
-    blocks, by their variance around a fitted line. The blocks are as long as the curve's end. They
-    are taken from the second half of the curve, which is less steep. The half-widths use Student's
-    t.
+    with the lag-1 autocorrelation.
+
+    In a long curve, the noise at the end is estimated from blocks of `count_last` consecutive
+    values, by the variance of the blocks' means around a fitted line. Only the last `LATER` blocks
+    are used, because a curve is steep at its start. The half-widths use Student's t.
     """
     count = len(values)
     many = count_last(len(values))

@@ -3,10 +3,10 @@
     groups = compute_input_half(roots, gradients, states)      # sets states.grad
     compute_weight_half(network, groups, sums=False)           # adds to the parameters' gradients
 
-The first half computes the gradient of a stage's input, and the second half the gradients of its
-weights. In between, the gradients are stored at the autograd nodes where weights enter the graph.
-If the network is sharded, the hooks of FSDP2 run only in the first half, so the second half does
-their work itself.
+The first half computes the gradient of a stage's input, and the second half computes the gradients
+of its weights. In between, `groups` holds the autograd nodes where the weights enter the graph, and
+the gradients at these nodes. The hooks of FSDP2 run only in the first half. For a sharded network,
+the second half therefore gathers the weights and sums their gradients itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ Group = dict[str, Any]
 def compute_input_half(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Tensor
 ) -> list[Group]:
-    """Compute the gradient of a stage's input `states`, and return the groups of its weights.
+    """Compute the gradient of a stage's input `states`, and prepare the gradients of its weights.
 
-    The groups are the argument of `compute_weight_half`. `roots` are the tensors at which the
-    backward pass starts, and `gradients` are their gradients, where None counts as 1 and is allowed
-    for scalars. torch detaches the roots, so they cannot be used afterwards.
+    The input's gradient is stored in `states.grad`. Returns the argument `groups` of
+    `compute_weight_half`: each group has the autograd nodes where some of the weights enter the
+    graph, and the gradients at these nodes. `roots` are the tensors at which the backward pass
+    starts, and `gradients` are their gradients, where None counts as 1 and is allowed for scalars.
+    torch detaches the roots, so they cannot be used afterwards.
     """
     if not roots:
         return []
@@ -47,10 +49,10 @@ def compute_input_half(
 
 
 def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
-    """Compute the gradients of the weights in `groups`, and add them to the parameters' gradients.
+    """Compute the gradients of a stage's weights, and add them to the parameters' gradients.
 
-    `groups` are the result of `compute_input_half`. With `sums`, the accumulated gradients of a
-    sharded network are afterwards summed over the ranks.
+    `groups` are the groups of weights that `compute_input_half` returned. With `sums`, the
+    accumulated gradients of a sharded network are afterwards summed over the ranks.
     """
     left = list(groups)
     for part in iterate_unsharded(network, sums=sums):

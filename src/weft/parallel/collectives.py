@@ -83,9 +83,9 @@ class RowAssignment:
 
     @classmethod
     def from_owners(cls, owner: Tensor, group: ProcessGroup) -> RowAssignment:
-        """Assign each row to the rank that `owner`, int64 [rows], gives for it.
+        """Assign each row i to the rank `owner[i]` of `group`.
 
-        The ranks in `owner` are ranks within `group`.
+        `owner` is int64 [rows]. Its elements are ranks within the group, not global ranks.
         """
         counts = owner.bincount(minlength=group.size())
         order = owner.argsort(stable=True)

@@ -45,9 +45,10 @@ from weft.parallel.pipeline_decoder import DrawnTokens, count_ids, pack_tokens, 
 def join(network: Transformer, group: ProcessGroup) -> None:
     """Split the tokens of every pack over the ranks of `group`, which all have the same network.
 
-    Sequences with a common prefix are each computed with their own copy of the prefix. A pipeline
-    stage receives and sends only the hidden states of this rank's tokens. Generation does not call
-    `forward` and is not affected.
+    A prefix that several sequences have in common is computed once for each sequence, because
+    attention over split packs does not support shared prefixes. A pipeline stage receives and sends
+    only the hidden states of this rank's tokens. Generation does not call `forward` and is not
+    affected.
     """
     sharing = _TokenSharing(group)
     network.register_forward_pre_hook(sharing.enter)
@@ -101,10 +102,11 @@ class _TokenSharing:
         self._outputs: RowAssignment | None = None  # None: every rank has a part of every output
 
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of `forward`, with the pack reduced to this rank's tokens.
+        """Return the arguments of `forward` for this rank's part of the pack.
 
-        The rows, labels and sampling supports (the token ids left by limits such as top-k) are
-        reduced to this rank's outputs. This is the hook that runs before `forward`.
+        This is the hook that runs before `forward`. It keeps only this rank's tokens, and the
+        outputs that are computed at these tokens. For each of these outputs, it keeps the label and
+        the sampling support (the token ids left by limits such as top-k).
         """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
@@ -179,12 +181,12 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
 def draw_on_first_rank(
     draw: Callable[[], DrawnTokens], rows: int, group: ProcessGroup
 ) -> Callable[[], DrawnTokens]:
-    """Draw tokens on the first rank of the group, and broadcast them to the other ranks.
+    """Return a function that returns, on every rank, the tokens drawn on the group's first rank.
 
-    Returns a function that returns the tokens on every rank. Used by ranks that must generate the
-    same tokens although their logits can differ by rounding (see
-    `weft.engine.generation.settings.TokenAgreement`). `rows` is the number of tokens, and `group`
-    is a process group for host tensors.
+    The first rank calls `draw` and broadcasts the tokens immediately; on the other ranks, the
+    returned function receives them. Used by ranks that must generate the same tokens although their
+    logits can differ by rounding (see `weft.engine.generation.settings.TokenAgreement`). `rows` is
+    the number of tokens, and `group` is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

@@ -86,8 +86,9 @@ class GroupExpertExchange:
     ) -> TokenDropout:
         """Return the dropout keys and positions of the tokens that this rank receives.
 
-        `own` has the keys and positions of this rank's own tokens. `sent[r]` tokens are sent to
-        rank r, and `taken[r]` tokens are received from it.
+        They determine the dropout masks of the tokens, so each token's key and position are sent to
+        the rank of its expert. `own` has the keys and positions of this rank's own tokens.
+        `sent[r]` tokens are sent to rank r, and `taken[r]` tokens are received from it.
         """
         words = _all_to_all(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group

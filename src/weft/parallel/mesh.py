@@ -148,7 +148,8 @@ class RankMesh:
     def ends_group(self) -> ProcessGroup | None:
         """Group of the two ranks with the first and the last stage of this rank's pipeline.
 
-        None if this rank has neither of these stages, or if a single rank has both.
+        Used to sum the gradients of the two copies of a tied embedding matrix. None if this rank
+        has neither of these stages, or if a single rank has both.
         """
         if self.rank in self._ends and len(set(self._ends)) == 2:
             return self._groups.get_group(self._ends)

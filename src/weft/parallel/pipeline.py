@@ -162,8 +162,8 @@ class Pipeline:
     def share_outputs(self, outputs: Sequence[Outputs] | None) -> list[Outputs]:
         """Broadcast the outputs of the last stage, and return them on every rank.
 
-        `outputs` is None on ranks without the last stage. Each kind of output is broadcast once,
-        for all micro-batches together.
+        `outputs` has the outputs of each micro-batch, and is None on ranks without the last stage.
+        Outputs with the same name are concatenated over all micro-batches and broadcast at once.
         """
         if self.group is None:
             return list(outputs or ())
@@ -320,10 +320,10 @@ class _PipelineRun:
     def _run_backward_input(self, stage: int, microbatch: int) -> None:
         """Compute the gradient of the stage's input, but not yet the gradients of its weights.
 
-        `_run_backward_weight` computes these later. The first stage has no input gradient, so its
-        whole backward pass is left to `_run_backward_weight`. If activations are recomputed, the
-        whole backward pass runs immediately, because the blocks would otherwise be recomputed once
-        for each group of weights.
+        `_run_backward_weight` computes the gradients of the weights later. The first stage has no
+        input gradient, so its whole backward pass is left to `_run_backward_weight`. With
+        activation recomputation, the whole backward pass runs immediately, because in two halves
+        the blocks would be recomputed once for each group of weights.
         """
         if stage == 0:
             return

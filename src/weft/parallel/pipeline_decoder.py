@@ -78,9 +78,10 @@ class StagedDecoder:
         host_group: ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the decoder of a rank, whose `network` has all blocks of its `stages`.
+        """Create the decoder of one rank of the pipeline.
 
-        `stages` maps stage indices to networks, and `placement` assigns all stages to ranks.
+        `stages` maps the indices of this rank's stages to their networks, and `network` has the
+        blocks of all these stages. `placement` assigns the stages of the whole pipeline to ranks.
         `group` has the ranks of the pipeline, and `host_group` is their gloo group for host
         tensors. `dtype` is the dtype of the hidden states, by default that of the parameters.
         """
@@ -264,8 +265,10 @@ class StagedDecoder:
     def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
         """Receive the tokens that the last rank has drawn.
 
-        The deferred stages of `step` are computed first. Also waits until the first `sent` tensors
-        that this rank has sent in all have been received.
+        `step` is the forward pass from which the tokens are drawn, or None if it deferred no
+        stages. Deferred stages are computed first, because the last rank needs their results. The
+        method also waits until the first `sent` tensors sent by this rank are received, and
+        releases them.
         """
         self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
@@ -277,7 +280,10 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Compute all deferred stages, unless `step` is None or has no stages left to compute."""
+        """Compute all deferred stages if `step` still has stages to compute.
+
+        `step` is the forward pass whose tokens are needed next, or None if it deferred no stages.
+        """
         if step is not None and step.left:
             self.catch_up()
 

@@ -112,11 +112,14 @@ class LocalShards:
             sharded.grad = None
 
     def get_local_rows(self, sharded: nn.Parameter) -> nn.Parameter:
-        """Return this rank's rows of the parameter `sharded` of the network, which may be empty."""
+        """Return this rank's rows of `sharded`, a parameter of the network.
+
+        On the last ranks, the result can have fewer rows or none.
+        """
         return self._pairs[id(sharded)][1]
 
     def get_local_gradient(self, sharded: Tensor) -> Tensor:
-        """Return the gradient of this rank's rows of the parameter `sharded` of the network."""
+        """Return the gradient of this rank's rows of `sharded`, a parameter of the network."""
         assert sharded.grad is not None
         return _to_local(sharded.grad)
 
@@ -206,10 +209,11 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
     """Iterate over the parts of a sharded network, with each part's parameters gathered.
 
-    Used for the second half of a backward pass, which FSDP2's hooks do not handle. When the caller
-    is done with a part, its gradients are accumulated on this rank or, with `sums`, summed over the
-    ranks, and the gathered parameters are freed. A network that is not sharded is yielded as one
-    part, and nothing else is done.
+    The parts are the blocks, and then the network itself for its other parameters. Used for the
+    second half of a backward pass, which FSDP2's hooks do not handle. When the caller is done with
+    a part, the gradients of its parameters are accumulated on this rank or, with `sums`, summed
+    over the ranks, and the gathered parameters are freed. A network that is not sharded is yielded
+    as one part, and nothing else is done.
     """
     if not isinstance(network, FSDPModule):
         yield network
@@ -226,8 +230,10 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass for which FSDP2's hooks did not run.
 
-    Accumulates the gradients on this rank or, with `sums`, sums all accumulated gradients over the
-    ranks. Frees the gathered parameters. Does nothing if the network is not sharded.
+    For example, the hooks of a pipeline's first stage do not run when the last stage computes a
+    gradient of their shared embedding matrix. Accumulates the gradients on this rank or, with
+    `sums`, sums all accumulated gradients over the ranks. Frees the gathered parameters. Does
+    nothing if the network is not sharded.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _iterate_parts(network):
@@ -236,7 +242,12 @@ def finish_backward(network: nn.Module, *, sums: bool) -> None:
 
 
 def unshard(network: nn.Module) -> None:
-    """Gather the parameters of a sharded network, except those in its blocks."""
+    """Gather the parameters of a sharded network, except those in its blocks.
+
+    Used by a rank with the first and the last stage of a pipeline: the last stage uses the tied
+    embedding matrix of the first stage without calling it, so FSDP2 does not gather the matrix.
+    Does nothing if the network is not sharded.
+    """
     if isinstance(network, FSDPModule):
         network.unshard()
 

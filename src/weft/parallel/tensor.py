@@ -147,7 +147,11 @@ def sum_gradients(
     *,
     shares_rows: bool,
 ) -> None:
-    """Sum over the ranks those gradients that each rank has computed only in part.
+    """Sum the gradients of parameters to which each rank contributes only a part.
+
+    For example, each rank applies the norm of the query heads only to its own heads. With
+    `shares_rows`, the parameters used between attention and MLP are included. The gradients of key
+    and value heads are summed only over the ranks that hold the same head.
 
     `stored` maps canonical names to parameters. `device` is the device over which the group
     communicates; the gradients may be on another device. All ranks of `group` must call this.

@@ -1,7 +1,7 @@
 """Softmax over a vocabulary that is split over ranks, each with consecutive ids.
 
 For each row, the ranks exchange only the log of the sum of exponentials, the label's logit and the
-best ids. Whole logits are exchanged only for sampling.
+ids with the highest logits. The logits of all ids are exchanged only for sampling.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def pack(
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
     """Return the JSON text of an object with all `values` and a further `key`.
 
-    `text` is the value of the key, already encoded as JSON.
+    `text` is the value of this key, which is already encoded as JSON and is inserted unchanged.
     """
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
@@ -174,7 +174,7 @@ def check_datatype(name: str, datatype: Any) -> str:
 
 
 def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return the Boolean parameter `name` of a tensor entry or request.
+    """Return the Boolean parameter `name` of `entry`, the JSON object of a tensor or a request.
 
     Returns `default` if the parameter is absent. Raises `DataError` if it has another type.
     """
@@ -189,7 +189,11 @@ def read_flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
-    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if one is invalid."""
+    """Return (name, datatype, shape) of `entry`, the JSON object of one tensor.
+
+    Raises `DataError` if one of the three is missing or invalid. `key` is the name of the list that
+    contains the tensor, for messages.
+    """
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
     name = entry["name"]
@@ -200,7 +204,7 @@ def _read_description(entry: Any, key: str) -> tuple[str, str, list[int]]:
 
 
 def _read_integer_parameter(entry: Mapping[str, Any], name: str) -> int | None:
-    """Return the integer parameter `name` of a tensor entry, or None if it is absent.
+    """Return the integer parameter `name` of a tensor's JSON object, or None if it is absent.
 
     Raises `DataError` if the parameter has another type.
     """

@@ -126,9 +126,9 @@ def plan_rounds(
 def _fill_message(
     pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int
 ) -> BucketMessage:
-    """Move pieces from the front of the queue into a new message until `room` bytes are full.
+    """Return a message of at most `room` bytes, filled with pieces from the front of the queue.
 
-    `pair` is the (source rank, target rank) of the message.
+    The pieces are removed from `queue`. `pair` is the (source rank, target rank) of the message.
     """
     message = BucketMessage(*pair)
     while queue and message.compute_size_with(queue[0][2]) <= room:

@@ -34,7 +34,7 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True)
 class ReallocationStep:
-    """Messages that one rank sends and receives in the round with the given index."""
+    """Messages that one rank sends and receives in the round with the index `index`."""
 
     index: int
     sends: Sequence[BucketMessage]
@@ -259,8 +259,9 @@ def _allocate_buffers(
 ) -> list[Tensor]:
     """Return a buffer for the steps with an even index, and one for the steps with an odd index.
 
-    Each buffer is as large as the largest step that uses it. If `within` is given, the buffers are
-    slices of this tensor.
+    Two are needed because two consecutive steps can be in flight at the same time. Each buffer is
+    as large as the largest step that uses it. If `within` is given, the buffers are slices of this
+    tensor.
     """
     sizes = []
     for each in messages:

@@ -204,9 +204,9 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _merge_boxes(boxes: list[Box]) -> list[Box]:
-    """Merge adjacent rectangles, and return fewer rectangles that cover the same elements.
+    """Return rectangles that cover the same elements as `boxes`, with adjacent ones joined.
 
-    Rectangles that are adjacent along one dimension are joined, beginning with the last dimension.
+    Rectangles are joined along one dimension at a time, beginning with the last dimension.
     """
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))

@@ -2,8 +2,9 @@
 
 Each combination of node and weights has two files. `values.bin` has one record per id.
 `index.jsonl` has one line per call, which maps a hash of each id's inputs to the location of its
-record. A call that is interrupted by a crash leaves no complete line. It is repeated with the same
-batch after a restart, so that the resumed run reads bitwise identical values.
+record. If a crash interrupts a call, none of its outputs are reused, because its line in the index
+is missing or incomplete. After a restart, the call is repeated with the same batch, which gives
+bitwise identical values.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class OutputCache:
 
 
 def _parse_records(line: bytes) -> dict[str, CacheRecord]:
-    """Return the records in a line of the index, keyed by hash, or {} if it is incomplete.
+    """Return the records in a line of the index, keyed by hash, or {} if the line is incomplete.
 
     A process that is killed while it writes can leave an incomplete line.
     """
@@ -132,7 +133,7 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
 def hash_contents(batch: SequenceSample) -> list[str]:
     """Return one hash per id, computed from the name, lengths, dtype and bytes of each of its keys.
 
-    The id itself is not hashed.
+    The id itself is not hashed, so that ids with equal inputs share a record.
     """
     return [_hash_content(one) for one in batch.unpack()]
 
@@ -146,9 +147,9 @@ def _hash_content(one: SequenceSample) -> str:
 
 
 def compute_fingerprint(node: MFCDef, engine: Engine) -> str:
-    """Return a hash of everything but the inputs that determines a node's outputs.
+    """Return a hash of everything that determines a node's outputs, except its inputs.
 
-    This includes the weights and the interface, method and arguments.
+    This includes the weights and the node's interface, method and arguments.
     """
     digest = hashlib.blake2b(
         f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16

@@ -1,4 +1,4 @@
-"""Commands that the driver sends to the processes of the devices.
+"""Commands that the driver (the process of the run's master) sends to the device processes.
 
 Commands are small picklable classes. Each device runs them in order.
 """
@@ -143,7 +143,7 @@ class RunCall:
         step: Index of the call's firing (execution of its node).
         minibatches: Metadata of this device's part of each minibatch.
         descriptions: Metadata columns of the ids in this device's part.
-        announces: Whether early outputs are reported to the driver.
+        announces: Whether the outputs of completed ids are reported to the driver during the call.
         weights: If the call uses a copy of the role, the number of updates of its weights that the
             copy must have received.
     """
@@ -171,7 +171,8 @@ class RunCall:
 
 
 class _OutputAnnouncer:
-    """Event sink that sends a call's early outputs to the driver."""
+    """Event sink that reports outputs to the driver while the call that computes them is running.
+    """
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
         self._process = process
@@ -184,16 +185,18 @@ class _OutputAnnouncer:
 class PendingCommands:
     """Commands that arrive during a generation call on `mesh`, mostly transfers of new weights.
 
-    This class implements `PendingUpdates`. Between two steps, the call can run these commands in
-    the order in which they were sent, up to the next generation command.
+    This class implements `PendingUpdates`. Between two generation steps, the call can run these
+    commands in the order in which they were sent. The next generation command, and all commands
+    after it, stay in the queue until the call has ended.
 
-    Ranks that generate the same sequences run commands after the same step: the first of them
-    checks for pending commands and broadcasts the answer. Different data-parallel ranks may
-    interrupt the call at different steps, but none of them resumes before all have run the
-    commands, because generation may gather weights across these ranks, and metrics are reduced over
-    them at the end. Ranks that have finished wait for the others. Every command that was sent to
-    the whole mesh is run, and so are all commands before it. The driver sends commands to all
-    devices in the same order.
+    Ranks that generate the same sequences stop after the same step: the first of them checks for
+    pending commands and broadcasts the answer. Different data-parallel ranks may stop at different
+    steps. None of them resumes before all have run the commands, because generation may gather
+    weights across the data-parallel ranks, and because metrics are reduced over them at the end.
+    Ranks that have finished their sequences wait for the others.
+
+    The driver sends commands to all devices in the same order. Every rank runs the pending commands
+    up to the same one, which was sent to the whole mesh.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -243,7 +246,8 @@ class PendingCommands:
         """Return the job number of the last pending command that all ranks of the mesh can run now.
 
         A command can run if it was sent to all of these ranks and comes before the next generation
-        call. Returns None if no command can run.
+        call. `DiscardSamples` does not count, because it is no reason to stop the call. Returns
+        None if no command can run.
         """
         last = None
         for queued in self._process.list_pending():
@@ -483,8 +487,8 @@ def describe_samples(
 ) -> SampleMeta:
     """Return the metadata columns of `ids`, collected from the minibatches of a batch.
 
-    If the minibatches contain single completions instead of whole ids, their metadata column named
-    `owner` has the id to which each completion belongs.
+    If the batch was split into single completions, `owner` is the name of the metadata column that
+    has the original id of each completion.
     """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)

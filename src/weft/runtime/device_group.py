@@ -54,9 +54,9 @@ BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices receiv
 
 
 class DeviceGroup:
-    """`WorkerGroup` that runs on many devices, each of which builds its worker with `build`.
+    """`WorkerGroup` of many devices, each of which runs the command `build` to build its worker.
 
-    From the first call on, the processes of the devices write their output to files in the folder
+    From the first call on, the device processes write stdout and stderr to files in the folder
     `logs`.
     """
 
@@ -203,9 +203,10 @@ class DeviceGroup:
     def _build_command_tensors(
         self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Split the requests `wants` into requests to other devices and rows that the driver sends.
+        """Return the tensors that one rank needs for a command, given its requests `wants`.
 
-        `shared` caches the rows that were already serialized for this call.
+        Requests to other devices are passed on. Tensors that the driver has are serialized and
+        sent; `shared` caches them, so that several ranks of the same call can read them.
         """
         rows = []
         for want in wants:
@@ -377,7 +378,8 @@ class DeviceGroup:
         """Send each rank the command `make(rank)`, and return a future of the results by rank.
 
         `what` describes the work for error messages. Each command runs after all commands that were
-        sent to the rank earlier.
+        sent to the rank earlier. With `role`, it is also sent after all earlier requests for this
+        role.
         """
         future: Future[dict[int, Any]] = Future()
 

@@ -82,7 +82,7 @@ class CommandReport:
     """Report on the progress or result of a command, sent to the driver.
 
     Attributes:
-        number: Number of the command's job.
+        number: Number that identifies the command's job (one command for each of several ranks).
         kind: Type of the report.
         value: Result of a finished command, error of a failed one, or event with early outputs.
         num_bytes_received: Size in bytes of the tensors that were received to run the command.
@@ -96,7 +96,7 @@ class CommandReport:
 
 @dataclass(frozen=True)
 class DeviceActivity:
-    """Activity of a device at the moment.
+    """Description of what a device is doing at the moment.
 
     Attributes:
         is_waiting: True if the device is waiting for other devices.
@@ -140,8 +140,9 @@ class QueuedCommand:
 class DeviceProcess:
     """Process of one device, which runs the driver's commands in a background thread.
 
-    Commands run in the order of their index `place`, even if they arrive in another order. Ranks
-    that communicate with each other must run the same commands in the same order.
+    Each command has an index (`place`). Commands run in the order of this index, even if they
+    arrive in another order, because ranks that communicate with each other must run the same
+    commands in the same order.
     """
 
     def __init__(self, rank: int, peers: PeerTransport) -> None:
@@ -210,8 +211,9 @@ class DeviceProcess:
     ) -> None:
         """Queue a command; `place` is its index in the order in which this device runs commands.
 
-        The tensors `wants` are requested from other devices immediately. `shared` are promises of
-        tensors that the driver sends. `ranks` are all ranks that receive the command.
+        `number` identifies the command's job, and `ranks` are all ranks that receive a command of
+        this job. The tensors `wants` are requested from other devices immediately. `shared` are
+        promises of tensors that the driver sends.
         """
         with self._lock:
             self._early_commands[place] = QueuedCommand(
@@ -250,8 +252,9 @@ class DeviceProcess:
     def run_next(self, seconds: float | None = None) -> int:
         """Run the next command, waiting for it if necessary, and return its job number.
 
-        A running command may also call this method. If no command arrives within `seconds` seconds,
-        raises `DevicesLost`. With None, it waits without a limit.
+        A running command may also call this method, to run commands that have arrived in the
+        meantime. Raises `DevicesLost` if no command arrives within `seconds` seconds. If `seconds`
+        is None, waits without a limit.
         """
         try:
             if self._pending:

@@ -1,7 +1,7 @@
 """Dispatcher of jobs on many devices, which fails jobs if a device dies.
 
 A job is one command on each of several ranks. It is finished when all of these ranks have reported
-the end of their command. A job is issued (sent to its ranks) when the jobs in its `after` are
+the end of their command. A job is issued (sent to its ranks) when all jobs in its field `after` are
 finished and no earlier job that shares a role with it is still waiting to be issued. Each role
 therefore runs its requests in the order in which they were made, and all ranks run the same
 commands in the same order.
@@ -112,9 +112,9 @@ class DeviceJob:
         on_announced: Callback for early outputs, called with the rank and the event.
         roles: Roles that the job uses. Jobs that share a role are issued in order.
         after: Jobs that must be finished before this job is issued.
-        seconds: Time limit in seconds, counted from the issue; None for no limit.
+        seconds: Time limit in seconds, counted from when the job is issued; None for no limit.
         task: For calls, the task that identifies the call in events for the master.
-        number: Number of the job, in the order of submission.
+        number: Index of the job in the order of submission, by which reports refer to it.
         has_started: True once the first command has started.
         expires_at: Time at which the time limit ends, on the monotonic clock.
         final_reports: Final report of each rank that has finished its command.
@@ -181,8 +181,8 @@ class JobDispatcher:
     def find_cause(self, error: DevicesLost) -> RunError:
         """Return the error that explains `error`, which was raised outside of any job.
 
-        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. If there is one,
-        the result names the device and its job; otherwise it is `error`.
+        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. With such a report,
+        the result is an error that names the device and its job; otherwise it is `error` itself.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._fatal_error is None and time.monotonic() < end:
@@ -295,10 +295,10 @@ class JobDispatcher:
                     self._fail_job(job, report.value)
 
     def _fail_doubtful_jobs(self) -> None:
-        """Fail the jobs whose connection error has not been explained by a dead device in time.
+        """Fail jobs that have had a connection error for a while without a report of a dead device.
 
-        A connection error is held back for `DOUBT_SECONDS` seconds, since the death of a device
-        explains more.
+        A connection error is held back for `DOUBT_SECONDS` seconds, because the death of a device
+        may have caused it. In that case, the report of the death is the more helpful error.
         """
         with self._lock:
             over = []

@@ -18,10 +18,10 @@ Task = tuple[str, int]
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """Event that reports the start of a task.
+    """Event that reports the start of a task, from which the task's deadline is counted.
 
-    A task is one run of a call, host function or sync, identified by its name and the index of the
-    firing (execution of the node). Its deadline is counted from this event.
+    A task is one run of a call, host function or sync. It is identified by its name and the index
+    of the firing (execution of the node).
     """
 
     task: Task
@@ -42,8 +42,8 @@ class OutputsAnnounced:
 class TaskFinished:
     """Event that reports the successful end of a task.
 
-    The type of `result` depends on the task: the `MFCResult` of a call, the target's new version
-    after a sync, or the return value of the function that runs a host function.
+    The type of `result` depends on the task: the `MFCResult` of a call, the `FiringOutcome` of a
+    host function, or the target's new version after a sync.
     """
 
     task: Task

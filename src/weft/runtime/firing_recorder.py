@@ -22,10 +22,12 @@ GENERATIONS = "generations.jsonl"
 
 
 class FiringRecorder:
-    """Listener that passes finished firings and samples of finished steps to the observer.
+    """Listener that records finished firings (executions of graph nodes) and samples of finished
+    steps.
 
-    If the node that defines the run's steps is a generation call, the completions are the output of
-    the run. In this case, all of them are also written to `generations.jsonl`.
+    Firings are passed to the observer, and samples are stored in `rows`. If the node that defines
+    the run's steps is a generation call, the completions are the output of the run. In this case,
+    all of them are also written to `generations.jsonl`.
     """
 
     def __init__(

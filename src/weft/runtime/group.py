@@ -51,17 +51,18 @@ class WorkerGroup(Protocol):
         step)`, and the result is an `MFCResult`.
 
         By default, the call uses the newest weights of its role. With `version`, it uses the
-        weights after that many train steps; an interruptible call may use newer ones. These weights
-        must either be the newest, or already be in the copy of the role that the call uses, or have
-        been kept. They are kept if the train step with index `version`, which replaces them, is
-        submitted with `keeps`. The version of a copy never decreases.
+        weights that the role had after `version` train steps; an interruptible call may use newer
+        ones. Weights that are no longer the newest can be used only if the call runs on a copy of
+        the role that already has them, or if they were saved. They are saved if `keeps` is True for
+        the train step that replaces them. The version of a copy never decreases.
         """
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:
         """Start a parameter transfer between two roles.
 
-        The events have the task `(s.name, step)`, and the result is the target's new version.
+        `step` is the index of the firing (execution of a node) after which the transfer runs. The
+        events have the task `(s.name, step)`, and the result is the target's new version.
         """
         ...
 

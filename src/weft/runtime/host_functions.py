@@ -125,7 +125,9 @@ class HostFunctionRunner:
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: OutputsAnnounced) -> None:
-        """Start the work that host functions can do on the early outputs of a call."""
+        """Start the work that host functions can do on `announced`, outputs of a call that is
+        running.
+        """
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
@@ -139,9 +141,10 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs for a node whose function can begin its work on them.
+        """Request early outputs of a call for a node whose function can begin its work on them.
 
-        This requires that a single model call outputs all keys in the function's `begins_with`.
+        Nothing is requested if the function does not support this, or if the keys that it begins
+        with (`begins_with`) are not outputs of a single model call.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -49,8 +49,8 @@ class _QueuedFunction:
 class LocalGroup:
     """`WorkerGroup` that runs calls in a daemon thread, in the order of submission.
 
-    While a call runs, the master can wait with a deadline, update its view and handle signals. A
-    call that hangs does not keep the process alive.
+    The master's thread stays free: while a call runs, it can wait with a deadline, update the
+    terminal view and handle signals. A call that hangs does not keep the process alive.
 
     This class also implements `PendingUpdates`: between its steps, an interruptible call can run
     other queued requests, except for generation calls.

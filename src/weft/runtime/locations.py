@@ -45,8 +45,8 @@ class TensorLocations:
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has computed new values of these keys for these ids.
 
-        Copies on other ranks become invalid. Keys that the rank already has are left unchanged,
-        since they were announced during the call.
+        Copies on other ranks become invalid. A key that the rank is already recorded to have is
+        left unchanged, because the same values were announced during the call.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -70,7 +70,7 @@ class TensorLocations:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return the subset of `keys` that exist on at least one rank for every id."""
+        """Return those of `keys` that exist for every id, on one or more ranks."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -104,7 +104,9 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove `ids` from the record. Returns, for each rank, those of which it had tensors."""
+        """Remove `ids` from the record. Returns, for each rank, the ids whose tensors it has or
+        receives.
+        """
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.incoming.values()):

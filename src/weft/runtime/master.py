@@ -192,11 +192,11 @@ class Master:
     #    in which the filters were decided on.
 
     def _decide_firings(self, firings: Sequence[Firing]) -> None:
-        """Schedule these firings (executions of nodes).
+        """Schedule these firings (executions of nodes) without waiting for their results.
 
-        When further firings are chosen, the outputs of these ones already count as available. The
-        outputs of a filter only do so after `_apply_first_filter`, once it is known which ids it
-        kept.
+        Their outputs immediately count as available when further firings are chosen. Outputs of a
+        filter count as available only after `_apply_first_filter`, when it is known which ids the
+        filter kept.
         """
         for firing in firings:
             self._count_rounds(firing.node)
@@ -212,10 +212,11 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _apply_first_filter(self) -> None:
-        """Wait for the first scheduled filter, and make the ids that it kept available.
+        """Wait for a scheduled filter to finish, and make the ids that it kept available.
 
-        If calls run ahead of training, this is the filter with the oldest ids. Raises `RunError` if
-        a filter has used all its sampling rounds and no ids are left to train on.
+        The filter is the one that was scheduled first or, if calls run ahead of training, the one
+        with the oldest ids. Raises `RunError` if a filter has used all its sampling rounds and no
+        ids are left to train on.
         """
         if self._runs_ahead:
             firing = find_oldest(self._buffer, self._open_filters)
@@ -247,7 +248,8 @@ class Master:
     def _count_rounds(self, node: str) -> None:
         """Record the number of sampling rounds that were needed to fill the batch of `node`.
 
-        Nothing is recorded unless a filter before the node refills batches.
+        Several rounds can be needed if a filter before the node removes ids and then refills the
+        batch. Without such a filter, nothing is recorded.
         """
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None

@@ -22,9 +22,9 @@ def merge_results(
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the `MFCResult.seen` of all ranks, with one sample per id.
+    """Merge the samples for display (`MFCResult.seen`) of all ranks, with one sample per id.
 
-    Returns None if no rank has any.
+    Returns None if no rank has such samples.
     """
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:

@@ -52,8 +52,8 @@ def to_edge_outputs(
 ) -> SequenceSample | None:
     """Return a node's outputs in the order of `ids`, with the key names of the graph's edges.
 
-    Raises `RunError` if a key is missing, or if an id is unknown or missing. A node that `filters`
-    may leave out ids.
+    Raises `RunError` if a key is missing, or if an id is unknown or missing. If `filters` is True,
+    the node is a filter, and ids may be missing.
     """
     if not node.output_keys and (outputs is None or not filters):
         return None

@@ -37,7 +37,7 @@ class _RunningFiring:
         node: Its node.
         task: Task of the node itself, as used in events.
         tasks: All unfinished tasks, which include the parameter syncs after the node.
-        expires_at: Deadline of the node on the monotonic clock, or None if it is not running.
+        expires_at: Deadline on the monotonic clock while the node itself runs, otherwise None.
         outcome: Result of the node once it has finished.
     """
 

@@ -53,9 +53,10 @@ def sort_nodes(nodes: Iterable[RayNode], here: str) -> list[RayNode]:
 
 
 def order_bundles(on: Mapping[int, str], nodes: Sequence[RayNode]) -> list[int]:
-    """Return the indices of the placement group's bundles, in the order of their machines.
+    """Return the indices of the placement group's bundles, ordered by machine as in `nodes`.
 
-    There is one bundle per device. `on` maps the index of each bundle to the id of its machine.
+    A bundle is what Ray reserves for one device. `on` maps the index of each bundle to the id of
+    its machine.
     """
     order = [node.id for node in nodes]
     return sorted(on, key=lambda index: (order.index(on[index]), index))

@@ -22,7 +22,8 @@ class FiringOutcome:
         start_time: Start in seconds since the epoch.
         seconds: Duration in seconds.
         kept_ids: Ids that a filter kept; all ids for other nodes.
-        seen_samples: Log-probs or scores of a few ids for display, with tensors.
+        seen_samples: Samples for display: tensors with the log-probs or scores of a few ids, or
+            None.
     """
 
     firing: Firing

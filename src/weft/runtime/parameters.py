@@ -65,8 +65,9 @@ class ParameterTransfers:
     def initialize(self) -> None:
         """Prepare all transfers, and initialize roles from the roles that `init_from` names.
 
-        Only roles on another mesh than their source are initialized here. Raises `ConfigError` if
-        the parameters of the two roles of a transfer do not match.
+        A role on the same mesh as its source is not initialized here, because it was initialized
+        when the engines were built. Raises `ConfigError` if the parameters of the two roles of a
+        transfer do not match.
         """
         for sync in self._experiment.graph.syncs:
             if not self._has_equal_meshes(sync):
@@ -145,9 +146,11 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Save a role's current weights, for queued calls that need exactly this `version`.
+        """Save a role's current weights, whose version is `version`, before a train step replaces
+        them.
 
-        Nothing is saved for copies of the role that already have this version.
+        They are needed by queued calls on copies that must use exactly this version. Nothing is
+        saved for copies that already have it.
         """
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
@@ -197,11 +200,12 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy at `place`, if it is outdated, before the call that is submitted next.
+        """Submit an update of the copy at `place`, if it is outdated, before a call on it is
+        submitted.
 
         The copy gets the newest weights of its role or, if `version` is given, the weights of that
-        version. Returns the number of updates that the copy will have received by then, or None if
-        `place` is a role's own engine.
+        version. Returns the number of updates that the copy will have received when the call
+        starts, or None if `place` is a role's own engine.
         """
         if place not in self._weights:
             return None
@@ -242,9 +246,9 @@ class ParameterTransfers:
     ) -> int | None:
         """Update the copy at `place`, if it is outdated, before or during an interruptible call.
 
-        The call may start with the weights of `version` or with newer weights. Returns the number
-        of updates that the copy must at least have received when the call starts, or None if
-        `place` is a role's own engine.
+        The call may start with the weights of `version` or with newer weights. Returns the minimum
+        number of updates that the copy must have received when the call starts, or None if `place`
+        is a role's own engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)
@@ -350,11 +354,12 @@ class ParameterTransfers:
         *,
         holds_up: bool = True,
     ) -> DeviceJob:
-        """Submit a transfer as a job.
+        """Submit the transfer `what`, which follows the plan `way`, as a job, and return the job.
 
         If the target has ranks that the source lacks, the job is sent only after the last change of
-        the source's weights has finished. Otherwise, these ranks would wait for busy ranks of the
-        source. If `holds_up` is True, later requests for the two roles wait for the transfer.
+        the source's weights has finished. If it were sent earlier, those ranks would be blocked
+        while the source's ranks are still busy. If `holds_up` is True, later requests for the two
+        roles wait for the transfer.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks
@@ -389,7 +394,7 @@ class ParameterTransfers:
 def _repeat_command(
     command: DeviceCommand,
 ) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
-    """Return a `DeviceJob.make_command` that gives the same command to every rank."""
+    """Return a function for `DeviceJob.make_command` that gives every rank the same command."""
     return lambda rank: (command, CommandTensors())
 
 

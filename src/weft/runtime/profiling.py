@@ -41,7 +41,7 @@ class StepProfiler:
         self._first_step: int | None = None  # first traced step while a trace is running
 
     def start_before(self, step: int) -> None:
-        """Start a trace if the step that is about to run is to be traced and none is running."""
+        """Start a trace if `step`, which runs next, is to be traced and no trace is running."""
         if self._first_step is None and step in self._steps:
             self._group.toggle_trace()
             self._first_step = step
@@ -71,8 +71,8 @@ class StepProfiler:
     ) -> Iterator[None]:
         """Write an unfinished trace when the block ends, even if the run fails.
 
-        No trace is written if devices are lost or the run is interrupted. `done` returns the number
-        of the last completed step, and `under_way` that of the running step.
+        No trace is written if devices are lost or the run is interrupted. `done` returns the last
+        completed step, and `under_way` returns the running step.
         """
         try:
             yield

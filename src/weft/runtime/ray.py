@@ -169,9 +169,7 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the transport; `where` and `nodes` are the actors' processes and machine ids, by
-        rank.
-        """
+        """Create the transport; `where` and `nodes` are the processes and machine ids by rank."""
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)
@@ -312,13 +310,17 @@ class RayCluster:
         return self._watch.lost_part
 
     def is_alive(self) -> bool:
-        """Return whether Ray accepts connections; other requests to a dead Ray block for a minute."""
+        """Return whether Ray accepts connections.
+
+        Check this before other requests, because a request to a dead Ray blocks for a minute.
+        """
         self._watch.check()
         return self.lost_part is None
 
     def check_local_raylet(self) -> None:
-        """Raise `DevicesLost` if this machine's raylet is dead; Ray then ends any process that uses
-        it.
+        """Raise `DevicesLost` if this machine's raylet (Ray's local daemon) is dead.
+
+        Check this before using the raylet, because Ray ends any process that uses a dead one.
         """
         self._watch.check(LOCAL_RAYLET)
         self.check_not_lost()
@@ -397,16 +399,12 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this one, which gets device 0, then the others by
-        address.
-        """
+        """Return the machines that are up: this one, for device 0, then the others by address."""
         up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
         return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
     def find_lost_node(self, id: str) -> RayNode | None:
-        """Return the machine with this id if it is dead or its raylet is unreachable, otherwise
-        None.
-        """
+        """Return the machine `id` if it is dead or its raylet is unreachable, otherwise None."""
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
@@ -430,8 +428,9 @@ class RayCluster:
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Return Ray's `promises` that are pending after `seconds`; raise `DevicesLost` if Ray is
-        lost.
+        """Wait up to `seconds` seconds for Ray's `promises`; return those that are still pending.
+
+        Raises `DevicesLost` if Ray is lost.
         """
         late = list(promises)
         end = time.monotonic() + seconds
@@ -472,8 +471,9 @@ class DeviceLaunch:
             self._start_actors()
 
     def wait_for_devices(self) -> RayDevices:
-        """Wait until all processes have joined the process group; raise `RunError` if they are
-        late.
+        """Return the devices, after waiting until all processes have joined the process group.
+
+        Raises `RunError` if the processes are late.
         """
         if not self._actors:
             if not self._wait_for_placement(PLACE_SECONDS):
@@ -520,7 +520,7 @@ class DeviceLaunch:
         return False
 
     def _find_placement(self) -> bool:
-        """Find the machine of each device; return False if one of these machines is not up."""
+        """Find the machine of each device; return whether all of these machines are up."""
         nodes = self.cluster.list_nodes()
         self._node_of_bundle: dict[int, str] = placement_group_table(self._group)[
             "bundles_to_node_id"

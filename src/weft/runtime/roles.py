@@ -110,7 +110,10 @@ class RoleEngines:
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:
-        """Return whether both roles are on the same mesh, so that copying needs no transfers."""
+        """Return whether both roles are on the same mesh, which must include this rank.
+
+        If so, parameters can be copied between them without a transfer.
+        """
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)
 
@@ -179,11 +182,11 @@ class RoleEngines:
 
     @contextmanager
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
-        """Yield the engine at `place` for a block that replaces its weights.
+        """Yield the engine at `place` to a `with` block that replaces its weights.
 
         `place` is the role and the mesh of the engine; None is yielded if this rank does not have
-        it. A copy of a role cannot be used until the block ends. `weights` is the number of updates
-        that the copy has received by then.
+        it. A copy of a role cannot be used until the `with` block ends. `weights` is the number of
+        updates that the copy has received by then.
         """
         copy = place in self._weights
         if copy:

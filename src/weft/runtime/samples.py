@@ -54,7 +54,7 @@ class SampleReader:
         tokenizer: Tokenizer,
         last: int | None = None,
     ) -> None:
-        """Create a reader for which the step `last`, if given, is always a detailed step."""
+        """Create a reader; the step `last`, if given, is always shown in detail."""
         self._last_step = last
         self._group = group
         self._tokenizer = tokenizer
@@ -140,9 +140,10 @@ class SampleReader:
     ) -> SequenceSample | None:
         """Return the samples to show for a step of a graph that does not generate.
 
-        If `seen` has any ids of the step, the samples are chosen from these ids, which are the same
-        in every parallel layout. Otherwise the samples of the step's first ids are returned.
-        Returns None if the step is not shown in detail, or if the samples have no completions.
+        `seen` has the log-probs or scores of a few ids from the training call; these ids do not
+        depend on the parallel layout. If `seen` has any ids of the step, the samples are chosen
+        from them. Otherwise the samples of the step's first ids are returned. Returns None if the
+        step is not shown in detail, or if the samples have no completions.
         """
         if not self._is_detailed(step):
             return None
@@ -161,7 +162,7 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Yield a row with values per token for each of the first completions of each id."""
+        """Yield a row with values per token for the first `COMPLETIONS` completions of each id."""
         counts = batch.lengths["completion"].tolist()
         held = {}
         for key in (*BY_TOKEN, "advantages"):
@@ -212,7 +213,10 @@ class SampleReader:
         return columns
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (index in the batch, row) for each completion in the batch."""
+        """Yield (index of the completion in the batch, its row) for each completion.
+
+        A row has the id, the texts of prompt and completion, and all values per completion.
+        """
         # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]

@@ -61,10 +61,7 @@ class RunLength:
         return cls(num_ids, firings, per_epoch, steps)
 
     def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """Return the number of optimizer steps of a training node.
-
-        The result has two numbers: per epoch, and in the whole run.
-        """
+        """Return a training node's number of optimizer steps per epoch, and in the whole run."""
         per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
         share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
         firings = math.ceil(self.firings[node] * share - 1e-9)

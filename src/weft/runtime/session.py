@@ -206,8 +206,8 @@ class Session:
         """Remove partial files, and return the newest intact recovery point of the directory.
 
         Returns None if there is none, or if `resume_from` names a point of this run, which the
-        caller then uses. If `own` is True, this process has written newer points, and `resume_from`
-        is ignored.
+        caller then uses. If `own` is True, an earlier session of this process has written newer
+        points, so `resume_from` is ignored.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()

@@ -23,10 +23,10 @@ def split(
 ) -> list[list[SequenceSample]]:
     """Split a batch into minibatches, and each minibatch into one part per data-parallel rank.
 
-    The result is indexed by [minibatch][rank] and contains the minibatches of all epochs in order.
-    In epochs after the first, the ids are shuffled. Their order depends only on `seed`, `role`,
-    `step` (the index of the call) and the epoch, so it is the same after a restart and on every
-    layout.
+    `wanted` has the number of epochs, and the number or size of their minibatches. The result is
+    indexed by [minibatch][rank] and contains the minibatches of all epochs in order. In epochs
+    after the first, the ids are shuffled. Their order depends only on `seed`, `role`, `step` (the
+    index of the call) and the epoch, so it is the same after a restart and on every layout.
     """
     parts: list[SequenceSample] = []
     for epoch in range(wanted.epochs):
@@ -46,8 +46,8 @@ def split(
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
     """Split a batch into `count` minibatches of consecutive ids, as equal in size as possible.
 
-    Groups of completions stay whole if `unit` is "group", or if this gives equal sizes. Otherwise
-    they are first split into single completions.
+    Groups of completions stay whole if `unit` is "group", or if their number is divisible by
+    `count`. Otherwise they are first split into single completions.
     """
     if count == 1:
         return [batch]
@@ -118,7 +118,10 @@ def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """Return the samples in `parts`, which have only metadata, with tensors from `batch`."""
+    """Return the samples in `parts` with their tensors, which are taken from `batch`.
+
+    The samples in `parts` have only metadata, and may be single completions of those in `batch`.
+    """
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)
     else:

@@ -39,16 +39,18 @@ class _StoredBatch:
 class _StoredBlock:
     """Location of the data of a group of ids, which is the same for all of these ids.
 
+    Stored batches are identified by numbers.
+
     Attributes:
-        keys: Number of the stored batch that has each key.
-        columns: Number of the stored batch that has each metadata column.
+        keys: For each key, the number of the batch that has its values.
+        columns: For each metadata column, the number of the batch that has its values.
     """
 
     keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the numbers of the batches that this block refers to.
+        """Return the numbers that identify the batches to which this block refers.
 
         The result has two sets: batches with its keys, and batches with its metadata columns.
         """
@@ -58,7 +60,8 @@ class _StoredBlock:
 class TensorStore:
     """Thread-safe store of batches, from which samples are read by id and key.
 
-    Batches are not copied. A batch is kept until none of its ids is needed any more.
+    Batches are stored without copying their tensors. A batch is kept until none of its ids is
+    needed any more.
     """
 
     def __init__(self) -> None:
@@ -155,7 +158,8 @@ class TensorStore:
         return new
 
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
-        """Update how many blocks refer to each batch after the block `held` has changed.
+        """Update how many blocks (groups of ids) refer to each batch, after the block `held` has
+        changed.
 
         `before` is what `held.read()` returned before the change. Batches that no block needs any
         more are freed.
@@ -179,7 +183,7 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
-        """Group these ids by the block in which they are stored.
+        """Group these ids by block (group of ids whose data are in the same batches).
 
         Raises `DataError` if an id is missing.
         """
@@ -193,9 +197,10 @@ class TensorStore:
     def _collect_metadata(
         self, ids: tuple[str, ...], parts: Mapping[_StoredBlock, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
-        """Return all metadata columns of these ids.
+        """Return all metadata columns of these ids, in the order of `ids`.
 
-        Ids that have no value in a column get None.
+        `parts` maps each block (`_StoredBlock`) to those of the ids that belong to it. Ids that
+        have no value in a column get None.
         """
         columns: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
@@ -225,8 +230,8 @@ class TensorStore:
     ) -> SequenceSample:
         """Return a sample with the tensors `keys` of these ids, in the order of `ids`.
 
-        `parts` maps each block to those of the ids that belong to it. `origin` has, for each of
-        these blocks, the number of the batch that has its keys.
+        `parts` maps each block (`_StoredBlock`) to those of the ids that belong to it. `origin`
+        has, for each of these blocks, the number that identifies the batch with its keys.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

@@ -67,8 +67,8 @@ class SupervisorPipe:
     ) -> None:
         """Report that the devices `ranks` start a call, unless this has been reported already.
 
-        `number` is the number of the call's job, `firing` is the index of this execution of the
-        call, and `where` describes the devices.
+        `number` identifies the call's job, `firing` is the index of this execution of the call, and
+        `where` describes the devices.
         """
         with self._lock:
             if self._descriptor is None or number in self._unfinished_ranks:
@@ -77,7 +77,7 @@ class SupervisorPipe:
             self._send({"began": number, "call": call, "firing": firing, "where": list(where)})
 
     def report_finished(self, rank: int, reports: Sequence[CommandReport]) -> None:
-        """Report the end of calls that are finished according to the `reports` of a rank."""
+        """Record which calls a rank has finished according to its `reports` (see `finish_rank`)."""
         for report in reports:
             if report.kind in ("finished", "failed"):
                 self.finish_rank(report.number, rank)

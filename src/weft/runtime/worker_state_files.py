@@ -53,7 +53,7 @@ def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
 def read_interfaces(point: Path) -> dict[str, Any]:
     """Return the saved state of each call's interface.
 
-    All ranks of a role have saved the same state.
+    All ranks of a role have saved the same state, so the state from one of them is used.
     """
     states: dict[str, Any] = {}
     for folder in list_rank_folders(point):

@@ -44,7 +44,9 @@ def main() -> None:
 class CompactConverter:
     """Converter of parsed JSON, which turns long lists of numbers into arrays.
 
-    All other values are counted. Raises `ValueError` if a body has more than `MOST_VALUES` of them.
+    Only lists under the keys in `ARRAYS` are converted. The items of all other lists and of all
+    objects are counted, and `convert_value` raises `ValueError` if a body has more than
+    `MOST_VALUES` of them.
     """
 
     def __init__(self) -> None:

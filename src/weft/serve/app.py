@@ -76,7 +76,7 @@ class ServerApp:
         )
 
     def _find_endpoint(self, path: str) -> str:
-        """Return the label in the metrics for the endpoint at a request path.
+        """Return the label under which the metrics count requests to a path.
 
         All unknown paths have the same label, so that clients cannot create new time series.
         """
@@ -151,9 +151,9 @@ class ServerApp:
     async def _answer_model_request(
         self, exchange: HttpExchange, name: str, version: str | None, rest: str | None
     ) -> None:
-        """Answer a request to `/v2/models/NAME`, or to a path below it.
+        """Answer a request to `/v2/models/NAME`, with or without a version, or to a path below it.
 
-        `rest` is the path below it, such as `/infer`, or None.
+        `rest` is the end of the path, such as `/infer`, or None if the path ends with the model.
         """
         served = self.inference_endpoint.get_model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")

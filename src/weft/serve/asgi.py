@@ -98,7 +98,8 @@ class HttpExchange:
         """Await `work` and return its result, unless the client disconnects.
 
         If the client disconnects, `work` is cancelled and `ClientDisconnected` is raised. The
-        request body must have been read before this call.
+        request body must have been read before this call, because the method discards all messages
+        until the one that reports the disconnect.
         """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(self._wait_for_disconnect())

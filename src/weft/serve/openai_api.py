@@ -107,8 +107,8 @@ class CompletionEndpoints:
         """Return the token ids of each prompt in the request's field `prompt`.
 
         The field can be a single prompt, which is a string, a list of token ids or an array of
-        token ids. It can also be a list of several prompts of one kind. Raises `RequestRefused` for
-        any other value.
+        token ids. It can also be a list of prompts: either all strings, or all token ids. Raises
+        `RequestRefused` for any other value.
         """
         self._check_bytes(count_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):

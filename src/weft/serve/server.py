@@ -1,7 +1,9 @@
 """Server with HTTP, gRPC and metrics ports, each served in a separate thread.
 
-with Server([policy, reward], ServerPorts(http=8000), ServerLimits(), token) as server:
-    print(server.urls)
+Usage:
+
+    with Server([policy, reward], ServerPorts(http=8000), ServerLimits(), token) as server:
+        print(server.urls)
 """
 
 from __future__ import annotations

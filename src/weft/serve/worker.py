@@ -167,7 +167,9 @@ class ServingWorker:
     # -- in the worker's thread
 
     def _run(self) -> None:
-        """Process commands until stopped, opening a generator whenever jobs are waiting."""
+        """Process commands until stopped, and open a generator whenever completion jobs are
+        waiting.
+        """
         while not self._stopping:
             try:
                 self._read_commands(wait=not self._waiting_jobs)

@@ -38,9 +38,9 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
 
     A map-style dataset must return samples with one unique id each. It must return the same sample
     for the same index on every access, and in every dataset built with the same arguments. An
-    iterable dataset must yield the same batches in every pass. Both must have consistent keys and
-    lengths, token ids within the vocabulary, and samples that can be serialized. Both must resume
-    exactly at every batch.
+    iterable dataset must yield the same batches in every pass. Datasets of either type must have
+    consistent keys and lengths, token ids within the vocabulary, and samples that can be
+    serialized. A loader that is resumed at any batch must continue with the same batches.
 
     `tokenizer` defaults to `build_small_tokenizer()`. Prints one line that lists the checks.
     """
@@ -145,7 +145,7 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
 def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
     """Check that the tensors and lengths of a sample are consistent and survive serialization.
 
-    Raises `AssertionError` otherwise; the message refers to the sample as `where`.
+    Raises `AssertionError` if they are not; `where` describes the sample in the message.
     """
     # Every key has data, and token ids are in the vocabulary.
     for key in sample.keys:

@@ -94,7 +94,7 @@ class InterfaceBench:
     def build_model(self) -> Model:
         """Return a random Llama with an optimizer and a byte-level tokenizer.
 
-        Every call returns the same initial weights.
+        The initial weights are the same in every call.
         """
         tokenizer = build_small_tokenizer()
         directory = self.folder / "model"

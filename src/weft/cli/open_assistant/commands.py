@@ -212,7 +212,7 @@ def _translate_counts(words: list[str], environment: Mapping[str, str]) -> list[
 def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate `--configs X --triton_mode rm|sft` to `weft convert triton`.
 
-    The model to convert is read from the sections.
+    The config sections X name the model to convert.
     """
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.get_single("--triton_mode")

@@ -119,10 +119,10 @@ def _join_folder(data_path: str, file: str) -> str:
 
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Return the entries with the number of rows that each uses per epoch multiplied by `share`.
+    """Return entries that use `share` times as many rows per epoch as the given `entries`.
 
-    Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not determine the
-    number of rows.
+    `entries` are those of `dataset.sources`. Raises `InvalidDatasetEntry` for an entry with a
+    weight, because a weight does not determine the number of rows.
     """
     scaled_entries = []
     for index, entry in enumerate(entries):
@@ -136,5 +136,5 @@ def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[di
 
 
 def limit_validation(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the entries with validation sets limited to at most `count` rows each."""
+    """Return the entries of `dataset.sources` with at most `count` validation rows each."""
     return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

@@ -77,8 +77,9 @@ class KeyMapping:
 
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
-        sampling options. `off` is the value that has no effect: with this value, an option that the
-        experiment does not have is skipped.
+        sampling options. `off` is the value that has no effect: if `value` equals it and the
+        experiment does not have the option, nothing is set, because the unknown option would raise
+        an error.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -148,7 +149,7 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """Return the rule for a key that sets weft's option `target` to the key's value.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
-    the value that has no effect.
+    the value that has no effect, and is also accepted by experiments that do not have the option.
     """
     return KeyRule(
         f"`{_format_target(target)}`",
@@ -170,7 +171,8 @@ def ignore_with_note(why: str, *modes: str) -> KeyRule:
 def reject_unless(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> KeyRule:
     """Return the rule for a key that weft supports only with one of the `allowed` values.
 
-    These values have no effect. For other values, an error with the reason `why` is recorded.
+    An allowed value sets no option. For any other value, an error with the reason `why` is
+    recorded.
     """
 
     def apply_rule(done: KeyMapping, value: Any) -> None:

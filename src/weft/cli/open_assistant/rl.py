@@ -152,9 +152,10 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 
 
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
-    """Return the key in `keys` whose section comes last, or `IMPLIED` if none of the keys is set.
+    """Return the key in `keys` that was set last, or `IMPLIED` if none of the keys is set.
 
-    If the section sets several of the keys, the first of them in `keys` is returned.
+    Config sections set keys in their order, followed by the command line. If one section sets
+    several of the keys, the first of these in `keys` is returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED
@@ -162,7 +163,7 @@ def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
 
 
 def _read_number(done: KeyMapping, keys: Sequence[str], default: int) -> int:
-    """Return the value of the key in `keys` whose section comes last.
+    """Return the value of the key in `keys` that was set last (see `_find_latest_key`).
 
     Returns `default` if none of the keys is set, or if the value is not a number of at least 1.
     """

@@ -358,9 +358,9 @@ def build_group(
 ) -> EncodedSample:
     """Build a sample from whole sequences and their masks, which are True on trained tokens.
 
-    The prompt of the sample is the longest common prefix without trained tokens. Tokens after the
-    last trained token are left out. `more` are other fields of `EncodedSample`. Raises `BadRow` if
-    a sequence has no trained token.
+    The prompt of the sample is the longest common prefix of the sequences that contains no trained
+    token. Tokens after the last trained token of a sequence are left out. `more` are other fields
+    of `EncodedSample`. Raises `BadRow` if a sequence has no trained token.
     """
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")

@@ -107,8 +107,8 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
     """Return advice for a `path` that does not exist, to be appended to the error message.
 
-    A path that is only a file name comes from an Open-Assistant configuration. In this case, the
-    advice says where to put a copy of the file. Otherwise, it is to check the spelling.
+    A path that is only a file name comes from an Open-Assistant configuration, so the advice says
+    where to put a copy of the file. For other paths, the advice is to check the spelling.
     """
     if Path(path).name != path:
         return "check the spelling"

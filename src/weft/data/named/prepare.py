@@ -90,9 +90,9 @@ def prepare(
 ) -> PreparedSource:
     """Write the rows of the dataset `source.named` to files, unless they are in the cache.
 
-    Returns the source that reads these files. `files` are the user's YAML files with catalogue
-    entries. Raises `ConfigError` or `DataError` with a message that names the dataset and says what
-    to change.
+    Returns the source that reads these files, with notes for the user. `files` are the user's YAML
+    files with catalogue entries. Raises `ConfigError` or `DataError` with a message that names the
+    dataset and says what to change.
     """
     # Find the entry, its reader, and the files.
     assert source.named is not None
@@ -346,9 +346,10 @@ class _FileRows:
 
 
 def _divide_rows(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the rows marked in `held` from the first file to the second, and return both row counts.
+    """Move the rows marked in `held` from the training file to the validation file.
 
-    `parts` are the two files.
+    `parts` are the two files, and `held` has one value per row of the training file. Returns the
+    row counts of both files.
     """
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)

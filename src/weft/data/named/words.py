@@ -1,6 +1,6 @@
-"""Phrases that reveal which model an answer was copied from.
+"""Phrases that reveal that an answer was copied from a language model.
 
-Entries with the option `filter_words` leave out rows that contain such a phrase.
+Catalogue entries with the option `filter_words` leave out rows that contain such a phrase.
 """
 
 from __future__ import annotations

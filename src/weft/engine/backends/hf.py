@@ -154,8 +154,8 @@ def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
     """Configure the module to recompute every n-th layer in the backward pass.
 
-    Raises `ConfigError` if the module can only recompute all layers or none, or has fewer than n
-    layers.
+    n is `spec.recomputed_layers`. Raises `ConfigError` if the module can only recompute all layers
+    or none, or has fewer than n layers.
     """
     if not spec.recomputed_layers:
         return
@@ -185,9 +185,9 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If weft's cache cannot store the decoder's keys and values, it stores token ids instead. The
-    returned shapes are then those of a network with one layer and one head, whose keys are the
-    `DIGITS` digits of a token id.
+    If weft's cache cannot store the decoder's keys and values, it stores token ids in their place,
+    each as a key of `DIGITS` numbers. The returned configuration then has one layer, one head and
+    the head size `DIGITS`.
     """
     values = module.config.to_dict()
     heads = 1
@@ -236,7 +236,10 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes for the user that name the operations that are slow with this model, and why."""
+    """Return notes for the user that name the operations that are slow with this model, and why.
+
+    `caches` is True if weft's cache can store the decoder's keys and values.
+    """
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:

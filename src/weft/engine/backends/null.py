@@ -26,8 +26,8 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 class NullEngine:
     """Engine without a network, parameters or state.
 
-    `forward` returns the result of `compute(batch, want, temperature)`. It raises `ConfigError` if
-    there is no `compute`, or if its argument `top` is set. Methods that need weights always raise
+    `forward` returns the result of `compute(batch, want, temperature)`. If `compute` is None, or if
+    `forward` is called with `top`, it raises `ConfigError`. Methods that need weights always raise
     `ConfigError`. `family` is the name of the engine in reports.
     """
 

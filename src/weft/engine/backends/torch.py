@@ -150,8 +150,9 @@ def _describe_network(
     """Return facts about one rank's part of the network.
 
     The keys are `vocab_size`, `num_layers`, `sizes` (most fields of
-    `weft.engine.memory.NetworkShape`) and `shared_prompts` (when common prefixes are computed
-    once).
+    `weft.engine.memory.NetworkShape`) and `shared_prompts`. The last contains `longest`, the
+    maximum length in tokens of sequences that can share a prefix, and `in_training`, which is True
+    if training can share prefixes too.
     """
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
@@ -224,9 +225,10 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the number of input elements per token that adapters of the MLP's last matrix keep.
+    """Return the number of input elements per token kept by adapters on the MLP's last matrix.
 
-    Only adapters without dropout are counted.
+    Only adapters without dropout are counted: an adapter with dropout keeps its input after dropout
+    instead.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0

@@ -1,10 +1,10 @@
 """Accounting of the memory of the KV cache, for the scheduler.
 
 The scheduler uses the interface `BlockManager`, which hides how the memory is organized.
-`SlotManager` is the implementation for `models/kv/slots.py`, where each sequence has one contiguous
-slot. All slots grow together, by doubling: on a CPU, gathering scattered memory would take several
-times as long as a decode step. A shared prefix is stored once, outside the slots. The module does
-not import torch.
+`SlotManager` is the implementation for `models/kv/slots.py`. There, each sequence has one
+contiguous slot, because on a CPU, gathering scattered memory would take several times as long as a
+decode step. All slots grow together, by doubling. A shared prefix is stored once, outside the
+slots. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Key = Hashable
 
 
 class BlockManager(Protocol):
-    """Interface for counting the tokens of KV cache that sequences and shared prefixes use."""
+    """Interface for the accounting of KV-cache memory, counted in tokens.
+
+    Each sequence and each shared prefix is identified by a `key`.
+    """
 
     # minimum tokens that a stored prefix must save; None: prefixes are not shared
     min_saved_tokens: int | None
@@ -64,14 +67,14 @@ class SlotManager:
 
     Each sequence has one slot (see `weft.models.kv.slots`). There are at most `max_slots` slots,
     and each has room for `capacity` tokens, a multiple of `unit`. Slots and shared prefixes
-    together take at most `max_tokens` + `unit` - 1 tokens. The additional `unit` - 1 tokens ensure
-    that a sequence of `max_tokens` tokens fits wherever its prefix ends.
+    together take at most `max_tokens` + `unit` - 1 tokens. The additional `unit` - 1 tokens are for
+    rounding: a sequence of `max_tokens` tokens fits, however many of them are in a shared prefix.
 
     `num_slots` slots are allocated. They include spare slots for later sequences, because all slots
     are copied whenever their number changes. Spare slots are freed if their memory is needed for
     something else. With `ahead`, slots have the length of the longest expected sequence from the
-    start, if `max_slots` of them use at most half the limit. This is useful on operating systems
-    that provide memory only when it is written.
+    start, if `max_slots` slots of this length use at most half the limit. This costs little on
+    operating systems that provide memory only when it is written.
 
     The lengths of running sequences are stored relative to a common step counter, so the cost of a
     step does not depend on the number of sequences.

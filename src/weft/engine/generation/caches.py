@@ -63,7 +63,8 @@ class SequenceCache(Protocol):
 class GenerationCaches(Protocol):
     """Interface of a generator's key-value caches and of the network passes that use them.
 
-    A pass must have at least `min_rows` tokens.
+    A pass must have at least `min_rows` tokens: for fewer rows, torch may use other kernels, whose
+    results are rounded differently.
     """
 
     min_rows: int
@@ -341,7 +342,10 @@ class PageCaches:
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
     def _compute_states(self, step: Tensor) -> Tensor:
-        """Return the hidden states [B, hidden] of a decode step."""
+        """Return the hidden states [B, hidden] of a decode step of B rows.
+
+        `step` is the step's input, int32 [B, C], as `PagedCache.step` returns it.
+        """
         return self._network.compute_hidden(self._pool.build_packed(step))
 
     def _sample_tokens(self, step: Tensor, *, greedy: bool = False) -> Tensor:

@@ -58,11 +58,15 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class DeferringDecoder(Protocol):
-    """Decoder that can defer work: passes without `rows` may return before they are complete."""
+    """Decoder that can defer the work of forward passes, as pipeline stages do.
+
+    The result of `compute_hidden(x)` without `rows` may have no valid values until `catch_up` is
+    called.
+    """
 
     def catch_up(self) -> None:
         """Complete the deferred work.
 
-        Must be called before anything that a pass has written is copied or moved.
+        Must be called before keys and values that a forward pass has written are copied or moved.
         """
         ...

@@ -379,8 +379,8 @@ class BatchGenerator:
     ) -> Callable[[], SampledRows]:
         """Sample one token for every row, and return a function that waits for the tokens.
 
-        The last rows are sampled from their hidden states `states`. If there are rows before them,
-        `first` returns the tokens of those rows.
+        The last rows are sampled from their hidden states `states`. The rows before them, if any,
+        have been sampled in the decode step, and `first` waits for their tokens.
         """
 
         def draw() -> SampledRows:
@@ -505,8 +505,9 @@ def _find_text_stops(
 ) -> npt.NDArray[np.bool_]:
     """Return, for each row, whether the new token completes one of the row's stop texts.
 
-    `least` contains the minimum length of a completion, indexed by the row's settings. The result
-    is False for rows with fewer tokens.
+    `stops` contains the detectors of the completions that have stop texts. `least[i]` is the
+    minimum number of tokens of a completion whose sampling settings have index i. The result is
+    False for rows with fewer tokens.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

@@ -1,12 +1,10 @@
 """Generation by several generators on one network, whose steps are interleaved.
 
 While one generator's tokens are sent between ranks, the passes of the other generators are
-computed.
+computed, which keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
 
     with open_interleaved(decoder, spec, 4, budget=budget, ...) as generator:
         ...
-
-This keeps all ranks of a pipeline busy. The order of steps is the same on every rank.
 """
 
 from __future__ import annotations

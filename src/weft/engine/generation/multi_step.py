@@ -84,8 +84,8 @@ class MultiStepDecoder:
         """Return whether the settings with index `kind` allow sampling in the kernel.
 
         The kernel can only sample from the whole vocabulary. The result is False for greedy
-        decoding, sampling limits, stop texts, recorded ids and reported alternatives. Stop ids may
-        be excluded until the minimum length is reached.
+        decoding, sampling limits, stop texts, recorded ids and reported alternatives. A minimum
+        length is supported: until it is reached, the kernel excludes the stop ids.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

@@ -11,9 +11,10 @@ from weft.errors import DataError
 def compute_limit(network: Decoder, request: Request, most: int) -> int:
     """Return the maximum number of new tokens of a completion.
 
-    This is the smaller of `most` and the request's own limit. In a network with learned positions,
-    it is at most the number of positions that the prompt leaves free. Raises `DataError` for a
-    prompt that is empty, too long or has ids that the model does not have.
+    This is the smaller of the request's own limit and `most`, the limit in its sampling settings.
+    In a network with learned positions, it is at most the number of positions that the prompt
+    leaves free. Raises `DataError` for a limit below 1, and for a prompt that is empty, too long or
+    has ids that the model does not have.
     """
     config = network.config
     vocab_size = network.vocab_size

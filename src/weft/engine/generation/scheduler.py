@@ -200,7 +200,7 @@ class Scheduler:
         return aborted_sequences
 
     def restart(self) -> None:
-        """Move all admitted sequences back to the head of the queue.
+        """Move all admitted sequences back to the head of the queue after the weights have changed.
 
         Their keys and values will be computed again.
         """

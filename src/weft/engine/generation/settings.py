@@ -31,9 +31,10 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 
 
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
-    """Sample on this rank immediately, and return a function that returns the result.
+    """Call `draw`, which samples tokens on this rank, and return a function that returns them.
 
-    This is the `TokenAgreement` for a network on a single rank.
+    This is the `TokenAgreement` for a network on a single rank, which has no other rank to agree
+    with. The number of rows, `rows`, is not used.
     """
     drawn = draw()
     return lambda: drawn
@@ -86,11 +87,12 @@ class SettingsTable:
         return self._default_spec.seed
 
     def find_index(self, given: GenerationSpec | None) -> int:
-        """Return the index of the settings of a request, or 0 if `given` is None.
+        """Return the index of a request's settings `given`, which are added to the table if new.
 
-        The settings with index 0 are the generator's own. A request cannot change the seed, the
-        tokenizer or the recorded outputs, and the generator's stop ids apply to all requests.
-        Raises `ConfigError` for values out of range.
+        If `given` is None, the result is 0, the index of the generator's own settings. A request
+        cannot change the seed, the tokenizer or the recorded outputs, and the generator's stop ids
+        apply to all requests. Raises `ConfigError` for values out of range, and for stop texts
+        without a tokenizer.
         """
         if given is None:
             return 0
@@ -163,10 +165,11 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likeliest ids and their log-probs for each of `count` rows, and discard them.
+        """Return the likeliest ids of each of `count` rows with their log-probs, and discard them.
 
-        They were stored by the last call of `sample`, whose rows are the last of the `count` rows.
-        For other rows, and for rows whose settings do not request them, the result is empty.
+        The last call of `sample` stored them for its own rows, which are the last of the `count`
+        rows. For other rows, and for rows whose settings do not request likely alternatives, the
+        result is an empty tuple.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -179,10 +182,10 @@ class SettingsTable:
     def _find_top_logprobs(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> list[TopLogprobs] | None:
-        """Return the likeliest ids of each row of `logits` [R, V], with log-probs.
+        """Return, for each row of `logits` [R, V], the likeliest ids with their log-probs.
 
-        The result is empty for rows whose settings do not request alternatives, and None if no row
-        requests them.
+        The tuple of a row is empty if the row's settings do not request likely alternatives. If no
+        row requests them, None is returned instead of a list.
         """
         kinds = []
         for kind in np.unique(settings).tolist():

@@ -240,14 +240,14 @@ class TorchEngine:
         """Return the outputs named in `want` for each id, in float32 on the CPU.
 
         For a completion of L tokens, the shape is [L] for logprobs, entropy and top1, [L + 1] for
-        values, and [1] for scores. It is [L, K] for top_ids (int32) and [L, K + 1] for
-        top_logprobs. It is also [L, K] for given_logprobs, the log-probs of the ids in the batch's
+        values, and [1] for scores. top_ids, int32 [L, K], are the K likeliest ids that `top`
+        selects. top_logprobs, [L, K + 1], are their log-probs, followed by that of all other ids
+        together. given_logprobs, [L, K + 1], are the same for the K ids per token in the batch's
         key `given_ids`.
 
         Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
-        the log-probs of labels are normalized only over the ids in `support`. `top` selects the ids
-        of top_ids and top_logprobs. Raises `ConfigError` for an output that the head doesn't
-        provide, or for a sequence longer than `max_tokens`.
+        the log-probs of labels are normalized only over the ids in `support`. Raises `ConfigError`
+        for an output that the head doesn't provide, or for a sequence longer than `max_tokens`.
         """
         self.onload("weights")
         how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
@@ -271,9 +271,9 @@ class TorchEngine:
         """Run one optimizer step for each minibatch, then increment `version` by one.
 
         A minibatch is skipped, with the reason in its `StepStats`, if it has no trained tokens, if
-        `veto` returns a reason, or if its loss is not finite and the role has `on_nonfinite=skip`.
-        With `on_nonfinite=stop`, a loss that is not finite raises `RunError` with the ids of its
-        samples.
+        `veto` returns a reason, or if float16 gradients overflow. It is also skipped if its loss or
+        gradient is not finite for another reason and the role has `on_nonfinite=skip`; with
+        `on_nonfinite=stop`, this raises `NotFinite` with the ids of the samples.
         """
         if self._optimizer is None:
             raise ConfigError(

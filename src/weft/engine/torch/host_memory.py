@@ -5,7 +5,7 @@
     memory.fetch()         # starts copies to the device, in order of the groups
     memory.hold(0)         # later work on the current stream waits for group 0
 
-Each group is fetched and waited for separately.
+Each group of tensors, such as the weights of one block, is fetched and waited for separately.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostMemory:
 
     @property
     def is_offloaded(self) -> bool:
-        """True if any group is offloaded."""
+        """True if any group of tensors is offloaded."""
         return bool(self._away)
 
     def mark_changed(self) -> None:
@@ -92,7 +92,7 @@ class HostMemory:
                 block.constant = False
 
     def leave(self) -> None:
-        """Copy all groups on the device to the host and free their device memory.
+        """Copy all groups of tensors on the device to the host, and free their device memory.
 
         The host doesn't wait for the copies.
         """
@@ -121,9 +121,10 @@ class HostMemory:
         self._arriving.clear()
 
     def fetch(self, *numbers: int) -> None:
-        """Start copying the given groups (default: all) to the device.
+        """Start copying groups of tensors to the device.
 
-        Groups that are already on the device are skipped.
+        `numbers` are the indices of the groups (default: all groups). Groups that are already on
+        the device are skipped.
         """
         wanted = []
         for number in numbers or range(len(self._groups)):
@@ -143,16 +144,19 @@ class HostMemory:
         self._away.difference_update(wanted)
 
     def hold(self, *numbers: int) -> None:
-        """Make later work on the current stream wait for the given groups.
+        """Make later work on the current stream wait until groups of tensors have been fetched.
 
-        Without arguments, the stream waits for all groups that were fetched.
+        `numbers` are the indices of the groups (default: all groups that are being fetched).
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
                 mark.make_device_wait()
 
     def wait(self, number: int) -> None:
-        """Block the host until a group is on the device, so that any stream can use it."""
+        """Block the host until the group of tensors with index `number` has been fetched.
+
+        Afterwards, any stream can use these tensors.
+        """
         if (mark := self._arriving.pop(number, None)) is not None:
             mark.wait()
 
@@ -174,9 +178,9 @@ class HostMemory:
 class BlockFetcher:
     """Fetcher of a network's tensors, block by block while the forward pass runs.
 
-    The first group of `memory` contains the tensors needed before the first block. Then follow one
-    group for each block, and a group of tensors that the forward pass doesn't need. After `come`,
-    the first forward pass of each block waits only for that block's group.
+    The first group of tensors in `memory` contains those needed before the first block. Then follow
+    one group for each block, and a group of tensors that the forward pass doesn't need. After
+    `come`, the first forward pass of each block waits only for that block's group.
 
     With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
     waits for each group. Otherwise the device's stream waits.
@@ -189,7 +193,10 @@ class BlockFetcher:
         self._hooks: list[RemovableHandle] = []
 
     def come(self) -> None:
-        """Start fetching all groups."""
+        """Start fetching all groups of tensors, and let each block wait for its own group.
+
+        Does nothing if all tensors are on the device.
+        """
         if not self.memory.is_offloaded:
             return
         self.memory.fetch()
@@ -200,7 +207,7 @@ class BlockFetcher:
             )
 
     def wait_for_all(self) -> None:
-        """Make later work on the current stream wait for all groups."""
+        """Make later work on the current stream wait until all tensors have been fetched."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

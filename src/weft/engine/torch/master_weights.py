@@ -186,7 +186,7 @@ class MasterWeights:
         return dict(self._iterate_exact())
 
     def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
-        """Iterate over (canonical name, parameter).
+        """Iterate over (canonical name, parameter) of this rank, with masters where there are any.
 
         Offloaded parameters are read from host memory.
         """

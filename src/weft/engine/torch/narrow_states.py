@@ -135,8 +135,9 @@ class EightBitMoments:
     """Format that stores moments in 8 bits, as `bitsandbytes` stores and updates them.
 
     Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
-    al. 2022, arXiv:2110.02861). Saved states contain the scales and float32 values, which can be
-    loaded in any layout. If the blocks begin at the same elements, the loaded codes are identical.
+    al. 2022, arXiv:2110.02861). Saved states contain the scales and the moments as float32 values,
+    which can be loaded in any layout. If the blocks of the new layout begin at the same elements,
+    the saved scales reproduce exactly the same codes.
     """
 
     def __init__(self) -> None:
@@ -212,9 +213,10 @@ class EightBitMoments:
 
 
 class NarrowAdamW(EagerOptimizer):
-    """AdamW without weight decay, for moments in several formats.
+    """AdamW whose moments are stored in a format that is chosen for each parameter.
 
-    `moments_of` returns the storage format of a parameter's moments.
+    `moments_of` returns the storage format of a parameter's moments. Weight decay is not part of
+    `step`: `weft.engine.torch.optimizer` applies it in the same way for all update rules.
     """
 
     def __init__(

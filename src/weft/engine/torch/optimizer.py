@@ -122,8 +122,9 @@ class Optimizer:
     is multiplied by `loss_scale` before the backward pass, and the gradients are divided by it; the
     scale is halved when gradients overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 
-    The state can be offloaded to host memory through `lane`. The next step fetches the state in
-    buckets: one bucket is copied while the previous one is updated. `updated` is called with the
+    The state can be offloaded to host memory through the copy queue `lane`. The next step then
+    fetches the state in buckets (groups of parameters): the state of one bucket is copied while the
+    parameters of the previous one are updated. `updated` is a function that is called with the
     masters of each updated bucket, to copy their new values while the next bucket is updated.
     """
 
@@ -271,7 +272,8 @@ class Optimizer:
     def collect_tensors(self) -> dict[str, Tensor]:
         """Return the state tensors, named `{parameter}/{slot}`.
 
-        Before the first step, the result is empty.
+        A slot is one tensor of a parameter's state, such as `exp_avg`. Before the first step, the
+        result is empty.
         """
         return optimizer_states.to_named_tensors(
             self._trained, {p: self._encode_state(p) for p in self._parameters}, BLOCK

@@ -26,7 +26,7 @@ def is_scales(key: str) -> bool:
 
 
 def count_blocks(count: int, size: int) -> int:
-    """Return how many blocks of `size` elements are needed for `count` elements."""
+    """Return the number of blocks of `size` elements that are needed for `count` elements."""
     return -(-count // size)
 
 
@@ -35,8 +35,9 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    The state of a stored parameter has one scale for every `block` elements. Each canonical
-    parameter in it gets the scales of all blocks that contain its elements.
+    A slot is one tensor of a parameter's state, such as `exp_avg`. In the state of a stored
+    parameter, a slot with scales has one scale for every `block` elements. Each canonical parameter
+    in it gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -80,7 +81,11 @@ def _slice_state(part: StoredParameter, slot: str, value: Tensor, block: int) ->
 
 
 def _find_blocks(part: StoredParameter, block: int) -> slice:
-    """Return the range of blocks of the stored parameter that contain elements of `part`."""
+    """Return the range of scale blocks that contain elements of the canonical parameter `part`.
+
+    The blocks, of `block` elements each, divide the whole stored parameter `part.parameter`, which
+    can also contain other canonical parameters.
+    """
     if part.rows is None:
         return slice(0, count_blocks(part.parameter.numel(), block))
     row = math.prod(part.parameter.shape[1:])
@@ -102,7 +107,10 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return whether a state tensor has its parameter's shape, so that both have the same slices."""
+    """Return whether a state tensor has its parameter's shape, so that both have the same slices.
+
+    `written_as` is the name of the tensor in a file.
+    """
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
@@ -124,7 +132,10 @@ def read(
 
 
 def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """Map the name of each tensor, `{parameter}` or `{parameter}/{slot}`, to its parameter."""
+    """Map the name of each tensor, `{parameter}` or `{parameter}/{slot}`, to its parameter.
+
+    The keys of `slices` are the names of parameters.
+    """
     return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
 
 

@@ -103,7 +103,7 @@ def mask_read_rows(
 ) -> npt.NDArray[np.bool_]:
     """Return a mask `[N]` of the rows whose output is needed.
 
-    Rows that `PackLayout.index_rows` marks as missing are not needed. With `trained_only`, rows
+    Rows that `PackLayout.index_rows` marks as missing are not needed. With `how.trained_only`, rows
     whose loss mask is 0 are not needed either.
     """
     counts = layout.index_rows(how.extra)[1]
@@ -170,7 +170,10 @@ def prepare(
 
 
 def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> PreparedPass:
-    """Return a pass of one token, for ranks without a micro-batch."""
+    """Return a pass of one token, for a rank that has fewer micro-batches than others.
+
+    The rank runs the pass only because all ranks communicate during each pass.
+    """
     outputs: Want = next(
         (frozenset[Output]({each}) for each in ("values", "scores") if each in want),
         frozenset({"logprobs"}),

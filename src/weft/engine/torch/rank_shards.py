@@ -191,10 +191,10 @@ def _open_generator(
 ) -> Iterator[Generator]:
     """Open a generator on this rank's part of the network.
 
-    Ranks of one data-parallel part generate in lockstep; different parts generate independently.
-    `held` contains the pipeline stages of `network`. If parameters are gathered for generation, no
-    KV pages are kept for the next call, because the next call gathers the weights into other
-    memory.
+    Ranks of one data-parallel replica generate in lockstep; different replicas generate
+    independently. `held` contains this rank's pipeline stages by index. If parameters are gathered
+    for generation, no KV pages are kept for the next generator, because it gathers the weights into
+    other memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     # Gather sharded parameters and experts, and agree on the size of the KV cache.
@@ -254,8 +254,9 @@ def _agree_on_draws(
 ) -> Callable[[], SampledRows]:
     """Return a function that returns the sampled tokens on which all ranks of a pipeline agree.
 
-    The ranks agree on the tokens through `decoder.agree_on_tokens`. If several pipelines generate
-    the same sequences, all of them use the tokens of the first one, which `alike` distributes.
+    `draw` samples `rows` tokens, and `decoder.agree_on_tokens` makes the ranks of the pipeline
+    agree on them. If context-parallel ranks generate the same sequences in several pipelines,
+    `alike` makes all of these pipelines use the tokens of the first one.
     """
     return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 

@@ -24,10 +24,10 @@ TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in roun
 def build_row_gradient(
     loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
 ) -> RowGradient:
-    """Return a function that computes the gradient of `scale` times the loss by given outputs.
+    """Return a function that maps outputs to the gradients of the loss with respect to them.
 
-    The function maps the outputs to the gradient with respect to them. When it is called, the
-    outputs of rows that are not computed yet are 0.
+    The gradients are multiplied by `scale`. When the function is called, the outputs of rows that
+    are not computed yet are 0.
     """
 
     def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:

@@ -184,7 +184,8 @@ class AuxLoss:
     def compute(self, uneven: Tensor) -> Tensor:
         """Return the imbalance `uneven` times the weight.
 
-        Only the gradient of the result, not its value, is divided by the number of ranks.
+        The gradient of the result, but not its value, is divided by the number of ranks, because
+        the gradients of all ranks are summed.
         """
         value = self.weight * uneven
         if self.ranks == 1:
@@ -289,7 +290,8 @@ class OptimizerStep:
     ) -> str | None:
         """Return the reason to skip the update, or None if the weights should be updated.
 
-        Values that are not finite are removed from `metrics`. Raises `NotFinite` if the loss or the
+        `veto` is called with `reduced`, the statistics of the loss, reduced over all ranks. Values
+        that are not finite are removed from `metrics`. Raises `NotFinite` if the loss or the
         gradient is not finite and `on_nonfinite` is "stop".
         """
         ids = list(not_finite)

@@ -4,9 +4,9 @@ Usage: `python -m weft.host.verifiers._algebra FD`.
 
 The process forks a child that answers questions. The child reads (question number, reference,
 answer, time limit in seconds) from the connection with descriptor `FD`, and sends (question number,
-whether the two are equal, seconds used). When a question exceeds its processor time, the kernel
-kills the child, whatever library code it is running. The process then sends (None, False, 0) and
-forks another child.
+whether the two are equal, seconds used). When a question has used up its time limit, which is
+processor time, the kernel kills the child, whatever library code it is running. The process then
+sends (None, False, 0) and forks another child.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def are_surely_equal(reference: str, answer: str) -> bool:
-    """Return whether `math_verify` finds two texts equal, and this verdict can be trusted.
+    """Return whether `math_verify` finds two texts equal and this verdict can be trusted.
 
     The verdict is trusted if the library has parsed both texts completely. The texts are formulas,
     or sentences that contain one.

@@ -129,9 +129,9 @@ class IsolationSettings:
     """Protections to apply to a process, with their parameters.
 
     `protections` are the names of the protections. `limits` maps the names of limits in the module
-    `resource` to values. `folder` is an empty folder in which the program works. With the
-    protection `files`, however, the new root is mounted on `folder`, and the program works in a new
-    `/tmp` of at most `disk_mb`.
+    `resource` to values. `folder` is an empty folder, in which the process works. The protection
+    `files` instead mounts the process's own root file system on `folder`; the process then works in
+    the folder `/tmp` of this file system, which holds at most `disk_mb`.
     """
 
     protections: frozenset[str]
@@ -231,8 +231,8 @@ def enter(wanted: IsolationSettings) -> None:
 def _unshare() -> None:
     """Move this process into new namespaces.
 
-    A user namespace is among them, except for a root process that is permitted to create the others
-    without it.
+    A new user namespace is created as well, because it permits an ordinary user to create the
+    others. A root process that can create the others without it gets none.
     """
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()
@@ -265,8 +265,8 @@ def _fork_and_wait() -> None:
 def _isolate_files(wanted: IsolationSettings) -> None:
     """Change to a new root directory without /proc.
 
-    The new root contains the readable folders (read-only), four devices, and an empty /tmp of
-    limited size.
+    The new root contains the paths of `list_readable_paths` (read-only), four devices, and an empty
+    /tmp of limited size.
     """
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -312,8 +312,8 @@ def _isolate_files(wanted: IsolationSettings) -> None:
 def _restrict_file_access(work: str) -> None:
     """Restrict the process's file access with Landlock.
 
-    The process keeps full access to the folder `work`. Elsewhere, it can only read the readable
-    folders and use the devices.
+    The process keeps full access to the folder `work`. Elsewhere, it can only read the paths of
+    `list_readable_paths` and use the devices in `DEVICES`.
     """
     # Create a set of rules for the rights that this version of Landlock knows.
     version = _call_system("landlock_create_ruleset", None, 0, 1)

@@ -112,8 +112,8 @@ class JudgeTemplate:
     """Template of a judge's prompt, with an optional system message.
 
     `text` has the placeholders `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`, where
-    COLUMN is the name of a data column. `{{NAME}}` is the literal text `{NAME}`; other braces are
-    literal, too.
+    COLUMN is the name of a data column, and low and high are the ends of the score range.
+    `{{NAME}}` is the literal text `{NAME}`; other braces are literal, too.
     """
 
     text: str
@@ -144,7 +144,8 @@ class JudgeTemplate:
         """Return the chat messages for each completion.
 
         The entry of a completion is None if a column used in the template is null in its row.
-        Raises `DataError` if a placeholder does not name a column.
+        Raises `DataError` if a placeholder is neither predefined, such as `{prompt}`, nor the name
+        of a column.
         """
         # Find the columns that the template names.
         used = []
@@ -169,9 +170,10 @@ class JudgeTemplate:
         return conversations
 
     def _fill(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Fill the template in one pass, so that braces in the data are not interpreted.
+        """Return the filled template as chat messages: the system message, if any, and the prompt.
 
-        Returns the system message, if any, and the prompt as chat messages.
+        `texts` maps placeholders to their texts. All placeholders are replaced in one pass, so that
+        braces in the texts are not interpreted.
         """
         content = PLACEHOLDER.sub(
             lambda match: texts[match[2]] if match[2] else "{" + match[1] + "}", self.text

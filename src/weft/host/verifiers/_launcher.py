@@ -113,8 +113,9 @@ def launch(given: int, out: int) -> None:
 def _read(descriptor: int) -> Any:
     """Read the next message, without reading any byte that follows the message.
 
-    A message consists of its size in 8 bytes, followed by JSON. No part of the second message may
-    be in this process when the program's process is forked.
+    A message consists of its size in 8 bytes, followed by JSON. The second message has the tests.
+    No part of it may be in this process when the program's process is forked, because the program
+    could find it in its memory.
     """
     content = b""
     left = 8
@@ -229,7 +230,7 @@ def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
     """Execute the prompt if it is code, so that the tests can use the helper functions it defines.
 
     The functions are added to `names`, the globals of the tests. The tests must not use the
-    program's versions of these functions.
+    program's versions of these functions, which could make a wrong program pass.
     """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)

@@ -510,7 +510,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _find_base_name(kind: type) -> str:
-    """Return the name of the nearest built-in base class of an exception class."""
+    """Return the name of the nearest built-in base class of the exception class `kind`."""
     return next(
         base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base
     )

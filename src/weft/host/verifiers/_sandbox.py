@@ -193,7 +193,10 @@ def _encode_message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Read a pipe until all writers have closed it, or return None after `seconds`."""
+    """Return everything that is written to a pipe, once all writers have closed it.
+
+    Returns None if the pipe is still open after `seconds`.
+    """
     output = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -207,8 +210,9 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 def _end(leader: int, pipe: int) -> None:
     """End a process that the launcher forked, and its child processes.
 
-    The process with the id `leader` is asked to kill its children and exit. If `pipe` does not
-    close in time, the process group is killed.
+    The process with the id `leader` is asked to kill its children and exit. `pipe` is the output of
+    these processes, which closes when all of them have ended; if it does not close in time, the
+    process group is killed.
     """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):

@@ -28,9 +28,10 @@ def count_boxes(text: str) -> int:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\boxed 5` in a text, or None without a box.
+    r"""Return the content of the last box in a text, or None if there is none.
 
-    Braces in the content are balanced. The contents of adjacent boxes are joined into one list.
+    A box is `\boxed{...}` or `\boxed 5`. Braces in the content are balanced. The contents of
+    adjacent boxes are joined into one list.
     """
     answer: list[str] = []
     begin = 0  # start of the following box
@@ -86,7 +87,10 @@ def _extract_tagged(text: str) -> str | None:
 
 
 def _extract_formulas(text: str) -> str | None:
-    """Return the formulas at the beginning of a text, joined by commas; None without any."""
+    """Return the formulas at the beginning of a text, joined by commas.
+
+    Returns None if the text does not begin with a formula.
+    """
     formulas = []
     at = 0
     while match := FORMULA.match(text, at):

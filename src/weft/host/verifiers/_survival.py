@@ -193,8 +193,10 @@ def wrap_formula(formula: str) -> str:
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     """Return the formula that states the answer of a text, without the unit.
 
-    This is the content of the last box, the last formula, or the expression that `math_verify`
-    finds. `parsed` is a function that returns these expressions.
+    This is the content of the last box or, without a box, the last marked formula. A text with
+    neither is itself the formula, apart from introductory words, if it contains LaTeX commands.
+    Otherwise, the formula is the last expression that `math_verify` finds in the text, if any.
+    `parsed` is a function that returns the expressions that `math_verify` finds in a text.
     """
     inside = extract_boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
@@ -264,9 +266,10 @@ def _are_all_tokens_needed(
 ) -> bool:
     """Return whether replacing any one token of `formula` makes it differ from `other`.
 
-    Returns True without trying the replacements if the parsed expression has all of the tokens.
-    Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter is left as a
-    replacement.
+    Tokens are letters, numbers, signs and marks. `same` and `parsed` are those of
+    `is_fully_parsed`. Returns True without trying the replacements if the parsed expression has all
+    of the tokens. Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter
+    is left as a replacement.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:

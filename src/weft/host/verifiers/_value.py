@@ -141,11 +141,14 @@ def _measure_distance(
 
 @dataclass(frozen=True)
 class _ComplexValue:
-    """Complex number, with the size of the rounded numbers from which it was computed.
+    """Value of an expression as a complex number, with a measure of the rounding in its
+    computation.
 
-    `real` and `imaginary` are its parts. `size` is the largest absolute binary exponent of the
-    rounded numbers, or -1 if all numbers were exact. A fraction that is rounded counts with the
-    number of bits of its numerator or denominator, whichever is larger.
+    `real` and `imaginary` are the parts of the number. `size` is -1 if all numbers in the
+    computation were exact fractions. Otherwise, it is the largest absolute binary exponent of the
+    rounded (floating-point) numbers; a fraction that was rounded counts with the number of bits of
+    its numerator or denominator, whichever is larger. The larger `size` is, the more bits of
+    precision are needed.
     """
 
     real: Fraction
@@ -185,10 +188,10 @@ def _get_context() -> Any:
 class _TreeCalculator:
     """Calculator of the value of an expression tree.
 
-    Values are exact fractions as long as possible, and otherwise rounded numbers with a precision
-    of `bits` bits. With `real`, square roots of negative numbers and complex exponents raise
-    `_UndecidedValue`. `size` is the largest absolute binary exponent of the rounded numbers so far,
-    or -1 if all numbers so far were exact.
+    Values are exact fractions as long as possible. Others are rounded numbers: floating-point
+    numbers of `mpmath` with a precision of `bits` bits. With `real`, square roots of negative
+    numbers and complex exponents raise `_UndecidedValue`. `size` is the largest absolute binary
+    exponent of the rounded numbers so far, or -1 if all numbers so far were exact.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
@@ -262,7 +265,11 @@ class _TreeCalculator:
         return total
 
     def _convert_pair(self, one: Number, other: Number) -> tuple[Number, Number]:
-        """Return two numbers as two fractions or, if one is rounded, as two rounded numbers."""
+        """Return two numbers as numbers of the same type.
+
+        Two fractions are returned unchanged. If at least one is a rounded number (a floating-point
+        number of `mpmath`), both are returned as rounded numbers.
+        """
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return one, other
         return self._to_rounded(one), self._to_rounded(other)

@@ -60,10 +60,10 @@ def ifeval(
     loose: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return the fraction of a row's instructions that the completion follows.
+    """Return, for each completion, the fraction of its row's instructions that it follows.
 
-    With `score` "all", the reward is instead 1 if the completion follows all of them, else 0. The
-    reward is None for rows without instructions.
+    With `score` "all", the reward is instead 1 if the completion follows all instructions, else 0.
+    The reward is None for rows without instructions.
 
     Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction), as in the
     IFEval data. With `loose`, slight variations of the completion are tried as well. Raises

@@ -266,7 +266,8 @@ class Judge:
     def _compute_cache_keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
         """Return one cache key per vote, or an empty list for a completion that is not judged.
 
-        Without a cache file, the keys contain `index`, so that completions do not share keys.
+        Without a cache file, the keys contain `index`, the index of the completion, so that
+        completions with equal requests do not share answers.
         """
         if body is None:
             return []
@@ -290,6 +291,9 @@ class JudgeCall:
 
     async def vote(self, key: str, body: Mapping[str, Any], vote: int) -> VoteResult:
         """Return the result of one vote, from the cache or the server.
+
+        `key` is the vote's key in the cache, `body` the request to send if it is not cached, and
+        `vote` the index of the vote.
 
         Raises `UserError` if the request fails and `on_failure` is not set.
         """

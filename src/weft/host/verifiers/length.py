@@ -26,7 +26,7 @@ def length(
     """Return 1 for completions with a length from `min` to `max`, and less for all others.
 
     Outside of this range, the reward falls linearly, and is 0 at a distance of `slack` from the
-    nearest bound. With `slack` 0, it is always 0.
+    nearest bound. With `slack` 0, every length outside of the range gets 0.
 
     `unit` is "tokens" (of the policy's tokenizer, including the end token), "words" (separated by
     white space) or "chars".

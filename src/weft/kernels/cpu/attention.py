@@ -46,9 +46,10 @@ def attend_rows(
 ) -> Tensor:
     """Return attention [R, heads, dim] of R queries over T keys and values.
 
-    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Each
-    query is in exactly one segment, in the field `own` of one of the `parts`, and `across` is not
-    used. Segments of different parts can have the same keys. The result can be differentiated once.
+    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. The
+    segments in the field `own` of each of the `parts` assign ranges of queries to ranges of keys;
+    the field `across` is not used. Each query is in exactly one segment. Segments of different
+    parts can have keys in common. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out

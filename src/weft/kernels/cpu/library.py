@@ -121,7 +121,10 @@ def _build_flags(variant: str) -> tuple[str, ...]:
 
 
 def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """Check that structures have the same sizes in C++ and in Python, and return the library."""
+    """Return the library `kernels` after checking the sizes of its structures.
+
+    Raises `AssertionError` if a structure has different sizes in C++ and in Python.
+    """
     sizes = (ctypes.c_long * len(SHARED))()
     kernels.weft_sizes(sizes)
     wrong = [s.__name__ for s, size in zip(SHARED, sizes, strict=True) if ctypes.sizeof(s) != size]

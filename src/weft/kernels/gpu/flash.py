@@ -218,8 +218,8 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """Return the number of keys before, and after, its own position to which a query attends.
+    """Return the window of a query as (number of keys before it, number of keys after it).
 
-    The value -1 means all keys.
+    The query also attends to its own key. The number -1 means that there is no limit.
     """
     return (-1, 0) if window is None else (window - 1, 0)

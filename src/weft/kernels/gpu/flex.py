@@ -148,9 +148,10 @@ class KeySpans:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True blocks in each row, and block indices with those blocks first.
+    """Return the number of True blocks in each row, and the indices of the blocks, True ones first.
 
-    `blocks` is bool [n, n]. The results are int32 [1, 1, n] and [1, 1, n, n].
+    `blocks` is bool [n, n]: one row per query block and one column per key block. The results are
+    int32 [1, 1, n] and [1, 1, n, n].
     """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[

@@ -1,8 +1,9 @@
 """Attention on accelerators.
 
-Half precision uses flash attention. Soft caps, shared prefixes, and pages that the installed flash
-kernel cannot read use FlexAttention. Float32 and dropout of attention weights use torch's own
-operations (`weft.models.attention.rectangles`).
+Flash attention is used in half precision. FlexAttention is used for soft caps, for shared prefixes,
+and for decode steps over pages that the installed flash kernel cannot read. All other passes, such
+as those in float32 or with dropout of attention weights, use torch's own operations
+(`weft.models.attention.rectangles`).
 """
 
 from __future__ import annotations

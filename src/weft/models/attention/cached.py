@@ -1,4 +1,7 @@
-"""Attention of new tokens over keys and values in cache slots, computed by torch or by kernels."""
+"""Attention of new tokens over keys and values in cache slots, computed by torch or by kernels.
+
+A slot is the contiguous memory for the keys and values of one sequence (`weft.models.kv.slots`).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from weft.models.kv.slots import Cached, KVCache
 
 
 def attend_by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
-    """Compute attention of new tokens over cached slots and prefixes with weft's CPU kernels.
+    """Return attention of new tokens over cached and new tokens, computed by weft's CPU kernels.
 
-    The keys and values of the new tokens must already be stored in the slots.
+    The result is [T, heads, dim]. The cached tokens of a row are those in the row's slot and in the
+    row's prefix. The keys and values of the new tokens must already be stored in the slots.
     """
     assert not torch.is_grad_enabled(), "keys and values in a cache have no gradient"
     q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec

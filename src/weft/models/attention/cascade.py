@@ -34,20 +34,22 @@ def attend_to(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Compute attention of q [n, heads, L, dim] over k and v [n, heads, M, dim], on a CPU.
+    """Return attention of q [n, heads, L, dim] over k and v [n, heads, M, dim], on a CPU.
 
-    `mask`, if given, is added to the scores. With `causal`, each query attends only to the keys up
-    to its own. The result can be merged with the attention of the same queries over other keys.
+    `mask`, if given, is added to the scores. With `causal`, the query at index i attends only to
+    the keys at indices up to i. The result can be merged with the attention of the same queries
+    over other keys.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
 
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
-    """Merge the attention of the same rows over two disjoint sets of keys.
+    """Return the attention of some rows over the union of two disjoint sets of keys.
 
-    Only exp and log are used, because their results have the same bits at any position of a tensor.
-    Training and decoding therefore round in the same way.
+    `left` and `right` are the attention of the same rows over each of the two sets. They are merged
+    only with exp and log, whose results have the same bits at any position of a tensor. Training
+    and decoding therefore round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -155,7 +157,10 @@ def _take_rectangles(
 
 
 def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Arrange the tokens of a bucket in a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
+    """Return the tokens of the sequences in `bucket` as a padded rectangle, [n, heads, L, dim].
+
+    x [T, heads, dim] contains all tokens of the pack.
+    """
     return (
         _select_tokens(x, bucket, padded=True)
         .unflatten(0, tuple(bucket.index.shape))
@@ -170,7 +175,10 @@ def _to_rows(cells: Tensor, bucket: SequenceBucket) -> Tensor:
 
 
 def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
-    """Return a mask [n, L] in the dtype of `like`: 1 for tokens and 0 for padding."""
+    """Return a mask of a bucket's padded rectangle, [n, L]: 1 for tokens and 0 for padding.
+
+    The mask has the dtype of `like`.
+    """
     assert bucket.valid is not None
     return (
         like.new_zeros(bucket.index.numel())
@@ -180,7 +188,10 @@ def _is_valid(bucket: SequenceBucket, like: Tensor) -> Tensor:
 
 
 def _select_tokens(x: Tensor, bucket: SequenceBucket, padded: bool = False) -> Tensor:
-    """Return the rows of x [T, ...] for the tokens of a bucket, with padding rows if `padded`."""
+    """Return the rows of x [T, ...] for the tokens of the sequences in `bucket`.
+
+    If `padded`, the result also has a row for each padding cell of the bucket's rectangle.
+    """
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

@@ -27,7 +27,11 @@ class AttentionContext(Protocol):
 
     @property
     def dense(self) -> Dense:
-        """Context of this pass's tokens as whole sequences, without cached or shared tokens."""
+        """Context of the tokens of this pass alone, as if they were whole sequences.
+
+        Tokens in caches and on other ranks are left out. A shared prefix in the pass is a separate
+        sequence.
+        """
         ...
 
     @property
@@ -149,9 +153,10 @@ class Dense:
 
     @cached_property
     def cell_positions(self) -> Tensor | None:
-        """Index of each token in the concatenation of all buckets without padding, int64 [T].
+        """Index of each token in the concatenation of all `buckets` without padding, int64 [T].
 
-        None if that concatenation is already in the order of the pack.
+        With these indices, results that were computed bucket by bucket are put back into the order
+        of the pack. None if they are already in this order.
         """
         order = []
         for members in _group_by_length(self.starts):
@@ -253,7 +258,7 @@ def _group_by_length(starts: list[int]) -> list[list[int]]:
 
 
 def _build_span_bucket(start: int, stop: int, device: torch.device) -> SequenceBucket:
-    """Return a bucket with the tokens from `start` to `stop` (excluded) as its only sequence."""
+    """Return a `SequenceBucket` with one sequence: the tokens from `start` to `stop` (excluded)."""
     return SequenceBucket(torch.arange(start, stop, device=device)[None], None, (start, stop))
 
 

@@ -1,4 +1,4 @@
-"""Attention of one layer, by the backend for the type of attention context and the device.
+"""Dispatch of each layer's attention to the backend for the attention context and the device.
 
 No token attends to a token of another sequence.
 

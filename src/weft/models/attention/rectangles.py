@@ -148,9 +148,10 @@ def _drop_weights(given: AttentionInputs, bucket: SequenceBucket, weights: Tenso
 
 
 def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Arrange the tokens of a bucket in a rectangle: [T, heads, dim] -> [n, heads, L, dim].
+    """Return the tokens of the sequences in `bucket` as a padded rectangle, [n, heads, L, dim].
 
-    The result is a view and not a copy if the rectangle consists of consecutive tokens.
+    x [T, heads, dim] contains all tokens of the pack. The result is a view of x and not a copy if
+    the rectangle consists of consecutive tokens.
     """
     if bucket.span is None:
         cells = x.index_select(0, bucket.index.flatten())

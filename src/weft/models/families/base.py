@@ -61,7 +61,7 @@ class Family:
         write_config: Function that converts a configuration to config.json values.
         keys: Function that returns the locations of all parameters except `score.weight`.
         tiny: Contents of config.json for a small network that is used in tests.
-        buffers: Endings of tensor names in old checkpoints that are not parameters.
+        buffers: Name endings of tensors that old checkpoints contain but that are not parameters.
         score: Name of the checkpoint tensor with the weight of a value or score head.
     """
 

@@ -36,12 +36,12 @@ def llama_fields(
     theta: float = 10000.0,
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Read the `TransformerConfig` fields that all Llama-like families store under the same keys.
+    """Return the `TransformerConfig` fields that all Llama-like families store under the same keys.
 
     `tied` and `theta` are the default values for tied embeddings and for the base of the rotary
-    frequencies. `act` is a pair: the key of the activation function in config.json, and the name to
-    use if the key is absent. The field `extra` is not included, because the family may still read
-    other keys.
+    frequencies. `act` is a pair: the key of the activation function in config.json, and the name of
+    the function if the key is absent. The field `extra` is not included, because the family may
+    still read other keys.
     """
     hidden = read.need("hidden_size")
     heads = read.need("num_attention_heads")
@@ -97,10 +97,10 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
 ) -> Rope:
-    """Read the settings of rotary positions.
+    """Return the rotary positions that are described in config.json.
 
-    transformers 5 stores them as `rope_parameters`, and earlier versions as `rope_theta` and
-    `rope_scaling`. `positions` is the maximum number of positions. `theta` and `partial` are
+    transformers 5 stores their settings as `rope_parameters`, and earlier versions as `rope_theta`
+    and `rope_scaling`. `positions` is the maximum number of positions. `theta` and `partial` are
     default values: the base of the frequencies, and the share of each head's dimensions that is
     rotated. Raises `CheckpointError` for settings that the decoder does not support.
     """
@@ -262,7 +262,11 @@ def layer_types(config: TransformerConfig) -> list[str]:
 
 
 def tensor(name: str, hf: str, part: NetworkPart = "block") -> Key:
-    """Return the checkpoint location of a parameter that is stored unchanged in the tensor `hf`."""
+    """Return the checkpoint location of a parameter that is stored unchanged in the tensor `hf`.
+
+    `name` is the canonical name of the parameter, and `part` is the part of the network that has
+    it.
+    """
     return Key(name, hf, part)
 
 
@@ -271,7 +275,9 @@ def linear(
 ) -> tuple[Key, ...]:
     """Return the checkpoint locations of a linear layer's weight and, with `bias`, of its bias.
 
-    `transpose` is for checkpoints that store matrices as [in, out].
+    `name` is the canonical name of the layer, `hf` is the layer's name in the checkpoint, and
+    `part` is the part of the network that has the layer. `transpose` is for checkpoints that store
+    matrices as [in, out].
     """
     keys = (Key(f"{name}.weight", f"{hf}.weight", part, transpose),)
     return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if bias else keys
@@ -306,7 +312,9 @@ def norm(
 ) -> tuple[Key, ...]:
     """Return the checkpoint locations of a norm's parameters.
 
-    The configuration decides whether the norm has a weight and a bias.
+    `name` is the canonical name of the norm, `hf` is the norm's name in the checkpoint, and `part`
+    is the part of the network that has the norm. `config` decides whether the norm has a weight and
+    a bias.
     """
     if config.norm_weight:
         keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)

@@ -15,7 +15,10 @@ from weft.registry import register_hf_family
 
 
 def read_gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """Read the configuration fields that Gemma 1 and Gemma 2 have in common."""
+    """Return the configuration fields that Gemma 1 and Gemma 2 have in common.
+
+    `act` is the key of the activation function in config.json.
+    """
     fields = common.llama_fields(read, tied=True, act=(act, "gelu_pytorch_tanh"))
     bias = read("attention_bias", False)
     read.refuse("use_bidirectional_attention", "attention here is causal")

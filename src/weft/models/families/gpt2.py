@@ -15,7 +15,10 @@ from weft.registry import register_hf_family
 
 
 def read_gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """Read the configuration fields that GPT-2 and StarCoder have in common."""
+    """Return the configuration fields that GPT-2 and StarCoder have in common.
+
+    `act` is the name of the activation function if config.json does not name one.
+    """
     read.refuse("add_cross_attention", "there is no encoder to attend to")
     hidden = read("n_embd", 768)
     heads = read("n_head", 12)

@@ -1,4 +1,4 @@
-"""Map from parameters to the tensors of a checkpoint, which can be transposed, fused or stacked.
+"""Map from parameters to checkpoint tensors, in which they can be transposed, fused or split.
 
 A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `list_rectangles`
 lists the rectangles of checkpoint tensors that contain the parameter, or any `Slice` of it. Reading
@@ -55,14 +55,18 @@ class FusedLayout:
 class Key:
     """Location of one parameter in a checkpoint.
 
+    A key with `{i}` in its names is a template, from which `bind_layer` makes the key of each
+    layer.
+
     Attributes:
         name: Canonical name of the parameter in weft, which can contain `{i}` for the layer.
         hf: Name of the checkpoint tensor, which can also contain `{i}`, and `{e}` for the expert.
         part: Part of the network to which the parameter belongs.
         transpose: True if the checkpoint stores the matrix as [in, out].
         fused: Position of the parameter in the tensor if the tensor contains several parameters.
-        experts: Number of checkpoint tensors that the parameter stacks, one per expert, else 0.
-        layer: Index of the layer, or None for a template and for a parameter outside the blocks.
+        experts: Number of experts if the checkpoint has one tensor per expert, which the parameter
+            stacks; otherwise 0.
+        layer: Index of the layer; None in a template and for a parameter outside the blocks.
     """
 
     name: str

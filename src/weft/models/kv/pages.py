@@ -46,8 +46,9 @@ TABLE = 3  # first column of the table in a step's matrix
 class PagedHistory:
     """All tokens of the sequences in a pass, stored and new, concatenated row by row.
 
-    `places`, int64 [U], are the storage indices of the tokens. `cu_seqlens`, int32 [R + 1], are the
-    boundaries of the rows, and `max_len` is the length of the longest row.
+    `places`, int64 [U], are the storage indices of the U tokens, counted in tokens from the
+    beginning of the first page. `cu_seqlens`, int32 [R + 1], are the boundaries of the rows, and
+    `max_len` is the length of the longest row.
     """
 
     places: Tensor  # int64 [U]: storage index of each token
@@ -61,8 +62,9 @@ class Paged:
 
     Attributes:
         pool: Memory of the pages.
-        places: Storage index of each new token, to which its key and value are written, int64 [T].
-        table: Pages of each row in order, int32 [R, W].
+        places: Index at which each new token's key and value are stored, int64 [T]; tokens are
+            counted from the beginning of the first page.
+        table: Indices of each row's W pages in order, int32 [R, W].
         used: Number of tokens of each row, including the new ones, int32 [R].
         cu_seqlens: Boundaries of the rows' new tokens, int32 [R + 1].
         max_len: Largest number of new tokens of a row, which is 1 in a decode step.
@@ -81,7 +83,7 @@ class Paged:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens as whole sequences, without the stored tokens."""
+        """Context of the new tokens alone, as if they were whole sequences."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -208,13 +210,19 @@ class PagePool:
         )
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim].
+
+        `layer` is the index of the layer in the whole network.
+        """
         layer -= self.first_layer
         self.keys[layer].flatten(0, 1).index_copy_(0, context.places, k)
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
     def read(self, layer: int, history: PagedHistory) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim]."""
+        """Return the keys and values of all tokens in `history`, each [U, kv_heads, head_dim].
+
+        `layer` is counted from `first_layer`.
+        """
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)
@@ -353,11 +361,12 @@ class PagedCache:
         )
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-        """Make room for one token per row and return the decode step, int32 [R, 3 + W].
+        """Make room for one token per row, and return the input of the decode step.
 
-        The columns are the token, the position of the token, the storage index of the token, and
-        the W pages of the row. Rows of zeros can be appended as padding. They denote the first
-        token of a sequence in the scratch page, which belongs to no row.
+        The input is int32 [R, 3 + W]. The columns are the token, the position of the token, the
+        storage index of the token, and the W pages of the row. Rows of zeros can be appended as
+        padding. They denote the first token of a sequence in the scratch page, which belongs to no
+        row.
         """
         rows = np.asarray(slots, np.int64)
         start = self._extend_rows(rows, np.ones(len(rows), np.int64))

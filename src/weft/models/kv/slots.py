@@ -46,7 +46,7 @@ class PrefixGroup:
 
     `prefix` is the cache that contains the prefix, and `rows`, int64 [S], are the indices of the
     rows. `queries` contains the same indices, with the last one repeated up to a multiple of
-    `kernels.LEAST_QUERIES`.
+    `kernels.LEAST_QUERIES`, because torch sums in another order if there are fewer queries.
     """
 
     prefix: KVCache
@@ -90,7 +90,7 @@ class Cached:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens as whole sequences, without the cached tokens."""
+        """Context of the new tokens alone, as if they were whole sequences."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -148,8 +148,9 @@ class Cached:
     def build_decode_mask(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a decode step, [R, 1, 1, length].
 
-        The mask is 0 for the keys of a row's slot to which the row's token attends, and minus
-        infinity for all other keys. All layers with the same window share the mask.
+        `length` is the number of keys that are read from each slot. The mask is 0 for the keys of a
+        row's slot to which the row's token attends, and minus infinity for all other keys. All
+        layers with the same window share the mask.
         """
         if window not in self._decode_masks:
             places = torch.arange(length, device=self.cache.device)
@@ -334,9 +335,7 @@ class KVCache:
         self.used[slot] = length
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """Copy the contents of `slot` to `count` new slots, for samples of one prompt; return
-        these.
-        """
+        """Copy `slot` to `count` new slots for samples of one prompt; return the new indices."""
         new = self.allocate(count)
         filled = int(self.used[slot])
         place = self.places[slot]
@@ -433,7 +432,7 @@ class KVCache:
             )
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
+        """Store the new tokens' keys and values, each [T, kv_heads, head_dim], in layer `layer`."""
         keys = self.keys[self.row_of[layer]]
         values = self.values[self.row_of[layer]]
         if kernels.serves(k, v, keys, values):
@@ -455,8 +454,9 @@ class KVCache:
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the rows of `context`, each [R, kv_heads, n, head_dim].
 
-        n is `max_used` rounded up to whole vectors. Values after the end of a row are finite but
-        meaningless. This is for attention by torch: weft's kernels read the slots directly.
+        `layer` is an index into the cached layers, as in `row_of`. n is `max_used` rounded up to
+        whole vectors. Values after the end of a row are finite but meaningless. This is for
+        attention by torch: weft's kernels read the slots directly.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
@@ -486,10 +486,11 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Split the memory indices `places` of some slots into runs of consecutive indices.
+    """Return slices with which the contents of some slots can be copied.
 
-    Returns a pair of slices for each run: its positions in `places`, and its memory indices. Unless
-    all indices are consecutive, every slot becomes a separate run.
+    `places` are the memory indices of the slots. Each pair of slices consists of positions in
+    `places` and of the memory indices at these positions. If all memory indices are consecutive,
+    one pair covers all slots. Otherwise, there is one pair per slot.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

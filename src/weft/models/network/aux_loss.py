@@ -84,9 +84,10 @@ class MoEAuxLoss:
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
     """Return the weight of the load-balancing loss in training.
 
-    This is the user's option `coefficient` if it is set. Otherwise it is `router_aux_loss_coef` in
-    config.json if `output_router_logits` is set there, as in `transformers`, and 0 if it is not.
-    Raises `ConfigError` if `coefficient` is not 0 and the network has no experts.
+    The user's option `coefficient` is used if it is set. If it is not, the weight is that of
+    `transformers`: `router_aux_loss_coef` in config.json if config.json also sets
+    `output_router_logits`, or else 0. Raises `ConfigError` if `coefficient` is not 0 and the
+    network has no experts.
     """
     if config.experts is None:
         if coefficient:

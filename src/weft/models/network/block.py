@@ -157,7 +157,8 @@ class Attention(nn.Module):
     """Self-attention of one layer.
 
     `layer` is the index of the layer in the whole network. `first_head` is the index of the first
-    local query head, counted over the query heads of all layers and tensor ranks.
+    local query head, counted over the query heads of all layers and tensor ranks. Dropout masks
+    depend on this index, so that they do not depend on how the heads are split.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -227,7 +228,11 @@ class Attention(nn.Module):
         return prefix.remove_from(mixed).flatten(1)
 
     def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
-        """Normalize queries or keys [T, n, head_dim], per head or per token over all heads."""
+        """Normalize queries or keys [T, n, head_dim] with `norm`.
+
+        The attribute `qk_norm` decides whether each head of a token is normalized separately, or
+        all heads of the token together.
+        """
         if self.qk_norm == "head":
             y: Tensor = norm(heads)
         else:

@@ -42,8 +42,8 @@ def compute_outputs(
 ) -> dict[Output, Tensor]:
     """Return the outputs `want` for the rows of `x`, given their hidden states `hidden` [N, H].
 
-    Outputs for several ids per row are computed over the whole vocabulary, even if there is a
-    `support`.
+    A `support` restricts only the outputs for one label. The log-probs of several ids per row
+    (`given_logprobs` and `top_logprobs`) are always normalized over the whole vocabulary.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
@@ -199,10 +199,10 @@ def _compute_logits(
 
 @dataclass(frozen=True)
 class _EventLogprobs:
-    """Log-probs of the events in each row: one event per given id, and one for all other ids.
+    """Log-probs of the events in each row of a chunk: one event per given id, and "any other id".
 
-    `logprobs` is [R, K + 1]. `lse` [R] is the log-sum-exp of all logits of a row, and `others` [R]
-    is that of the ids that are not given.
+    `logprobs` is [R, K + 1], with the event "any other id" last. `lse` [R] is the log-sum-exp of
+    all logits of a row, and `others` [R] is that of the logits of all ids that are not given.
     """
 
     logprobs: Tensor  # [R, K + 1]
@@ -213,10 +213,11 @@ class _EventLogprobs:
     def from_logits(
         cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None
     ) -> _EventLogprobs:
-        """Return the log-probs of the events for `ids` int64 [R, K]; overwrites `logits` [R, V].
+        """Return the log-probs of each of the given `ids`, int64 [R, K], and of "any other id".
 
-        `ids` are column indices of `logits`, and are negative for ids in another rank's part of the
-        vocabulary. The logits at the ids are set to minus infinity.
+        `ids` are column indices of `logits` [R, V]; they are negative for ids in another rank's
+        part of the vocabulary. The logits of the given ids are overwritten with minus infinity, so
+        that the log-sum-exp of a row is that of the other ids.
         """
         own = _gather_logits(logits, ids, split)
         _scatter_values(logits, ids, torch.full_like(own, float("-inf")), split)
@@ -240,9 +241,10 @@ class _EventLogprobs:
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
-        `logits` must have the values that `from_logits` wrote. `grad_event` [R, K + 1] is the
-        gradient with respect to the log-probs of the events, and `grad_label` [R] is the gradient
-        with respect to the log-prob of the label. The result is
+        `logits` must have the values that `from_logits` wrote. An event is one of the given ids, or
+        "any other id". `grad_event` [R, K + 1] is the gradient with respect to the log-probs of the
+        events, and `grad_label` [R] is the gradient with respect to the log-prob of the label. The
+        result is
 
             grad_k - p_k g  for the k-th given id,
             q_j (grad_rest - p_rest g)  for any other id j,
@@ -285,7 +287,10 @@ def _scatter_values(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySpl
 
 
 class _EventChunk:
-    """Logits of one chunk of rows, and the log-probs of the events and labels in these rows."""
+    """Logits of one chunk of rows, and the log-probs of the label and of the events of each row.
+
+    An event is one of the row's given ids, or "any other id".
+    """
 
     def __init__(
         self,

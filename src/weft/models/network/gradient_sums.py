@@ -18,8 +18,8 @@ def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
 
     This applies to linear layers, their adapters and the output layer. `masters` maps the names of
     the network's parameters to the master weights. All other gradients are added to the `grad` of
-    the parameters themselves. This includes gradients of the same weights that autograd computes in
-    other operations.
+    the network's own parameters as usual. For example, a tied matrix has two gradients: that of the
+    output layer is added to the master weight, and that of the embedding to the parameter.
 
     In the compiled parts of blocks, autograd still computes the gradients. Do not use this if a
     backward pass visits a layer twice, as in a pipeline that splits the backward pass, because each

@@ -90,9 +90,9 @@ def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
 def find_score_rows(x: Packed, padding: int | None) -> Tensor:
     """Return the index of the token at which each sequence's score is read, int64 [S].
 
-    If `padding` is set, this is the sequence's last token other than `padding`. Otherwise, or if
-    the sequence consists only of padding, this is its last token. `transformers` selects the token
-    in the same way.
+    By default, the score is read at the sequence's last token. If `padding` is set, it is read at
+    the last token other than `padding`, unless the sequence consists only of padding.
+    `transformers` selects the token in the same way.
     """
     last = x.attention.last_tokens
     if padding is None:

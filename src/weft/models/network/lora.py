@@ -63,7 +63,7 @@ def attach(
 def add(
     network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
 ) -> None:
-    """Add adapters as `attach` does, but leave `lora_a` uninitialized."""
+    """Add adapters as `attach` does, but leave `lora_a` uninitialized: its values are set later."""
     there = list(_find_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
@@ -99,7 +99,7 @@ def attach_ranks(
     """Add an adapter to each layer named in `ranks` and freeze the rest of the network.
 
     `ranks` maps the canonical name of a layer to the rank and scale of its adapter. `lora_a` is
-    left uninitialized. A value or score head is not frozen.
+    left uninitialized, because its values are set later. A value or score head is not frozen.
     """
     network.requires_grad_(False)
     for name, parameter in network.named_parameters():

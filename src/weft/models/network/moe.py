@@ -23,7 +23,10 @@ ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """Interface of functions that compute experts which are distributed over several ranks."""
+    """Interface of functions that compute the outputs of experts on several ranks.
+
+    Each rank has some of the experts, and the rows are sent to the ranks of their experts and back.
+    """
 
     def __call__(
         self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction

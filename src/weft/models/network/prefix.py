@@ -57,9 +57,11 @@ class InsertedPrefix:
     Attributes:
         attention: Attention context of the longer pack.
         rotation: Tensors (cos, sin) for the longer pack; prefix tokens are not rotated.
-        order: Index of each token in the pack's tokens followed by all prefix tokens, int64 [all].
-        pack_places: Index in the longer pack of each token of the pack, int64 [T].
-        owner: For each token, the index in the pack of a token of the same sequence, int64 [all].
+        order: For each token of the longer pack, its index in the concatenation of the original
+            pack and all inserted prefixes, int64 [all].
+        pack_places: For each token of the original pack, its index in the longer pack, int64 [T].
+        owner: For each token of the longer pack, the index in the original pack of a token of the
+            same sequence, int64 [all].
         num_copies: Number of inserted prefixes.
     """
 
@@ -73,13 +75,19 @@ class InsertedPrefix:
     num_copies: int  # number of inserted prefixes
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
-        """Insert the prefix before each sequence: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
+        """Return `heads` with the prefix inserted before each sequence.
+
+        The shapes are [T, heads + 2 kv_heads, dim] -> [all, heads + 2 kv_heads, dim].
+        """
         rows = prefix.build_heads(heads)
         copies = rows.expand(self.num_copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Remove the attention outputs of the prefix tokens: [all, heads, dim] -> [T, ...]."""
+        """Return the attention outputs `mixed` without those of the prefix tokens.
+
+        The shapes are [all, heads, dim] -> [T, heads, dim].
+        """
         return mixed.index_select(0, self.pack_places)
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
@@ -127,10 +135,11 @@ class OverwrittenPrefix:
 def insert_prefix(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
 ) -> InsertedPrefix:
-    """Insert a prefix of `count` tokens before each sequence of a pack of `num_tokens` tokens.
+    """Return the pack with a prefix of `count` tokens before each of its sequences.
 
-    If several sequences share their first tokens, the prefix is inserted only once, before the
-    shared tokens.
+    The given context and rotation are those of the pack without prefixes, which has `num_tokens`
+    tokens. If several sequences share their first tokens, the prefix is inserted only once, before
+    the shared tokens.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
@@ -178,9 +187,10 @@ def insert_prefix(
 def overwrite_prefix(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> OverwrittenPrefix | None:
-    """Find the new tokens that are placeholders for the `count` tokens of the prefix.
+    """Return the placement of a prefix of `count` tokens in a pass over cached sequences.
 
-    Returns None if no new token is a placeholder.
+    Sequences begin with `count` placeholder tokens. The prefix replaces those that are among the
+    new tokens of this pass, which are at `positions`. Returns None if there are none.
     """
     if isinstance(context, Paged):
         if context.is_decode_step:

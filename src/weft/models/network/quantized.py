@@ -69,7 +69,10 @@ class Quantized(Tensor):
         return self.codes.nbytes + self.scales.nbytes
 
     def to_device(self, device: torch.device | str) -> Quantized:
-        """Return a matrix of the same shape and format on another device; values are not copied."""
+        """Return an uninitialized matrix of the same shape and format on `device`.
+
+        Values are not copied, because this is used to allocate memory before the values are loaded.
+        """
         rows, columns = self.shape
         return Quantized.build_empty(rows, columns, self.kind, self.dtype, device)
 

@@ -1,4 +1,7 @@
-"""Sequence parallelism: outside attention and MLP, each rank has only some rows of the states."""
+"""Sequence parallelism: each rank has only some tokens' hidden states outside attention and MLP.
+
+The rows of a tensor of hidden states are the tokens.
+"""
 
 from __future__ import annotations
 

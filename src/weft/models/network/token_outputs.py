@@ -103,7 +103,7 @@ def compute_token_outputs(
 
 
 def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return the number of rows whose logits are computed at once."""
+    """Return the number of rows whose logits are computed at once, to limit memory."""
     return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
@@ -250,7 +250,13 @@ class _RowSoftmax:
 
 @dataclass(frozen=True)
 class _ChunkResults:
-    """Results for one chunk of rows; `entropy` and `best` [R] are None if they were not requested."""
+    """Results for one chunk of rows.
+
+    `labels` are relative to this rank's part of the vocabulary, and negative for ids of other
+    ranks. `lse` is the log-sum-exp of each row's logits, or None if `softmax` contains the
+    log-probs. `best` is the most likely id of the whole vocabulary. `entropy` and `best` are None
+    if they were not requested.
+    """
 
     softmax: _RowSoftmax
     labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
@@ -468,7 +474,7 @@ def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | Non
 
 
 def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients are equal.
+    """Return whether the gradient of an output is the one that the forward pass has already used.
 
     On an accelerator, two tensors are assumed to be equal, because comparing them would wait for
     the device.

@@ -9,13 +9,14 @@
 
 Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks. The stage has
 the embedding if block 0 is included, and the last norm and the head if the last block is. A stage
-without the embedding reads `states` [T, hidden], and a stage without the head returns its states.
-If a rank has several runs of consecutive blocks, `split` creates a network for each run.
+without the embedding reads hidden states `states` [T, hidden], and a stage without the head returns
+hidden states. If a rank has several runs of consecutive blocks, `split` creates a network for each
+run.
 
 Under tensor parallelism, a rank's network has a configuration with fewer heads, a narrower MLP and
 a smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
-the blocks and the head. The ranks can also divide the rows of the states outside attention and MLP
-(`sharing`), but only in `forward`: generation uses whole states.
+the blocks and the head. The ranks can also divide the rows of the hidden states outside attention
+and MLP (`sharing`), but only in `forward`: in generation, every rank has all rows.
 
 The parameters have the following canonical names, in which `{i}` is the layer.
 `weft.models.network.parameters` finds where each parameter is stored.
@@ -188,12 +189,14 @@ class Transformer(nn.Module):
         support: SamplingSupport | None = None,
         states: Tensor | None = None,
     ) -> dict[Output, Tensor] | Tensor:
-        """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
+        """Return the outputs `want`, or hidden states [T, hidden] if this is not the last stage.
 
-        Outputs are logprobs, entropy and top1 [N], the outputs for several ids per row that
-        `weft.models.network.event_outputs` describes, values [N], or scores [S]. If ranks divide
-        the rows of the states, `states` and the returned states contain only this rank's rows.
-        Raises `ConfigError` for outputs that the network's head cannot compute.
+        The outputs of a language-model head are logprobs, entropy and top1 [N], and the log-probs
+        of several ids per row (`weft.models.network.event_outputs`). The other heads compute values
+        [N] or scores [S]. `states` are the hidden states from the previous stage, or None in the
+        first stage. If the ranks divide the rows of hidden states (`sharing`), `states` and the
+        returned hidden states contain only this rank's rows. Raises `ConfigError` for outputs that
+        the network's head cannot compute.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
@@ -232,8 +235,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
 
-        If this is not the last stage, the result is the output of the last local block. If ranks
-        divide the rows (`shared`), the result contains only this rank's rows.
+        `states` are the hidden states from the previous stage, or None in the first stage. If this
+        is not the last stage, the result is the output of the last local block. If ranks divide the
+        rows (`shared`), the result contains only this rank's rows.
         """
         assert self.is_first_stage != (states is not None), (
             "states are given if and only if there is no embedding"
@@ -261,7 +265,7 @@ class Transformer(nn.Module):
         return states
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, V], not divided by a temperature, from states [R, width].
+        """Return float32 logits [R, V] for hidden states [R, width], not divided by a temperature.
 
         `wide` is the result of `kernels.prepare_wide` for `output_matrix`.
         """
@@ -269,7 +273,7 @@ class Transformer(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """Matrix that maps states to logits; None if this stage has no language-model head."""
+        """Matrix from hidden states to logits; None if this stage has no language-model head."""
         return self.projection.weight if self.is_last_stage and self.kind == "lm" else None
 
     @property
@@ -281,10 +285,10 @@ class Transformer(nn.Module):
         """Return whether a prefix that several sequences share can be computed only once.
 
         `longest` is the number of tokens of the longest of these sequences, and `on` is the device
-        of the computation, by default that of the parameters. The result is False if a token's
-        state depends on later tokens of the sequence (rotations by length, mean pooling), or if
-        ranks divide the tokens of a pack. It is also False if attention over shared prefixes does
-        not support the network's windows or soft cap, or the device.
+        of the computation, by default that of the parameters. The result is False if rotations
+        depend on the length of the sequence, if scores are the mean over all tokens, or if ranks
+        divide the tokens of a pack. It is also False if attention over shared prefixes does not
+        support the network's windows or soft cap, or the device.
         """
         config = self.config
         device = on or next(self.parameters()).device
@@ -308,7 +312,10 @@ class Transformer(nn.Module):
 
     @property
     def can_read_pages(self) -> bool:
-        """True, because keys and values can be stored in pages (`weft.models.kv.pages`)."""
+        """True, because attention of this network can read keys and values in pages.
+
+        See `weft.models.kv.pages`. Other implementations of the decoder interface can return False.
+        """
         return True
 
     @property

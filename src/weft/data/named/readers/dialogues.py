@@ -30,8 +30,8 @@ def messages(
     """Read conversations given as lists of messages, up to the assistant's last turn.
 
     The messages have the keys `role`/`content` or `from`/`value`. They are in `column` or, if it is
-    None, in the first usual column such as `messages`. With `filter_words`, rows that contain
-    unwanted phrases are left out.
+    None, in the first usual column such as `messages`. If `lang` is given, it is recorded as the
+    language of all messages. With `filter_words`, rows that contain unwanted phrases are left out.
     """
     for index, row in enumerate(rows):
         turns = normalize_messages(
@@ -63,9 +63,10 @@ def sharegpt(
 ) -> Iterator[Example]:
     """Read conversations given as `from`/`value` turns that were copied from web pages.
 
-    Backslash escapes and references such as `[1]` are removed, and consecutive turns of one speaker
-    are joined. A conversation is left out if the bot speaks first, if the user speaks last, or if a
-    bot turn is empty.
+    Backslash escapes and references such as `[1]` are removed, consecutive turns of one speaker are
+    joined, and turns are truncated to `max_chars` characters. A conversation is left out if the bot
+    speaks first, if the user speaks last, or if a bot turn is empty. If `lang` is given, it is
+    recorded as the language of all messages.
     """
     for index, row in enumerate(rows):
         turns = _join_turns(_read_turns(row[column], use.make_random(index)))
@@ -83,7 +84,10 @@ def sharegpt(
 
 
 def _read_turns(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
-    """Yield (speaker, text) for each turn. If a turn of the bot is empty, yield None and stop."""
+    """Yield (speaker, text) for each turn. If a turn of the bot is empty, yield None and stop.
+
+    The text of an empty user turn is one of `CONTINUE_TEXTS`, drawn at random.
+    """
     for turn in turns:
         speaker = turn["from"]
         text = turn["value"]
@@ -147,7 +151,8 @@ def soda(
 ) -> Iterator[Example]:
     """Read dialogues of two people. The second speaker becomes the assistant.
 
-    The narrative of the row is put before the first turn.
+    The narrative of the row is put before the first turn. Turns are truncated to `input_max_length`
+    characters.
     """
     for row in rows:
         speakers = list(row["speakers"])
@@ -176,8 +181,9 @@ def marked(
 ) -> Iterator[Example]:
     """Read dialogues given as one text, in which `user` or `bot` marks the beginning of each turn.
 
-    With `min_length`, dialogues are shuffled and joined until they have that many characters.
-    `max_count` is the maximum number of examples.
+    With `min_length`, dialogues are shuffled and joined until they have that many characters. With
+    `max_count`, the examples are drawn at random, and there are at most that many. If `lang` is
+    given, it is recorded as the language of all messages.
     """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
     dialogues = []

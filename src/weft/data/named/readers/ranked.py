@@ -52,8 +52,9 @@ def pairs(
 ) -> Iterator[Example]:
     """Read rows that each have a chosen and a rejected reply.
 
-    The replies are texts or lists of messages. A list contains only the reply, or a whole
-    conversation. The two conversations of a row must differ only in their last turn.
+    `prompt` and `system` are the columns of the prompt and the system message. The replies are
+    texts or lists of messages. A list contains only the reply, or a whole conversation. The two
+    conversations of a row must differ only in their last turn.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)
@@ -86,10 +87,10 @@ def _build_comparison(
     use: ReaderContext,
     group: str | None = None,
 ) -> Iterator[Example]:
-    """Yield one example with the non-empty replies, best first.
+    """Yield one example with the non-empty replies. `replies` are sorted best first.
 
-    Yields nothing and counts the row as left out if the question is empty, or if fewer than two
-    different replies remain.
+    Yields nothing and counts the row as left out if `context` does not end with a non-empty user
+    message, or if fewer than two different replies remain.
     """
     nonempty_replies = [reply for reply in replies if reply["content"].strip()]
     if not context or context[-1]["role"] != "user" or not context[-1]["content"].strip():
@@ -112,10 +113,10 @@ def _find_opening(context: Sequence[Message]) -> str:
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
-    """Read Anthropic's pairs of a chosen and a rejected dialogue.
+    r"""Read Anthropic's pairs of a chosen and a rejected dialogue.
 
-    The dialogues are in the `\\n\\nHuman:`/`\\n\\nAssistant:` format. Both have the same number of
-    turns, and they differ in the last one.
+    The dialogues are in the `\n\nHuman:`/`\n\nAssistant:` format, and differ in the last turn.
+    Pairs of dialogues with different numbers of turns are left out.
     """
     for row in rows:
         talks = [_split_turns(str(row[key])) for key in ("chosen", "rejected")]
@@ -204,9 +205,9 @@ def comparisons(
 ) -> Iterator[Example]:
     """Read OpenAI's comparisons of two summaries of a post.
 
-    With `grouped`, there is one example per post, in which the summaries are ordered by the number
-    of comparisons that they won. Otherwise each row makes one pair. Rows with less than
-    `least_confidence` are left out.
+    With `grouped`, there is one example per post, with the `max_answers` summaries that won the
+    most comparisons, best first. Without `grouped`, each row makes one pair. Rows whose confidence
+    is below `least_confidence` are left out.
     """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
@@ -255,9 +256,9 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """Read lists of answers with ranks. A lower rank is better.
+    r"""Read lists of answers with ranks, and keep the best `max_answers`. A lower rank is better.
 
-    The prompt is a question, or a dialogue in the `\\n\\nHuman:` format.
+    The prompt is a question, or a dialogue in the `\n\nHuman:` format.
     """
     for index, row in enumerate(rows):
         prompt_text = fill_template(prompt, row, use.make_random(index))

@@ -109,7 +109,9 @@ def divemt(
 ) -> Iterator[Example]:
     """Read translations from English, from rows `{src_text, tgt_text, subject_id: tur_t1}`.
 
-    Rows in a language that has no translation prompts are left out.
+    The beginning of `subject_id` is the code of the language that `tgt_text` is in. Rows in a
+    language that has no translation prompts are left out. `mix_probability` is described in
+    `translation`.
     """
     pairs = []
     for row in rows:

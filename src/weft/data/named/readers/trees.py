@@ -29,9 +29,10 @@ def trees(
     All examples of a tree are used either for training or for validation.
 
     `lang` lists the allowed languages of the first message (en,de). `top_k` keeps only replies with
-    the k best ranks. `least` and `most` are the smallest and largest allowed values of labels
-    ({quality: 0.5}). Deleted and synthetic messages are left out, as are trees that were not
-    released or not reviewed.
+    the k best ranks; it is ignored in mode rl. `least` and `most` are the smallest and largest
+    allowed values of labels ({quality: 0.5}). Deleted and synthetic messages are left out, as are
+    trees that did not pass their review, and trees that were not released. Mode rl also accepts
+    trees in the state `prompt_lottery_waiting`.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
