@@ -123,8 +123,7 @@ class CompletionRows:
         )
 
     def build_token_sample(self, **keys: Vector) -> SequenceSample:
-        """Return a sample with the given keys in float32, each with one value per completion token.
-        """
+        """Return a sample with the given keys in float32, each with one value per completion token."""
         return self.batch.like(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )

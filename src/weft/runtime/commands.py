@@ -171,8 +171,7 @@ class RunCall:
 
 
 class _OutputAnnouncer:
-    """Event sink that reports outputs to the driver while the call that computes them is running.
-    """
+    """Event sink that reports outputs to the driver while the call that computes them is running."""
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
         self._process = process
