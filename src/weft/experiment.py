@@ -31,7 +31,8 @@ class Evaluation:
     `eval/{source}/{metric}` for each validation source and as `eval/{metric}` over all sources.
     `batch_size` is the number of ids per batch.
 
-    The graph that answers the prompts of the option `eval_prompts` also has this type.
+    This class also describes the graph in which the trained model answers the prompts of the option
+    `eval_prompts`.
     """
 
     graph: DataflowGraph
@@ -198,8 +199,8 @@ class Experiment:
     def list_calls(self) -> list[MFCDef]:
         """Return all model function calls of the run.
 
-        The calls of the main graph are followed by those of the evaluation and of the fixed
-        prompts.
+        The calls of the main graph come first, then those of the evaluation graph, then those of
+        the graph that answers the prompts of the option `eval_prompts`.
         """
         beside = []
         for each in (self.evaluation, self.fixed_prompts):
@@ -262,11 +263,13 @@ class Experiment:
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
         """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
 
-        `role` lists meshes of the call's role, in order of preference. If the call sets only
-        devices, it has the layout of `role[0]`. If it sets only a layout, it uses the first devices
-        of the first of these meshes that has enough devices. If none has enough, the call uses the
-        first devices of the run, provided that `role[0]` is also on the first devices. Raises
-        `ConfigError` if `role[0]` is not, or if the devices do not fit the layout.
+        `role` lists meshes of the call's role, in order of preference. If the call sets devices,
+        but no layout, it has the layout of `role[0]`.
+
+        If the call sets a layout, but no devices, it uses the first devices of the first mesh in
+        `role` that is large enough. If no mesh is, the call uses the first devices of the run. This
+        requires that `role[0]` is also on the first devices; otherwise, the method raises
+        `ConfigError`. It also raises `ConfigError` if the devices do not fit the layout.
         """
         if call.layout is None and call.device_mesh is None:
             return None

@@ -141,11 +141,12 @@ class CommandLineValue:
 
 @dataclass(frozen=True)
 class UnparsedValue:
-    """Command-line value that cannot be parsed as a value, or that would be parsed as a sweep.
+    """Text from the command line that cannot be parsed, or that would be parsed as a sweep.
 
-    Such a value can still be used literally: `text` for an option of type string, or `items` (if
-    the text is a bracketed list) for a list of strings. For any other option, `error` is raised.
-    `sweep` is True if the text would start one run per value.
+    Some options can still use the text literally. If it is a bracketed list, `items` has its
+    elements, for an option that is a list of strings. Otherwise, `text` has the whole text, for an
+    option of type string or, unless it is a sweep, as the only element of a list. All other options
+    raise `error`. `sweep` is True if the text would start one run per value.
     """
 
     text: str | None

@@ -70,7 +70,10 @@ def find_url_problem(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raise `kind` if `path` is a URL, which would otherwise be treated as a local folder."""
+    """Raise `kind` if `path` is a URL, which would otherwise be treated as a local folder.
+
+    `what` is the beginning of the message, such as the option with its value.
+    """
     problem = find_url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
@@ -153,8 +156,8 @@ def check_file(
 ) -> None:
     """Raise `kind` unless `path` is a regular file of at most `most` bytes.
 
-    If `most` is None, the size is not limited. Pipes and devices are refused because reading them
-    might never end.
+    If `most` is None, the size is not limited. `what` is the beginning of the message, such as the
+    path. Pipes and devices are refused because reading them might never end.
     """
     try:
         status = os.stat(path)
@@ -185,7 +188,7 @@ def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) ->
     """Iterate over all files below a folder, without following links to folders.
 
     Raises `kind` if the folder is the root of the file system or contains more than `MOST_ENTRIES`
-    files and folders, as the path is then probably a mistake.
+    files and folders, as the path is then probably a mistake. The message begins with `what`.
     """
     if is_root(folder):
         raise kind(f"{what}: {ROOT}")
@@ -208,7 +211,7 @@ def is_root(folder: Path) -> bool:
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
     """Create a folder that a user specified, and its parents, if they do not exist.
 
-    Raises `kind` if the folder cannot be created.
+    Raises `kind` if the folder cannot be created. The message begins with `what`.
     """
     refuse_url(path, what, kind)
     with explain_read_errors(f"{what}: the folder cannot be created", kind, "name another"):
@@ -220,7 +223,8 @@ def read_text(
 ) -> str:
     """Return the text of a file.
 
-    Raises `kind` if the file is not regular, is larger than `most` bytes, or is not UTF-8.
+    Raises `kind` if the file is not regular, is larger than `most` bytes, or is not UTF-8. The
+    message begins with `what`.
     """
     check_file(path, what, kind, most)
     with explain_read_errors(what, kind):
@@ -245,8 +249,8 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
     """Return the value in a YAML file, or None if the file is empty.
 
-    Raises `kind` if the file cannot be read or is not YAML. For invalid YAML, the message has the
-    line number.
+    Raises `kind` if the file cannot be read or is not YAML. The message begins with `what` and, for
+    invalid YAML, has the line number.
     """
     values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
     return values
@@ -258,7 +262,7 @@ def parse_yaml(
     """Return (value, root node) of a YAML text.
 
     Raises `kind` if the text is not YAML, if an alias in it refers to an enclosing value, or if it
-    expands to too many values.
+    expands to too many values. The message begins with `what`.
     """
     import yaml
 

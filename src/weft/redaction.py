@@ -177,7 +177,7 @@ def mask_values(value: Any, name: str = "") -> Any:
 
 
 def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
-    """Iterate over the dotted names of options whose values are masks instead of the secrets.
+    """Iterate over the dotted names of options whose secret values were replaced by a mask.
 
     `value` is a stored configuration, or the part of it with the dotted name `name`. `telling` is
     True if `name`, or the name of an enclosing part, is the name of a secret.

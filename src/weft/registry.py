@@ -35,8 +35,9 @@ SHARED_MODULES = {
 class FunctionConversion:
     """Conversion of a registered plain function to the object that the registry returns.
 
-    `maker` is the location `module:function` of the function that converts. It is imported when the
-    registered name is first looked up, and called as `maker(function, name, **options)`.
+    `maker` names the function that converts, as `module:function`. When the registered name is
+    first looked up, this module is imported and the function is called as `maker(function, name,
+    **options)`.
     """
 
     maker: str

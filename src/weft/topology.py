@@ -120,10 +120,10 @@ class Layout:
 class MeshCoordinates:
     """Coordinates of a rank along the parallel dimensions of its layout.
 
-    The data coordinate also determines the shards of a layout with the degrees `fsdp` and `expert`.
-    The index of the rank's parameter shard is `data % fsdp`, the index of its group of experts is
-    `data % expert`, and the index of its shard of these experts is (`data % fsdp`) / `expert`,
-    rounded down.
+    There are no coordinates for the degrees `fsdp` and `expert` of the layout, because `data`
+    determines which shards a rank has. The index of its parameter shard is `data % fsdp`, and the
+    index of its group of experts is `data % expert`. The index of its shard of these experts is
+    (`data % fsdp`) / `expert`, rounded down.
     """
 
     data: int = 0

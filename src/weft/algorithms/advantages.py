@@ -20,7 +20,9 @@ SCALES = ("group", "batch", "none")
 
 
 def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
-    """Return the index of each completion's first row, [S]."""
+    """Return the index of each completion's first row in an array with the rows of all completions,
+    [S].
+    """
     return np.cumsum(lengths) - lengths
 
 
@@ -89,9 +91,9 @@ def whiten(
 ) -> Float[Vector, "T"]:
     """Return (x - mean) / sqrt(variance + eps) for values with mask 1, and 0 for all other values.
 
-    With `shift_mean=False`, the mean is added back. Statistics are over the whole batch. The
-    variance divides by n - 1 and eps is added as in verl (`masked_whiten`) and TRL; ReaLHF divides
-    by n. The variance of a single value is taken to be 0.
+    With `shift_mean=False`, the mean is added back. Mean and variance are over all values with mask
+    1. As in verl (`masked_whiten`) and TRL, the sum of squares is divided by n - 1; ReaLHF divides
+    it by n. The variance of a single value is taken to be 0.
     """
     count = mask.sum()
     if count == 0:
@@ -192,10 +194,12 @@ def scale_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Return the advantages divided by a standard deviation of the rewards + eps, [S].
+    """Return the advantages divided by (standard deviation of the rewards + eps), [S].
 
-        group  deviation within the completion's group (GRPO); 0 if all rewards are equal
-        batch  deviation over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
+    `scale` selects the standard deviation:
+
+        group  over the completion's group (GRPO); 0 if all rewards of the group are equal
+        batch  over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
         none   no division (Dr. GRPO, Liu et al. 2025: the division puts more weight on easy and on
                hard prompts)
 

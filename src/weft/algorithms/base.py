@@ -65,12 +65,11 @@ Stat = Sum | Max | Min
 
 @runtime_checkable
 class RowBatch(Protocol):
-    """Micro-batch in the row layout that losses read.
+    """Micro-batch as losses read it, with one row per completion token.
 
-    `batch[key]` is [N] for a key with one value per completion token (`loss_mask`, `advantages`,
-    `logprobs`, ...), [N, K] for a key with K values per token, and [S] for a key with one value per
-    sequence (`rank`, `rewards`, ...). All are arrays of the network's framework on the network's
-    device.
+    `batch[key]` is [N] for a key with one value per row (`loss_mask`, `advantages`, `logprobs`,
+    ...), [N, K] for a key with K values per row, and [S] for a key with one value per sequence
+    (`rank`, `rewards`, ...). All are arrays of the network's framework on the network's device.
     """
 
     num_rows: int
@@ -110,9 +109,10 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """Part of the interface of `SequenceSample` that `Loss.denominators` uses.
+    """Minibatch as `Loss.denominators` reads it.
 
-    `SequenceSample` itself is defined in a higher layer, which this module cannot import.
+    `SequenceSample` implements this interface. The class itself is defined in a higher layer, which
+    this module cannot import.
     """
 
     @property
@@ -147,7 +147,7 @@ class Loss(Protocol):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the totals by which `__call__` divides the loss, as a mapping from name to total.
 
-        An example is `tokens`, the number of trained tokens. The totals depend only on the data of
+        For example, `tokens` is the number of trained tokens. The totals depend only on the data of
         the minibatch, and each is a sum over its sample ids.
         """
         ...

@@ -38,10 +38,10 @@ def select_clip_cov_rows(
 ) -> Bool[Flags, "T"]:
     """Return the mask of the tokens that Clip-Cov removes from the loss, bool [T].
 
-    Candidates are the tokens with a covariance in [`low`, `high`]. The number of tokens to remove
-    is a fraction `share` of all trained tokens, but at least one. If there are more candidates than
-    that, those with the smallest values of `order`, which has one random number per token, are
-    removed.
+    Candidates are the tokens with a covariance in [`low`, `high`]. The number of removed tokens is
+    at most `share` times the number of trained tokens, or 1 if this product is below 1. If there
+    are more candidates, the choice is random: `order` has one random number per token, and the
+    candidates with the smallest numbers are removed.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     able = np.flatnonzero((covariance >= low) & (covariance <= high))

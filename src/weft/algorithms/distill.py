@@ -55,10 +55,10 @@ def compute_generalised_jsd(
     This is eq. 1 of GKD (Agarwal et al. 2023, arXiv 2306.13649), and is at most log 2. `student`
     and `teacher` are finite log-probs of E events, which are single ids or "any other id".
 
-    For beta 0 and 1, the expression is 0, and the result is its limit after division by beta or by
-    1 - beta: KL(teacher || student) and KL(student || teacher), as in TRL
-    (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore returns nearly beta times the
-    forward KL, not the forward KL itself.
+    The expression is 0 for beta = 0 and for beta = 1. In these two cases, the function returns
+    KL(teacher || student) and KL(student || teacher) instead, as in TRL
+    (`GKDTrainer.generalized_jsd_loss`). There is thus a jump at both ends: for a small beta > 0,
+    the result is close to beta * KL(teacher || student).
     """
     xp = array_api_compat.array_namespace(student, teacher)
     if beta == 0.0:
@@ -76,24 +76,34 @@ def compute_generalised_jsd(
 class GKDLoss(Loss):
     """Generalised JSD between teacher and student, averaged over trained tokens.
 
-    The divergence is computed by `compute_generalised_jsd`. If `sft_coef` is not 0, the loss of
-    each token that comes from the data also includes `sft_coef` * -log p(token).
+    Next-token distributions are reduced to K + 1 events: the teacher's K most likely ids, and "any
+    other id". `compute_generalised_jsd` computes the divergence of these events. For completions
+    from the data, `sft_coef` * -log p(token) is added to the loss of each token.
 
-    The loss reads these keys: `given_ids` [N, K] are the teacher's most likely ids, most likely
-    first; `teacher_logprobs` [N, K + 1] are their log-probs and the log-prob of any other id;
-    `sampled` [S] is 1 if the student wrote the completion (if absent, 0 for all completions).
+    The loss reads these keys:
 
-    Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
-    the sampler's temperature, which weft uses for both models. TRL's trainer for a teacher on a
-    server also has the event "any other id". NeMo RL takes the teacher's 64 most likely ids, and
-    either normalises both models over them or sets the teacher's log-prob of all other ids to -100.
-    The mean is over tokens, as in TRL; the paper first divides by the completion's length.
+        given_ids [N, K]             the teacher's most likely ids, most likely first
+        teacher_logprobs [N, K + 1]  the teacher's log-probs of these ids, then of any other id
+        completion [N]               ids of the completions' tokens
+        sampled [S]                  1 if the student wrote the completion, 0 if it is from the
+                                     data; without this key, all completions are from the data
 
-    Metrics are means over trained tokens, computed from the K + 1 events: `kl_exact`, KL(student ||
-    teacher), and `forward_kl`, KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`,
-    lower bounds of the entropies; `teacher_mass`, the teacher's total probability of its K ids;
-    `teacher_agreement`, the share of tokens that are the teacher's most likely id; and `nll` of
-    data tokens, if `sft_coef` is not 0.
+    Metrics are means over trained tokens, computed from the K + 1 events:
+
+        kl_exact               KL(student || teacher)
+        forward_kl             KL(teacher || student)
+        entropy_bound          lower bound of the student's entropy
+        teacher_entropy_bound  lower bound of the teacher's entropy
+        teacher_mass           the teacher's total probability of its K most likely ids
+        teacher_agreement      share of tokens that are the teacher's most likely id
+        nll                    -log p(token) of tokens from the data, if `sft_coef` is not 0
+
+    Other implementations differ. TRL's GKDTrainer compares distributions over the whole vocabulary,
+    at temperature 1; weft uses the sampler's temperature for both models. TRL's trainer for a
+    teacher on a server also has the event "any other id". NeMo RL takes the teacher's 64 most
+    likely ids, and either normalises both models over these ids or sets the teacher's log-prob of
+    all other ids to -100. The mean is over tokens, as in TRL; the paper first averages over each
+    completion.
     """
 
     divergence_beta: float = 0.5

@@ -29,11 +29,13 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 class PairwiseLoss(Loss):
     """Preference loss on pairs of completions: DPO and its variants.
 
-    The value is the mean over pairs of the loss `loss_type` (a key of `preferences.KINDS`) +
-    `rpo_alpha` * cross-entropy. A pair is two completions of one comparison, the better first. The
-    cross-entropy is that of the better completion, averaged over its tokens (Pang et al. 2024,
-    "Iterative Reasoning Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages
-    over all tokens of a micro-batch.
+    A pair is two completions of one comparison, the better one first. The value of a pair is its
+    loss of the type `loss_type` (a key of `preferences.KINDS`), plus `rpo_alpha` times the
+    cross-entropy of the better completion. Values are averaged over pairs.
+
+    The cross-entropy is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning
+    Preference Optimization", arXiv 2404.19733, eq. 1). TRL's loss type `sft` is a mean over all
+    tokens of a micro-batch instead.
 
     The loss reads the keys `rank`, `comparison` if present, and `ref_logprobs` unless the loss type
     needs no reference.

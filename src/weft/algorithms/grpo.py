@@ -128,13 +128,20 @@ class GRPOLoss(Loss):
         dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4), which
                   has no length bias
 
-    `importance_level` is "token" for one ratio per token, or "sequence" for one ratio per
-    completion, as in GSPO (which TRL and the paper combine with `grpo`). `surrogate` selects the
-    policy loss: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
-    suits one update per batch. `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
+    `surrogate` selects the policy loss:
+
+        clip        PPO's loss (`compute_clipped_surrogate`)
+        cispo       see `compute_cispo_loss`
+        sapo        see `compute_sapo_loss`
+        reinforce   no importance ratio; suits one update per batch
+
+    `importance_level` is "token" for one importance ratio per token, or "sequence" for one per
+    completion, as in GSPO (which TRL and the paper combine with `loss_type=grpo`). `RANGES` has the
+    defaults of `eps_clip` and `eps_clip_high`.
+
     `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is that of the true KL) or
-    k1 (its gradient vanishes in expectation); see `estimate_kl`. By default, TRL multiplies the KL
-    by the ratio; weft does not, as in the paper.
+    k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the paper, the KL is not
+    multiplied by the importance ratio; TRL does so by default.
 
     The loss reads the keys `advantages` and `logprobs`, `ref_logprobs` if `kl_coef` is above 0,
     `old_logprobs` and `sampler_weights` if present, and `high_covariance` unless `covariance` is

@@ -122,12 +122,15 @@ class AdaptiveKLController:
 class ValueNormalizer:
     """Running mean and standard deviation of returns, for normalising the critic's values.
 
-    With the type `exp`, the mean is updated as m <- beta m + (1 - beta) batch mean, and so is the
-    mean of squares. Both are divided by 1 - beta^t, to remove the bias of early batches towards 0
-    (the moments of PopArt, van Hasselt et al. 2016, section 2.1; the critic's last layer is not
-    rescaled). With the type `ma`, the mean and the mean of squares are taken over all returns seen
-    so far. The standard deviation is at least `min_std`. Before the first `update`, values are not
-    changed.
+    The standard deviation is computed from the running mean and the running mean of squares, and is
+    at least `min_std`. `type` selects how these two moments are averaged:
+
+        exp   exponentially over batches: m <- beta m + (1 - beta) batch mean, divided by 1 - beta^t
+              after t batches, to remove the bias of early batches towards 0 (the moments of PopArt,
+              van Hasselt et al. 2016, section 2.1; the critic's last layer is not rescaled)
+        ma    equally over all returns seen so far
+
+    Before the first `update`, `normalize` and `denormalize` leave values unchanged.
     """
 
     type: str = "exp"

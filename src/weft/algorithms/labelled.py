@@ -65,18 +65,20 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 @dataclass(frozen=True)
 class LabelledLoss(Loss):
-    """Mean over completions of the KTO or BCO loss, multiplied by the weight of the label.
+    """KTO or BCO loss, weighted by label and averaged over completions with trained tokens.
 
-    The weights are `desirable_weight` and `undesirable_weight`.
+    The loss of a desirable completion is multiplied by `desirable_weight`, and that of an
+    undesirable one by `undesirable_weight`.
 
     The loss reads the keys `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline`
-    (KTO's z0) or `reward_shift` (BCO's delta), with one value per sample id or per completion.
+    (KTO's z0) or `reward_shift` (BCO's delta). z0 and delta are the same for the whole batch, and
+    are also logged under these names.
 
-    In the names of metrics, "chosen" means desirable and "rejected" undesirable completions.
-    `rewards/{chosen,rejected,margins}` are means of beta * score, and `logps/{chosen,rejected}` of
-    the summed log-probs. `rewards/accuracies` is the share of rewards on the correct side of the
-    threshold (beta * z0 or delta); a reward that equals the threshold up to rounding (`is_above`)
-    is on neither side. z0 or delta is logged as `kl_baseline` or `reward_shift`.
+    In the names of the other metrics, "chosen" means desirable and "rejected" undesirable
+    completions. `rewards/{chosen,rejected}` are means of beta * score, `rewards/margins` is their
+    difference, and `logps/{chosen,rejected}` are means of the summed log-probs.
+    `rewards/accuracies` is the share of completions with a reward on the correct side of beta * z0
+    or delta. A reward that equals this threshold up to rounding (`is_above`) counts as incorrect.
     """
 
     loss_type: str = "kto"

@@ -34,9 +34,12 @@ from weft.registry import register_loss
 class RatioClip:
     """Range [1 - low, 1 + high] to which a policy loss clips the importance ratio.
 
-    A `high` above `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1); if `high` is
-    None, it equals `low`. If the advantage is negative, the loss of a token is at most `dual` *
-    |advantage| (Ye et al. 2020, eq. 5, where `dual` > 1 is called c); None means no bound.
+    Attributes:
+        low: distance from 1 to the lower bound
+        high: distance from 1 to the upper bound; None means the same as `low`, and a `high` above
+            `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1)
+        dual: factor above 1 (called c in Ye et al. 2020, eq. 5); if a token's advantage is
+            negative, its loss is at most `dual` * |advantage|; None means no such bound
     """
 
     low: float = 0.2
@@ -68,8 +71,11 @@ class RatioClip:
 class CovarianceControl:
     """Treatment of tokens whose log-prob and advantage have a high covariance.
 
-    `method` is `none`, `clip`, which sets the loss of these tokens to 0, or `kl`, which adds the
-    penalty `kl_coef` * |log-ratio|.
+    `method` is one of these:
+
+        none   no special treatment
+        clip   the loss of these tokens is set to 0
+        kl     the penalty `kl_coef` * |log-ratio| is added to the loss of these tokens
     """
 
     method: str = "none"
@@ -151,14 +157,20 @@ def compute_policy_stats(
 ) -> dict[str, Stat]:
     """Return the statistics that all policy losses log.
 
-    Unless stated otherwise, they are means over trained tokens. `entropy` is in nats. `clip_ratio`
-    is the share of tokens whose gradient is blocked by a bound; `clipped` is 1 for these tokens and
-    otherwise 0. `approx_kl` is the estimator k3 of the KL between the policy before the first
-    update on the batch and the trained policy. `importance_ratio` is the ratio of these two
-    policies, and `importance_ratio_max` its maximum. `sampler_logprob_diff` is |log-prob while
-    sampling - current log-prob|, and `sampler_logprob_diff_max` its maximum; before the first
-    update on a batch, these show the gap between sampler and trainer. `kl` is the estimator k3 of
-    the KL to the reference, or equals `approx_kl` if the batch has no `ref_logprobs`.
+    `clipped` is 1 for tokens whose gradient is blocked by a bound, and otherwise 0. "Old policy"
+    means the policy before the first update on the batch. Unless stated otherwise, the statistics
+    are means over trained tokens:
+
+        entropy                   in nats
+        clip_ratio                share of tokens for which `clipped` is 1
+        approx_kl                 estimator k3 of the KL between the old and the trained policy
+        importance_ratio          ratio of the trained policy to the old policy
+        importance_ratio_max      maximum of this ratio
+        sampler_logprob_diff      |log-prob while sampling - current log-prob|; before the first
+                                  update on a batch, the gap between sampler and trainer
+        sampler_logprob_diff_max  maximum of this difference
+        kl                        estimator k3 of the KL to the reference; equal to `approx_kl` if
+                                  the batch has no `ref_logprobs`
     """
     now = fixed(out["logprobs"])
     sampled = batch["logprobs"]
@@ -215,17 +227,17 @@ class EarlyStop:
 @register_loss("ppo_actor")
 @dataclass(frozen=True)
 class PPOActorLoss(Loss):
-    """Mean over trained tokens of `compute_clipped_surrogate` - entropy_coef * entropy.
+    """Clipped policy loss of PPO minus `entropy_coef` * entropy, averaged over trained tokens.
 
-    The loss reads the keys `advantages` (whitened by the host function), `logprobs`, `old_logprobs`
-    and `sampler_weights` if present, and `high_covariance` unless `covariance` is none. The
-    denominator of the importance ratio is `old_logprobs` or, if the batch has none, the sampler's
-    `logprobs`.
+    The policy loss is computed by `compute_clipped_surrogate`. The denominator of the importance
+    ratio is `old_logprobs` or, if the batch has no such key, the sampler's `logprobs`. The loss
+    also reads the keys `advantages`, `sampler_weights` if present, and `high_covariance` unless
+    `covariance` is none.
 
-    The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);
-    GRPO averages over sequences. A minibatch whose mean importance ratio exceeds
-    `early_stop_imp_ratio` takes no optimizer step. (ReaLHF multiplies its loss by 0, so that
-    momentum and weight decay still change the parameters.)
+    The mean is over tokens, as in ReaLHF, OpenRLHF and verl; the GRPO paper averages over
+    sequences. A minibatch whose mean importance ratio exceeds `early_stop_imp_ratio` takes no
+    optimizer step. (ReaLHF multiplies the loss of such a minibatch by 0, so that momentum and
+    weight decay still change the parameters.)
     """
 
     eps_clip: float = 0.2
@@ -294,11 +306,14 @@ def compute_clipped_value_loss(
 @register_loss("ppo_critic")
 @dataclass(frozen=True)
 class PPOCriticLoss(Loss):
-    """Mean over trained tokens of `compute_clipped_value_loss`.
+    """Clipped value loss of PPO, averaged over trained tokens.
 
-    The loss reads the keys `values` (predicted when the batch was generated) and `returns`. The
-    metrics `value_loss`, `value_clip_ratio`, `value` and `return` are means over tokens;
-    `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch.
+    The loss of each token is computed by `compute_clipped_value_loss`. The loss reads the keys
+    `values`, which the critic predicted when the batch was generated, and `returns`.
+
+    The metrics `value_loss`, `value_clip_ratio`, `value` and `return` are means over tokens.
+    `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch, for predicted
+    values V and returns R.
     """
 
     value_eps_clip: float | None = 0.2

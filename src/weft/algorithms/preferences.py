@@ -35,11 +35,11 @@ def compute_divergence_score(
     in a difference of scores (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1).
     With a = `alpha`:
 
-        reverse_kl   log t                     DPO
-        forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
+        reverse_kl   log t                       as in DPO
+        forward_kl   1 - 1 / t                   as in TRL; -1 / t in the paper
         js           log(2 t / (1 + t))
-        alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1
-                     TRL's form; the paper's (1 - t^-a) / a is the same at 1 - a
+        alpha        (t^(a - 1) - 1) / (a - 1)   as in TRL; the paper's alpha is 1 - a;
+                                                 log t if a = 1
 
     Exponents are clipped to `EXPONENT_BOUND`; TRL clips them to 80 or not at all. Raises
     `ConfigError` for an unknown divergence.

@@ -85,19 +85,22 @@ class RewardLoss(Loss):
         -log sigmoid(s_better - s_worse - margin)
             + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
-    `score_l2` keeps scores small; it is Open-Assistant's `score_l2_reg`, which is 0.001 there.
-    `center` keeps the mean of each pair near 0; it is TRL's `center_rewards_coefficient`
-    (Eisenstein et al. 2023; 0.01 recommended). `margin` is read if the batch has this key.
+    The margin is the batch's key `margin`, or 0 without this key. `score_l2` keeps scores small; it
+    is Open-Assistant's `score_l2_reg` (0.001 there). `center` keeps the mean of each pair near 0;
+    it is TRL's `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01 recommended).
 
-    Metrics are means over pairs: `accuracy`, the share of pairs in the right order (a tie is
-    wrong), and `margin`, the difference of the scores. `kendalltau` is (right - wrong) / pairs
-    within a group, averaged over groups: Kendall's tau-a over the pairs that the ranking orders,
-    which equals tau-b if nothing is tied. `score` is the mean score of all completions.
+    With `loss_type=classification`, all pairs of the minibatch have the same weight, so that a
+    ranking of k completions counts C(k, 2) times. This is Open-Assistant's `RMCLSLoss`: the
+    cross-entropy of choosing the better of two completions, where the softmax over two scores is
+    the sigmoid of their difference.
 
-    With `loss_type=classification`, the loss is the mean over all pairs of the minibatch, so that a
-    ranking of k has the weight of C(k, 2) pairs. It is the cross-entropy of choosing the better of
-    two completions (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their
-    difference).
+    Metrics:
+
+        accuracy     share of pairs in the right order; a tie is wrong
+        margin       mean over pairs of the better score minus the worse score
+        kendalltau   (right - wrong) / pairs within a group, averaged over groups: Kendall's tau-a
+                     over the pairs that the ranking orders; equal to tau-b if nothing is tied
+        score        mean score of all completions
     """
 
     score_l2: float = 0.0

@@ -41,12 +41,16 @@ def compute_sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return (weight, unbounded ratio) of each token, [T] each.
+    """Return each token's weight in the policy loss, and its unbounded importance ratio, [T] each.
 
-    `trainer` and `sampler` are the token log-probs of the two policies, in nats, and `correction`
-    is one of `CORRECTIONS`. Tokens with mask 0 are ignored and have weight 1. If `low` is None,
-    there is no lower bound. Truncation never has a lower bound, since small weights are correct.
-    Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError` for an unknown correction.
+    `correction` is one of `CORRECTIONS`, which the module's docstring defines. The ratio is that of
+    the token or, for the corrections whose names begin with `sequence`, that of its whole
+    completion. The truncating corrections bound the weight by `high` only. The masking ones set it
+    to 0 if the ratio is above `high`, or below `low` unless `low` is None.
+
+    `trainer` and `sampler` are the token log-probs of the two policies, in nats. Tokens with mask 0
+    are ignored and have weight 1. Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError`
+    for an unknown correction.
     """
     if correction not in CORRECTIONS:
         raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)

@@ -49,10 +49,10 @@ def compute_pair_stats(
 ) -> dict[str, Stat]:
     """Return the metrics of P pairs of completions.
 
-    `rewards` and `logps` are (better, worse) pairs of arrays [P]: the rewards and the log-probs of
-    the better and of the worse completions. `terms`, of the same form, are the magnitudes of the
-    numbers from which the rewards were computed. They bound the rounding error: if the rewards of a
-    pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
+    `rewards` and `logps` each consist of two arrays [P], the first for the better and the second
+    for the worse completions. `terms` has the same form, and contains the magnitudes of the numbers
+    from which the rewards were computed. These magnitudes determine the rounding error: if the
+    rewards of a pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

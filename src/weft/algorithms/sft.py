@@ -49,13 +49,13 @@ def compute_poly_loss(
 class SFTLoss(Loss):
     """Mean over trained tokens of -log p(token | preceding tokens), in nats.
 
-    With the `average` "token", all trained tokens of the minibatch have the same weight (the
-    definition of cross-entropy; TRL since 2025). With "sequence", all answers have the same weight,
-    regardless of their length. Older trainers average within each micro-batch and then average the
-    results, which is neither of the two and depends on the micro-batch size.
+    If `average` is "token", all trained tokens of the minibatch have the same weight, as in TRL
+    since 2025. If it is "sequence", all answers have the same weight, regardless of their length.
+    Older trainers do neither: they average within each micro-batch and then over micro-batches, so
+    that their result depends on the micro-batch size.
 
-    With `loss_type=poly`, `poly_eps` (1 - p(token)) is added to every term; the metric `nll`
-    remains the cross-entropy.
+    With `loss_type=poly`, the loss of each token also has the term `poly_eps` * (1 - p(token)). The
+    metric `nll` remains the cross-entropy.
     """
 
     average: str = "token"

@@ -40,17 +40,23 @@ def find_sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """AOT loss: mean over pairs of -log sigmoid(beta (`a` - `b`)), with `a` and `b` of equal rank.
+    """AOT loss: mean over pairs of -log sigmoid(beta (a - b)), where a and b are matched by rank.
 
-    For `aot`, `a` is log pi(better) - log pi(worse) under the policy, and `b` is the same
-    difference under the reference. For `aot_unpaired`, `a` is the log-ratio of a better completion
-    to the reference, and `b` the log-ratio of a worse one. `label_smoothing` has the same meaning
-    as in cDPO.
+    `loss_type` determines the values that are compared:
 
-    The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`. For
-    `aot`, `partner` is `b`, stored at the better completion of a pair. For `aot_unpaired`,
-    `partner` is `b` at a better completion, and `a` at a worse completion. Every completion then
-    gets a gradient, with its partner as a constant. The metrics are those of `PairwiseLoss`.
+        aot            a is log pi(better) - log pi(worse) of a pair under the policy, and b is the
+                       same difference under the reference
+        aot_unpaired   a is the log-ratio of policy to reference for a better completion, and b is
+                       the log-ratio for a worse completion
+
+    The host function `optimal_transport` sorts the values of the whole batch and matches each a
+    with the b of the same rank. It stores the matches as the key `partner`. For `aot`, the better
+    completion of a pair has the matching b. For `aot_unpaired`, a better completion has the
+    matching b, and a worse completion has the matching a. Every completion of `aot_unpaired` thus
+    gets a gradient, while its partner is a constant.
+
+    The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`.
+    `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
     """
 
     loss_type: str = "aot"

@@ -108,9 +108,10 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def find_problem(key: str, value: Any) -> str | None:
-    """Return a phrase for what the value of `key` must be, or None if `value` is valid.
+    """Return a phrase that says what the value of `key` must be, or None if `value` is valid.
 
-    An example is "a finite number". Only keys that are common to most models are checked.
+    For example, the phrase is "a finite number" if the value is infinite. Only keys that are common
+    to most models are checked.
     """
     if value is None:
         return None

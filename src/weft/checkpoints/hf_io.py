@@ -244,8 +244,8 @@ class ParameterReader:
     def to_stored_name(self, hf: str) -> str:
         """Return the name of the Hugging Face parameter `hf` in the weight files.
 
-        The names differ if the checkpoint was saved without a head, since its names then lack the
-        family's prefix.
+        The two names differ if the checkpoint was saved without a head. The names in its files then
+        lack the family's prefix, such as `model.`.
         """
         return hf.removeprefix(self.family.prefix) if self._lacks_prefix else hf
 

@@ -65,7 +65,7 @@ class ModelQuery:
     """Requirements on the model that a name refers to, and where to look for it.
 
     Attributes:
-        option: Command-line option that the name was given for, for messages.
+        option: Command-line option whose value is the name; shown in messages.
         roles: Roles whose checkpoints are acceptable, best first.
         fileroot: Folder of all runs.
         initial_checkpoint: Checkpoint that a resumed run began with, or None for a new run. A name
@@ -86,9 +86,10 @@ class ModelQuery:
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that the name `given` refers to, without looking up hub names.
 
-    A name of the form of a hub name is returned unchanged if nothing on this machine matches it.
-    `wanted` defaults to a checkpoint of a policy. Raises `CheckpointError` if there is no such
-    model. The message names the option, lists the accepted names and suggests a similar one.
+    If nothing on this machine matches `given`, but it has the form of a hub name, it is returned
+    unchanged. `wanted` defaults to a checkpoint of a policy. Raises `CheckpointError` if there is
+    no such model. The message names the option, lists the accepted names and suggests a similar
+    one.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -194,9 +195,9 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return a checkpoint of a suitable role in the newest run that has one.
 
-    `step` selects the checkpoint. If `step` is None or "latest", this is the newest checkpoint or,
-    if a run is resumed, the checkpoint that it began with. Raises `CheckpointError` if no run has a
-    suitable checkpoint.
+    `step` names the step of the checkpoint. None and "latest" mean the newest checkpoint or, when a
+    run is resumed, the checkpoint that this run began with. Raises `CheckpointError` if no run has
+    a suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -249,8 +250,8 @@ def _choose_newest(
 ) -> LocatedModel:
     """Return the newest checkpoint of a role.
 
-    If a run is resumed that began with an older checkpoint of this role, that one is returned
-    instead, so that the run continues with the same model.
+    There is one exception: a resumed run that began with an older checkpoint of this role gets this
+    older checkpoint again, so that it continues with the same model.
     """
     newest = steps[max(steps)]
     began = (
@@ -360,9 +361,9 @@ def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> Checkpo
 
 
 def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
-    """Return the run that a name `E/T` without the folder `runs/` refers to, or None.
+    """Return the run that a name without the folder `runs/` refers to, or None.
 
-    The run that is being resumed is not considered.
+    Such a name has the form EXPERIMENT/TRIAL. The run that will use the model is not considered.
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None

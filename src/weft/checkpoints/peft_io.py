@@ -60,8 +60,8 @@ def save_adapter(
 
     `parameters` have canonical names (weft's own), including `lora_a` and `lora_b`. `scales` maps
     each adapted layer to its scale, and `base` is the name of the base model. A value or score head
-    is saved as well, in PEFT's `modules_to_save`. If `whole` is True, so are the embedding and the
-    output matrix.
+    is saved in full, as one of PEFT's `modules_to_save`. If `whole` is True, the embedding and the
+    output matrix are also saved in full.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,9 +134,11 @@ def _find_modules_to_save(
 
     The result maps checkpoint names to canonical names (weft's own). It contains a value or score
     head and, if `embeddings` is True, the embedding and the output matrix. An embedding that is
-    also the output matrix is saved under both names. The output matrix is also saved as `lm_head`:
-    PEFT uses module names, and in transformers 5 the output module of every family has this name,
-    whatever its name in checkpoints.
+    also the output matrix is saved under both names.
+
+    The output matrix is saved under a further name, `lm_head`. PEFT looks for the name of the
+    module, which is `lm_head` for every family in transformers 5, even if checkpoints use another
+    name.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -306,9 +308,10 @@ def load_adapted(
 ) -> Transformer:
     """Load `base` with the adapters in the directory `adapter`, as PEFT would.
 
-    The vocabulary is resized to that of the saved embedding. If the base model ties its embedding
-    to the output matrix, but the directory has only one of the two or different values for them,
-    the two are untied. With `exact`, the adapters keep the dtype of their file.
+    The vocabulary is resized to that of the saved embedding. A base model may use one matrix as
+    embedding and as output matrix. If the adapter's files contain only one of the two, or if the
+    values of the two differ, the network gets two separate matrices. With `exact`, the adapters
+    keep the dtype of their file.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -460,7 +463,8 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
 def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
     """Raise `CheckpointError` if an adapter's files would untie a tied embedding.
 
-    This is the case if the embedding or the output matrix is missing, or if their values differ.
+    This is the case if the files contain only the embedding or only the output matrix, or different
+    values for the two.
     """
     if not network.config.tied or network.kind != "lm":
         return

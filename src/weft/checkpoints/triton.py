@@ -100,10 +100,11 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Reward model with the inputs and outputs of a Triton model.
+    """Wrapper that gives a reward model the inputs and outputs of the Triton model.
 
-    The score is read at the last token before padding or, with `mean`, from the mean over tokens.
-    If `padding` is given, trailing tokens with this id are treated as padding, too.
+    It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is read at the
+    last token before padding or, if `mean` is True, from the mean over tokens. If `padding` is
+    given, trailing tokens with this id are treated as padding, too.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
@@ -133,9 +134,10 @@ class TracedRewardModel(nn.Module):
 
 
 class TracedLogProbs(nn.Module):
-    """Language model with the inputs and outputs of a Triton model.
+    """Wrapper that gives a language model the inputs and outputs of the Triton model.
 
-    Returns (log-probs [B, T] of the tokens, logits [B, T, V]).
+    It maps token ids and an attention mask, both [B, T], to log-probs [B, T] of the tokens and
+    logits [B, T, V]. The log-prob is 0 for the first token of a row and for padding.
     """
 
     def __init__(self, network: Any) -> None:

@@ -220,10 +220,11 @@ def _read_index(index: Path) -> dict[str, list[str]]:
 def _select_tensors(
     tensors: dict[str, StoredTensor], names: list[str], index: Path
 ) -> dict[str, StoredTensor]:
-    """Return only the tensors `names` of a file's tensors.
+    """Return the tensors of a weight file that the index file assigns to it.
 
-    `names` are the tensors that the index file `index` assigns to the file. Raises
-    `CheckpointError` if the file lacks one of them.
+    `tensors` are all tensors in the weight file, `names` are the names that the index assigns to
+    it, and `index` is the path of the index. Raises `CheckpointError` if the file lacks one of
+    them.
     """
     for name in names:
         if name not in tensors:

@@ -99,7 +99,7 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Result of translating the option names that a user wrote to weft's.
+    """Assignments to weft's options, translated from the option names that the user wrote.
 
     `overrides` are the translated assignments. `notes` tell the user how each alternative spelling
     was read.
@@ -329,10 +329,10 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
     """Return the number of data-parallel ranks that train the first trained role.
 
-    `given` maps the options that the user set to their values. The number is read from the first of
-    these options that is set to a layout: the training call's `layout`, the role's `layout`, and
-    `allocation_mode`. If that option is "heuristic", the number of all devices is returned. If no
-    layout is set, the role's `data_parallel_size` is returned, which is 1 by default.
+    `given` maps the options that the user set to their values. The number is read from the first
+    layout that is set: the training call's `layout`, the role's `layout`, or `allocation_mode`. The
+    value "heuristic" counts as a layout in which all devices are data-parallel ranks. If no layout
+    is set, the role's `data_parallel_size` is returned, which is 1 by default.
     """
     role = done.trained_roles[0]
     call = next(

@@ -328,8 +328,8 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
     """Iterate over paths that begin with `begun`: first the runs in ./runs, then files and folders.
 
-    The parent folders of these runs are left out of the second part, so that the runs themselves
-    are offered instead.
+    Among the files and folders, these runs and their parent folders are left out, so that the shell
+    offers the runs themselves.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

@@ -82,8 +82,9 @@ class StreamWrapper:
 class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
-    A terminal shows the answer after `label`, the name of the speaker, or after "model" if `label`
-    is empty. In a pipe, the label is written before the answer only if it is not empty.
+    `label` is the name of the speaker. In a terminal, the name is shown before the answer, and is
+    "model" if `label` is empty. If the output is a pipe, the name is written only if `label` is not
+    empty.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:

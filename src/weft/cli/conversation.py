@@ -240,8 +240,8 @@ class Conversation:
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        Turns are left out until the answer has room for its maximum length, or for a quarter of the
-        context if that is less.
+        Turns are left out until the context has room for an answer of the maximum length. If this
+        length is more than a quarter of the context, room for a quarter is enough.
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
@@ -343,7 +343,7 @@ class Conversation:
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return those of top_p, top_k and min_p that restrict sampling, keyed by name."""
+    """Return the sampling limits that are in effect (of top_p, top_k and min_p), keyed by name."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
     for name, value in off.items():

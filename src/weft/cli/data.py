@@ -430,9 +430,9 @@ def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
 def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print the number of rows in each file, and the suspicious rows.
 
-    A row is suspicious if an answer has an unwanted phrase, such as "as an AI language model", if
-    it repeats another row, has an empty answer, or cannot be read. `--phrases` names a file of
-    other phrases. With a tokenizer, invalid and overlong rows are also counted.
+    A row is suspicious if one of its answers is empty or has an unwanted phrase, such as "as an AI
+    language model", if the row repeats another row, or if the row cannot be read. `--phrases` names
+    a file of other phrases. With a tokenizer, invalid and overlong rows are also counted.
     """
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look

@@ -113,8 +113,8 @@ def read_command_line(arguments: argparse.Namespace) -> tuple[DataConfig, list[s
 def take_assignments(arguments: argparse.Namespace, *options: str) -> list[str]:
     """Remove assignments such as `key=value` from the values of list options, and return them.
 
-    `options` are the names of the list options in `arguments`. argparse takes the assignments that
-    follow a list option, such as `--datasets`, for values of the option.
+    `options` are the names of the list options in `arguments`. If an assignment follows a list
+    option, such as `--datasets`, argparse adds it to the option's values.
     """
     words = list[str]()
     for name in options:

@@ -37,9 +37,9 @@ class Override:
 def parse(words: Sequence[str]) -> list[Override]:
     """Parse the command-line words into assignments, in order.
 
-    If Hydra's grammar does not allow a word, or if Hydra would read it as a sweep, its value is
-    taken literally, as a string or as a list of strings. Reading such a value raises an error later
-    unless the option accepts it. Raises `ConfigError` for other invalid words.
+    Hydra does not accept some words, and reads others as a sweep (a request for several runs). In
+    both cases, the value is kept as literal text or as a list of strings. An error is raised later,
+    unless the option accepts this value. Raises `ConfigError` for other invalid words.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -101,7 +101,8 @@ def _parse_literally(word: str, error: ConfigError, *, sweep: bool = False) -> O
     """Return an assignment whose value is the literal text in `word`.
 
     Raises `error` if the text is empty, contains quotes or interpolations, or begins with a bracket
-    but is not a list. With `sweep`, also raises it for a call of one of Hydra's sweep functions.
+    but is not a list. With `sweep`, `error` is also raised if the text is a call of one of Hydra's
+    sweep functions, such as `range(1,5)`.
     """
     match = WORD.fullmatch(word)
     if match is None or any(sign in match["text"] for sign in ("'", '"', "${")):

@@ -293,9 +293,11 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_best_answers(given: argparse.Namespace) -> None:
-    """Sample several answers per prompt, score them with a reward model, and write the best.
+    """Sample several answers per prompt, score them, and write the best and the worst.
 
-    The best answers are written as rows for SFT, and the best with the worst as preference pairs.
+    The scores are those of a reward model. Three files are written: the best answers as rows for
+    SFT, the worst answers in the same format, and preference pairs of the best and the worst answer
+    of each prompt.
     """
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import SampledAnswer, sample_answers

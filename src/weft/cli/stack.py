@@ -63,9 +63,12 @@ class StackedValue:
 class SectionStack:
     """Result of merging config sections and the command line.
 
-    `overrides` are the assignments to weft's options. `origins` maps each option to the key that
-    sets it, and to the value with the place (file and line, or command line) where the key is set.
-    `notes` are for the user.
+    Attributes:
+        names: Names of the merged sections.
+        overrides: Assignments to weft's options.
+        origins: For each option, the key that sets it, and the value with the place of the key.
+        notes: Notes for the user.
+        deepspeed: Default file of the flag `--deepspeed`, or None.
     """
 
     names: tuple[str, ...]
@@ -100,10 +103,10 @@ class SectionStack:
         ]
 
     def add_origin(self, error: ConfigError) -> ConfigError:
-        """Return an error with the place where the invalid option was set added to the message.
+        """Return a copy of `error` whose message also states where the invalid option is set.
 
         The place is known only if the message of `error` begins with the name of an option in this
-        stack. Otherwise, `error` is returned unchanged.
+        stack. Otherwise, `error` itself is returned.
         """
         text = str(error)
         named = []
@@ -125,11 +128,13 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> SectionStack:
-    """Merge the sections `names` in order, then the assignments `given` on the command line.
+    """Merge config sections, assignments on the command line, and those of a DeepSpeed file.
 
-    The assignments `below`, which come from a DeepSpeed file, have the lowest priority. Raises
-    `ConfigError` for unknown sections and keys, and for settings that weft does not support. The
-    message gives the file and line of an invalid key, and suggests similar names.
+    `names` are the sections; later sections override earlier ones. The command line's assignments,
+    `given`, override all sections. The assignments of the DeepSpeed file, `below`, are overridden
+    by all of these. Raises `ConfigError` for unknown sections and keys, and for settings that weft
+    does not support. The message gives the file and line of an invalid key, and suggests similar
+    names.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -293,8 +298,8 @@ class _StackReader:
     def find_origin(self, key: str) -> StackedValue:
         """Return a `StackedValue` whose `place` is where an Open-Assistant key is set.
 
-        For a key in a group, this is the key's line in the section that sets the group, unless the
-        command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
+        The place of a key in a group is the key's line in the section that sets the group, unless
+        the command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -384,9 +389,11 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
 
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
-    """Return the longest path of keys in `section` that the dotted `name` begins with.
+    """Return the path of keys in `section` that leads to the option with the dotted name `name`.
 
-    The name cannot simply be split at its dots, because keys in the section can contain dots.
+    For example, the path of `actor.optimizer.lr` is `("actor.optimizer", "lr")` if the section has
+    the key "actor.optimizer". If the section has no path for the whole name, the longest path for a
+    beginning of the name is returned.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:

@@ -253,8 +253,7 @@ def _is_elsewhere(source: SourceSpec) -> bool:
 def _find_file(folder: Path, source: SourceSpec) -> str | None:
     """Return the path of the source's file in `folder`, or None if it is not there.
 
-    The file is first searched in the subfolder that is named after the dataset, then in `folder`
-    itself.
+    The subfolder that is named after the dataset is searched first, then `folder` itself.
     """
     if not source.path or _is_elsewhere(source):
         return None

@@ -170,9 +170,9 @@ def _parse_allocation_mode(text: str | None) -> str | None:
 
 
 def find_config(argv: Sequence[str]) -> int:
-    """Print the registered experiments whose names begin with a match of a regular expression.
+    """Print the registered experiments whose names match a regular expression.
 
-    Returns the exit code.
+    The expression only has to match the beginning of a name. Returns the exit code.
     """
     parser = CommandParser(
         prog="weft.apps.main find_config", description="List registered experiments by a pattern."

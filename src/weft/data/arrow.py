@@ -69,9 +69,10 @@ def _read_arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Return a function that removes the added null keys from values of the Arrow type `kind`.
+    """Return a function that removes null keys from structs, for values of the Arrow type `kind`.
 
-    Returns None if the type contains neither structs nor maps, so that nothing has to be removed.
+    Arrow adds such keys to give all structs the same keys. Returns None if the type contains
+    neither structs nor maps, so that values can be used as they are.
     """
     import pyarrow
     from pyarrow import types

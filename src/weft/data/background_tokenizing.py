@@ -82,9 +82,9 @@ Packed = tuple[TokenTable, list[Problem]]
 class SingleSampleEncoder(Protocol):
     """Row encoder that makes one sample, with at most one completion, from each row.
 
-    The only exceptions are message trees, which can make several samples. The first token of a
-    completion is always trained, so a truncated sample still has a trained token and is never left
-    out.
+    Only a row with a message tree can make several samples. The first token of a completion is
+    always trained, so truncation never leaves a sample without trained tokens (it would be
+    dropped).
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -235,7 +235,7 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether a row is invalid (to report it early), or may have more than `most` tokens."""
+    """Return whether a row may have more than `most` tokens, or is invalid (to report it early)."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)
@@ -425,8 +425,8 @@ class BackgroundTokenTable:
     ) -> SequenceSample:
         """Return the samples at `indices` as one `SequenceSample`, in that order.
 
-        Most samples are taken from the chunks that are finished. The samples at the indices
-        `others` are in no chunk; `extra` contains them, in the order of `others`.
+        Most samples are taken from finished chunks. The samples at the indices `others` are in no
+        finished chunk; `extra` contains them, in the order of `others`.
         """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]

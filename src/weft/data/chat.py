@@ -137,8 +137,8 @@ def mask_spans(
     """Tokenize a text and return (ids, mask); the mask is True on tokens that overlap a span.
 
     `offsets` returns ids with the character range of each one, or None if the tokenizer cannot
-    provide ranges. Without ranges, the text up to each span boundary is tokenized separately. The
-    number of leading ids that it shares with the whole text is the token index of the boundary.
+    provide ranges. In that case, the text before each span boundary is tokenized separately. The
+    boundary is at the first token in which the result differs from the ids of the whole text.
     """
     encoding = offsets(text)
     if encoding is None:

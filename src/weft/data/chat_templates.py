@@ -23,9 +23,10 @@ OPEN_ASSISTANT = (
 class ChatTemplate:
     """Chat template that weft provides by name, with its requirements.
 
-    `tokens` are special tokens that the vocabulary must contain; there are none if the template
-    marks turns with plain text. `needs` are attributes of the tokenizer that must be set, such as
-    `eos_token`.
+    Attributes:
+        tokens: special tokens that the vocabulary must contain; empty if the template marks turns
+            with plain text
+        needs: attributes of the tokenizer that must be set, such as `eos_token`
     """
 
     tokens: tuple[str, ...] = ()

@@ -75,10 +75,10 @@ def _find_marks(text: str, mark: str) -> list[int]:
 
 
 def count_shared_words(one: str, other: str) -> int:
-    """Return the number of characters in the words that two texts have in common at the beginning.
+    """Return the number of characters before the first word in which two texts differ.
 
-    The white space after these words is counted too. The result is always smaller than the length
-    of either text, unless a text is empty.
+    The last word of each text counts as different, so that a part of the text remains after the
+    shared words. For example, the texts "a big dog" and "a big cat" share 6 characters.
     """
     length = min(count_common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():

@@ -90,7 +90,8 @@ def check_type_options(spec: DatasetSpec, type: str) -> None:
 def check_custom_options(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
     """Raise `ConfigError` for an option that a user's dataset class would have to implement itself.
 
-    With `by_index`, the dataset has random access, so `sort_by_length` is allowed.
+    `by_index` is True if the dataset has random access. If so, `sort_by_length` is allowed, since
+    weft can sort the samples.
     """
     for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
         if getattr(spec, name) != getattr(DatasetSpec(), name):

@@ -60,10 +60,11 @@ def split_groups(
 ) -> GroupRearrangement:
     """Split groups into parts of consecutive completions with at most `max_tokens` tokens per part.
 
-    The prompt is counted once for each completion. The new metadata record which group each part
-    comes from. Raises `DataError` for a key that has neither one sequence per id nor one per
-    completion, and `ConfigError` naming `option` if a single completion with its prompt exceeds
-    `max_tokens`.
+    A group is an id with a prompt and several completions. Every part has the whole prompt, which
+    is counted once for each completion. The new metadata record which group each part comes from.
+
+    Raises `DataError` for a key that has neither one sequence per id nor one per completion. Raises
+    `ConfigError` naming `option` if a single completion with its prompt exceeds `max_tokens`.
     """
     if "completion" in lengths:
         main = "completion"
@@ -110,9 +111,9 @@ def join_groups(
 ) -> GroupRearrangement:
     """Join parts into their original groups, in the order of each group's first part.
 
-    `parts` are the metadata that `split_groups` added. A key with one sequence per group is taken
-    from the group's first part. Keys added since the split must have one sequence per completion.
-    Raises `DataError` if a part is missing or duplicated.
+    `parts` are the metadata that `split_groups` added. If a key has one sequence per group, such as
+    the prompt, the sequence is taken from the group's first part. Keys added since the split must
+    have one sequence per completion. Raises `DataError` if a part is missing or duplicated.
     """
     rows_by_id: dict[str, list[int]] = {}
     for row, part in enumerate(parts):

@@ -472,8 +472,9 @@ def _find_table(
 
 
 def detect_type(source: SourceSpec, usual: str) -> str:
-    """Return `usual`, or a dataset type that reads Open-Assistant's trees if the file has trees.
+    """Return the dataset type of a source: `usual`, or a type for trees if the file contains trees.
 
+    A file with Open-Assistant's message trees needs a type that can read them (see `TREE_TYPES`).
     Only the first row of the file is read.
     """
     if usual not in TREE_TYPES or not source.path or not Path(source.path).expanduser().exists():

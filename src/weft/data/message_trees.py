@@ -93,9 +93,9 @@ def read_label(node: Node, name: str) -> float | None:
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
     """Iterate over the message trees that the rows contain.
 
-    A row is a whole tree, a single message (in any order), or a thread. Single messages and threads
-    are joined into trees, which are yielded after all others, in the order of their roots. Raises
-    `BadRow` for other rows, and for a message whose parent is missing.
+    A row is a whole tree, a thread or a single message. Whole trees are yielded as they are read.
+    Threads and single messages, which may be in any order, are joined into trees after all rows
+    have been read. Raises `BadRow` for other rows, and for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def iterate_nodes(node: Node) -> Iterator[Node]:
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
     """Iterate over the messages of a tree, parents first, each without its nested replies.
 
-    The id of its parent, and the id and the state of the tree are added to each message.
+    Each message gets the id of its parent message, and the id and state of the tree.
     """
 
     def flatten_node(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:

@@ -48,9 +48,9 @@ def require_prompt_key(row: Row, key: str | None, form: str) -> str:
 def read_prompt_text(row: Row, key: str) -> str:
     """Return the prompt in column `key` of a row as plain text.
 
-    The text of the column `instruction` or `question` is followed by a newline; the text of the
-    column `input` is added to an instruction on the next line. The text of a `system` column
-    precedes the prompt, on a separate line.
+    The text of a `system` column comes before the prompt, on a separate line. The text of an
+    `input` column comes after an instruction, on a separate line. If `key` is `instruction` or
+    `question`, the result ends with a newline.
     """
     prompt = _read_question(row, key)
     system = _read_system(row)

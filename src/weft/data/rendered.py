@@ -48,8 +48,9 @@ def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -
 def find_text_around_reply(render: Render) -> tuple[str, str]:
     """Return the texts that a template renders directly before and after a reply without reasoning.
 
-    The first text is between the generation prompt and the reply. Both are empty if the template
-    rejects a conversation of one question and one reply.
+    The first text, for example an empty think block, is between the generation prompt and the
+    reply. The second one begins with the token that ends the turn, if there is one. Both texts are
+    empty if the template rejects a conversation of one question and one reply.
     """
     try:
         text = render(PLAIN, None, False)

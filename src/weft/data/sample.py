@@ -36,8 +36,9 @@ Values = Array | Sequence[Any]
 class SequenceSample:
     """Immutable batch of packed sequences with ids and metadata.
 
-    A key can have any number of sequences per id. Raises `DataError` naming the key if the fields
-    contradict each other.
+    The sequences are stored under keys such as `prompt` and `completion`. Under each key, an id can
+    have any number of sequences. Raises `DataError` naming the key if the fields contradict each
+    other.
 
     Attributes:
         ids: unique strings; integers are converted to strings
@@ -179,10 +180,10 @@ class SequenceSample:
     def gather(
         cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Concatenate `samples` in order, keeping `keys` or, by default, all keys.
+        """Concatenate `samples` in order, keeping only `keys` if they are given.
 
-        By default, all samples must have the same keys. Metadata values that a sample lacks are
-        None in the result.
+        If `keys` is None, all keys are kept, and all samples must have the same ones. Metadata
+        values that a sample lacks are None in the result.
         """
         if not samples:
             raise DataError("gather of no samples: give at least one")
@@ -276,10 +277,11 @@ class SequenceSample:
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
         """Split each group into parts of consecutive completions with at most `max_tokens` tokens.
 
-        Each part becomes an id `id[first:stop]` with the whole prompt, which is counted once for
-        each completion. `metadata["part"]` records the group that the part belongs to. `regroup` is
-        the inverse. Raises `ConfigError` naming the option `field` if the prompt with a single
-        completion exceeds `max_tokens`.
+        A group is an id with a prompt and several completions. Each part becomes a new id
+        `id[first:stop]` with the whole prompt, which is counted once for each completion.
+        `metadata["part"]` records the group that the part belongs to. `regroup` is the inverse.
+        Raises `ConfigError` naming the option `field` if the prompt with a single completion
+        exceeds `max_tokens`.
         """
         return _rearrange(
             self, groups.split_groups(self.ids, self.lengths, self.offsets, max_tokens, field)

@@ -17,8 +17,10 @@ def pair_short(
     """Pair short samples at random, and return (order of the samples, unit boundaries).
 
     A unit is a single sample or a pair. In the new order, unit i consists of the samples from
-    boundary i up to, but not including, boundary i + 1. Each sample of fewer than `below` tokens is
-    selected with `probability`, and consecutive selected samples form pairs. A pair takes the
+    boundary i up to, but not including, boundary i + 1.
+
+    Each sample of fewer than `below` tokens is selected with `probability`. The first selected
+    sample is paired with the second, the third with the fourth, and so on. A pair takes the
     position of its second sample. A selected sample without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)

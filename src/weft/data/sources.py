@@ -109,8 +109,8 @@ def read_rows(
     """Yield (location, row) for each row of a file.
 
     A line that is not a row gives an `UnreadableRow`. A row that was converted from another file
-    can record its original location under the key `ORIGIN`; that location is then used. With
-    `texts_as`, a JSON string counts as a row whose only column is `texts_as`.
+    can have its original location under the key `ORIGIN`; if so, the original location is yielded.
+    With `texts_as`, a JSON string counts as a row whose only column is `texts_as`.
 
     Raises `DataError` if the file is empty, or if its format does not match its suffix.
     """

@@ -60,8 +60,8 @@ class SentencePieceModel:
 def is_sentencepiece(path: Path) -> bool:
     """Return whether a file called `tokenizer.model` is a sentencepiece model.
 
-    The first field of a sentencepiece model is a piece. Tiktoken files, which can have the same
-    name, are text.
+    A Tiktoken file can have the same name. It contains text, while a sentencepiece model begins
+    with the protobuf tag of its first piece, so the first byte tells them apart.
     """
     with path.open("rb") as file:
         return file.read(1) == b"\x0a"

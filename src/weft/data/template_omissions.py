@@ -55,9 +55,9 @@ class TemplateOmission:
 
 
 def merge_omissions(cuts: Iterable[TemplateOmission]) -> tuple[TemplateOmission, ...]:
-    """Merge omissions that have the same part, advice and template, and add up their turns.
+    """Merge omissions that have the same part, advice and template, adding up their `turns`.
 
-    The merged omission has the location and example of the first turn.
+    A merged omission has the location and the example of the first of these omissions.
     """
     omissions: dict[tuple[str, str, str], TemplateOmission] = {}
     for cut in cuts:
@@ -165,8 +165,9 @@ class TrainedTurn:
     def _is_written_when_last(self, message: Message) -> bool:
         """Return whether the template renders `MARK` in `message` if no messages follow it.
 
-        `message` is this turn with `MARK` in place of one of its texts. Returns False if this turn
-        is the last one anyway.
+        `message` is this turn with `MARK` in place of one of its texts. If the result is True, the
+        user can keep the text by ending the row with this turn. Returns False if this turn is the
+        last one anyway.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]

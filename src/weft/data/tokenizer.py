@@ -337,8 +337,8 @@ class Tokenizer:
     def text_around_reply(self) -> tuple[str, str]:
         """Texts that the chat template renders directly before and after a reply without reasoning.
 
-        The first text is between the generation prompt and the reply. Both are "" if there is no
-        template.
+        The first text, for example an empty think block, is between the generation prompt and the
+        reply. Both texts are empty if there is no template.
         """
         if self.chat_template is None:
             return ("", "")

@@ -194,7 +194,7 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 def _describe_path(path: str, option: str, *, own: bool) -> str:
     """Format the option that set the tokenizer path, as `OPTION=PATH`, for error messages.
 
-    With `own`, it is the model's path option. On a command line, only the path is returned.
+    With `own`, the model's path option is named. If `option` is `COMMAND`, only PATH is returned.
     """
     if option == COMMAND:
         return path
@@ -586,7 +586,7 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress warnings of `transformers`, which tries one file format after another.
+    """Suppress the warnings that `transformers` logs while it tries one file format after another.
 
     Errors are still logged and raised.
     """

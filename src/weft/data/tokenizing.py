@@ -98,8 +98,7 @@ class RowSource:
         progress: function that returns a context manager showing progress
         columns: columns to rename, as {new name: name in the file}
         name: name for messages; if empty, the path is used
-        most: number of samples after which no more rows are read and nothing is cached; None means
-            no limit
+        most: stop reading after this number of samples, and do not cache them; None means no limit
     """
 
     path: str
@@ -156,7 +155,7 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with the file and line of each `TemplateOmission` in its report filled in.
+    """Return the table, adding the file and line of each `TemplateOmission` to its report.
 
     File names and lines are not cached, since another file can contain the same rows.
     """

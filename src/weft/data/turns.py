@@ -179,9 +179,10 @@ class _RenderedConversation:
     def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index` for a template that has no generation prompt.
 
-        `at` is the end of the text that belongs to the earlier messages. If the template renders a
-        header after `at`, before the content of a reply, the turn starts after the header. White
-        space and the beginning of a tool call are part of the turn.
+        `at` is the end of the text that belongs to the earlier messages. Any text between `at` and
+        the content of the turn, other than white space, is a header, and the turn starts after it.
+        If there is no header, or the turn has no content that can be found, the turn starts at
+        `at`.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -232,9 +233,10 @@ class _RenderedConversation:
         return _find_changed_span(self.text, other)
 
     def _find_next_content(self, index: int, at: int) -> int:
-        """Return the position, after `at`, of the content of the next non-empty message.
+        """Return the position of the content of the first non-empty message after message `index`.
 
-        Returns the end of the text if this content is not found.
+        The text is searched from position `at`. Returns `at` if there is no such message, and the
+        end of the text if its content is not found.
         """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
         position = self.text.find(next(filter(None, words), ""), at)

@@ -32,12 +32,12 @@ def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
-    """Return the id of the padding token if scores are read one token before it, else None.
+    """Return the id of the padding token that is skipped when a score is read, or None.
 
-    This applies only to a reward model that was trained with `transformers` and whose padding token
-    (EOS) also ends texts. `transformers` takes the final EOS for padding and reads the score at the
-    token before it, so weft does the same. Checkpoints written by weft have a padding token that
-    ends no text (`choose_padding`), so the result for them is None.
+    There is such a token only in a reward model that was trained with `transformers` and whose
+    padding token (EOS) also ends texts. `transformers` takes the final EOS for padding and reads
+    the score at the token before it, so weft does the same. Checkpoints written by weft have a
+    padding token that ends no text (`choose_padding`), so the result for them is None.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None

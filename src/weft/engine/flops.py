@@ -32,12 +32,15 @@ class TokenCost:
     def count_training_flops(
         self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
     ) -> float:
-        """Return the floating-point operations of a forward and a backward pass over segments.
+        """Return the floating-point operations of a forward and a backward pass over a pack.
 
-        `lengths` contains the number of tokens of each segment. A forward pass has 2 operations per
-        parameter and token, and 4 per head dimension and (query, key) pair. Causal attention has L
-        (L + 1) / 2 pairs in a segment of length L (Chowdhery et al. 2022, arXiv:2204.02311,
-        appendix B, counts all L^2); `across` is the number of additional pairs between segments.
+        `lengths` contains the number of tokens of each segment of the pack, usually a sequence. A
+        forward pass has 2 operations per parameter and token, and 4 per head dimension and (query,
+        key) pair. With causal attention, a segment of length L has L (L + 1) / 2 pairs. (Chowdhery
+        et al. 2022, arXiv:2204.02311, appendix B, count all L^2.) `across` is the number of
+        additional pairs between segments, for example between a shared prefix and its
+        continuations.
+
         The output layer is computed for `rows` tokens, or for all tokens if `rows` is None.
         Recomputation is not counted.
         """

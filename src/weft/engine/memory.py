@@ -28,7 +28,7 @@ ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """Sizes of a decoder that computes packed sequences.
+    """Sizes of a decoder network, from which its memory is estimated.
 
     Attributes:
         parameters: Number of parameters on one rank.
@@ -147,21 +147,23 @@ class MemorySettings:
         trained: Whether the role is trained.
         optimizer: Type of the optimizer.
         recompute: Interval n if every n-th layer is recomputed in the backward pass; 0 if none is.
-        offload_optimizer: Masters and optimizer state are never on the device.
+        offload_optimizer: Whether masters and optimizer state are always in host memory.
         chunk_rows: Number of tokens whose logits exist at the same time.
-        weights_leave: Weights are in host memory between the role's calls.
-        optimizer_leaves: Optimizer state is in host memory between the role's calls.
-        packs: Matrix products copy their right operand into another format (float32 on CPUs only).
-        in_place: weft's kernels replace logits by their statistics and gradients without a copy
+        weights_leave: Whether weights are in host memory between the role's calls.
+        optimizer_leaves: Whether optimizer state is in host memory between the role's calls.
+        packs: Whether matrix products copy their right operand into another format (float32 on CPUs
+            only).
+        in_place: Whether weft's kernels replace logits by their statistics and gradients without a
+            copy (float32 on CPUs only).
+        adds_rows: Whether the look-up of a tied embedding adds its rows to the head's gradient
             (float32 on CPUs only).
-        adds_rows: The look-up of a tied embedding adds its rows to the head's gradient (float32 on
-            CPUs only).
-        keeps_cache: The KV cache stays allocated between calls.
+        keeps_cache: Whether the KV cache stays allocated between calls.
         state_dtype: Name of the dtype of the optimizer state.
-        fp8: Matrix products of blocks use 8-bit copies of their operands.
-        widens: The output matrix has a float32 copy during generation.
-        reshards: Gathered parameters are resharded after each block.
-        sums_once: Gradients are scattered after the last micro-batch, not after each.
+        fp8: Whether matrix products of blocks use 8-bit copies of their operands.
+        widens: Whether the output matrix has a float32 copy during generation.
+        reshards: Whether gathered parameters are resharded after each block.
+        sums_once: Whether gradients are scattered only after the last micro-batch, instead of after
+            each.
     """
 
     dtype: str
@@ -278,12 +280,13 @@ def estimate(
 
 
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
-    """Return the size in bytes of the gathered parameters and gradients of a rank.
+    """Return the bytes that a rank of a sharded network needs for gathered parameters and
+    gradients.
 
     With `reshards`, the embedding, the output matrix and two blocks (the current one and the next)
-    are gathered at the same time; otherwise all parameters are. The gradients are those of one
-    block. If the gradients of several micro-batches are summed before they are scattered
-    (`adds_up`), they are those of the whole network.
+    are gathered at the same time. Without it, all parameters are. Only one block has whole
+    gradients at a time. However, if the gradients of several micro-batches are summed before they
+    are scattered (`adds_up`), the whole network has them.
     """
     if shape.shards == 1:
         return 0

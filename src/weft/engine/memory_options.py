@@ -63,8 +63,10 @@ class MemoryOption:
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
     """Return the memory needed with the current settings and with alternatives that need less.
 
-    The alternatives are recomputation, alone or with one more change. A change that is already made
-    is left out. LoRA adapters are also left out if they are not supported, as with fp8.
+    Every alternative recomputes layers in the backward pass. Most combine this with one more
+    change: 8-bit optimizer states, an offloaded optimizer, LoRA adapters or more GPUs. A change
+    that is already made is left out. LoRA adapters are also left out if they are not supported, as
+    with fp8.
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))

@@ -29,11 +29,19 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice 
 class MeshCollectives:
     """Implementation of `Collectives` for one rank of `mesh`.
 
-    `holdings` maps each rank to its slices of the parameters, and `shapes` contains the shapes of
-    whole parameters. `stored` is a function that returns this rank's parameters by canonical name.
-    `config` is the configuration of the whole network, or None if the network isn't split. `shards`
-    contains the parameters that FSDP2 shards, or is None without FSDP2. `pipeline` is None if the
-    layout has only one pipeline stage.
+    Attributes:
+        mesh: Mesh of the role's ranks, as this rank sees it.
+        network: This rank's part of the network.
+        holdings: Slices of the parameters on each rank.
+        shapes: Shapes of the whole parameters.
+        stored: Function that returns this rank's parameters by canonical name.
+        config: Configuration of the whole network, or None if the network isn't split.
+        shards: Parameters that FSDP2 shards, or None without FSDP2.
+        pipeline: Pipeline of the network, or None if the layout has only one pipeline stage.
+        tied: Whether the embedding is also the output matrix.
+        shares_rows: Whether tensor ranks share the rows between attention and MLP.
+        sums_once: Whether sharded gradients are reduced only after the last micro-batch, instead of
+            after each.
     """
 
     mesh: RankMesh

@@ -167,8 +167,8 @@ class PackLayout:
         """Return the index of each row in the pack, and a mask that is False for missing rows.
 
         Each completion has one row per token, followed by `extra` rows. Only the first token after
-        an empty prompt has no row, because no token before it predicts it. Its index is that of the
-        token itself.
+        an empty prompt has no row, because no token before it predicts it. The index of such a
+        missing row is that of the token itself.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -201,8 +201,9 @@ def pack(
 ) -> Packed:
     """Return the network's input for a micro-batch, packed as `layout` describes.
 
-    Each completion has one row per token, and then `extra` rows: values need one, the hidden state
-    of the last token. The label of an extra row is the sequence's last token, but is not used.
+    Each completion has one row per token, followed by `extra` rows. For example, values need one
+    extra row, for the value after the last token. The label of an extra row is the sequence's last
+    token, but is not used.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")

@@ -40,7 +40,7 @@ class ServiceSpec:
 
 @dataclass
 class ServedSpec(ModelSpec):
-    """Options of a frozen role whose network is in this process or served at a URL."""
+    """Options of a frozen role whose network runs either in this process or on a server."""
 
     url: str | None = option(
         None,

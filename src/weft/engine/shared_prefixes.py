@@ -46,7 +46,8 @@ class _CommonPrefix:
 def find_shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
     """Return the prefixes that together save the most tokens.
 
-    Each prefix has at least `least` >= 1 tokens, and never contains the last token of a prompt.
+    Each prefix has at least `least` tokens, and never contains the last token of a prompt. `least`
+    must be positive.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
     tree = _build_prefix_tree(

@@ -112,7 +112,8 @@ def write(
 ) -> AugmentationCounts:
     """Write the rows with the added bad replies to `file`, and return counts of the rows.
 
-    If an interrupted command has left an unfinished file, its parts are reused. `options` are the
+    The rows are processed in parts, and finished parts are collected in an unfinished file. If an
+    interrupted command has left such a file, the parts in it are reused. `options` are the
     command's options, which are written to the first line of the unfinished file. Raises
     `ConfigError` if `file` exists, or if the unfinished file was written with other options.
     """
@@ -152,10 +153,11 @@ def write(
 
 
 def _read_unfinished(part: Path, first: str) -> list[str]:
-    """Return the complete lines, after the first, of the unfinished file `part`.
+    """Return the finished parts in the unfinished file `part`, one line per part.
 
-    If there is no such file, a new one is started with the line `first`, which has the options.
-    Raises `ConfigError` if the file has other options.
+    The first line of the file has the options and is not returned; an incomplete last line is
+    removed. If there is no such file, a new one is started with the line `first`, which has the
+    options of this command. Raises `ConfigError` if the file has other options.
     """
     if not part.exists():
         writing.write(part, first + "\n")

@@ -32,7 +32,7 @@ STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a decoder, and settings of the role that uses it, for the estimates.
+    """Sizes of a decoder and settings of its role, used to estimate time and memory.
 
     Attributes:
         layers: Number of transformer layers.
@@ -192,11 +192,11 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of the parameters needed by a device that it already stores.
+    """Return the fraction of its required parameters that a device already stores.
 
-    Device `rank` needs its shard of the parameters for the mesh `target`, and stores its shard for
-    the mesh `source`. The fraction is 1 if the device has the same position in the same layout, and
-    0 if `source` does not include the device.
+    Device `rank` requires its shard of the parameters for the mesh `target`, and already stores its
+    shard for the mesh `source`. The fraction is 1 if the device has the same position in the same
+    layout, and 0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0

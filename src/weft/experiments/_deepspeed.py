@@ -157,7 +157,7 @@ class MappedDeepSpeedConfig:
         self.refused.append(f"{key}={value!r}: {why}")
 
     def refuse_unknown(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Refuse all keys of the group `prefix` that are set but not in `known`."""
+        """Call `refuse` for every key of the group `prefix` that is set but not in `known`."""
         for key, value in group.items():
             if key not in known and not _is_off(value):
                 close = find_nearest(key, known, 1)

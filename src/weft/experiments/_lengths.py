@@ -61,7 +61,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
     """Return the options of a dataset whose rows contain answers, with `max_seqlen` filled in.
 
-    The default is the context length of the run's models.
+    If the user did not set `max_seqlen`, it becomes the context length of the run's models.
     """
     return replace(dataset, max_seqlen=dataset.max_seqlen or find_context(config))
 

@@ -94,8 +94,8 @@ def _build_head_warnings(role: str, spec: ModelSpec, values: Mapping[str, Any]) 
 def find_option_role(config: Mapping[str, Any], role: str, path: str) -> str:
     """Return the role for which the user set the model path `path`.
 
-    This is `role` itself, or the role from which the model of `role` was copied. `config` has the
-    options as plain values.
+    This is `role` itself, or the role from which the model of `role` was copied. For example, it is
+    the actor if `role` is a reference without a path. `config` has the options as plain values.
     """
 
     def is_set(name: str) -> bool:

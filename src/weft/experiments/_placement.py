@@ -57,7 +57,7 @@ class PlacementReport:
     loads: Mapping[str, CallWorkload]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates for the best and the heuristic's placement, as plain values."""
+        """Return the estimates for the best placement and for the heuristic's, as plain values."""
         result = self.result
         return {
             "device": self.rates.name,
@@ -245,9 +245,9 @@ def _build_units(
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
     """Return the units to place, and the index of each unit's initial mesh in its `meshes`.
 
-    A unit is a group of calls that are placed together. It consists either of all calls that train
-    a role, or of a single call that does not train. The keys of the second result are the names of
-    each unit's calls. Calls of the roles in `free` are initially on all devices and can be moved,
+    A unit is a group of calls that are placed together: all calls that train a role, or a single
+    call that does not train. The second result is a dictionary whose keys are the tuples of call
+    names of the units. Calls of the roles in `free` are initially on all devices and can be moved,
     unless their layout is set. `count` is the number of all devices, and `per_node` is the number
     of devices per machine.
     """

@@ -49,10 +49,11 @@ class DeviceRates:
     threads: int | None = None
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
-        """Return the rates of one process while `working` processes of its machine compute.
+        """Return the rates of one process while several processes compute on the same machine.
 
-        `started` is the number of processes on the machine. The rates are unchanged for devices
-        that do not share CPU cores.
+        `working` is the number of processes that compute at the same time, and `started` is the
+        number of all processes on the machine. The rates are unchanged for devices that do not
+        share CPU cores.
         """
         if self.cores is None:
             return self
@@ -60,11 +61,12 @@ class DeviceRates:
         return replace(self, flops=products, memory_bandwidth=memory, launch=launch)
 
     def compute_cores_each(self, working: int, started: int) -> float:
-        """Return the number of cores that each process uses while `working` processes compute.
+        """Return the number of cores that each process uses while several processes compute.
 
-        This is the number of threads of a process, or an equal share of the machine's cores if
-        there are not enough cores for all threads. `started` is the number of processes on the
-        machine, which determines the default number of threads. Returns 0 for GPUs.
+        `working` is the number of processes of the machine that compute at the same time. `started`
+        is the number of all its processes, which determines the default number of threads. A
+        process uses as many cores as it has threads, or an equal share of the machine's cores if
+        there are not enough for all threads. Returns 0 for GPUs.
         """
         if self.cores is None:
             return 0.0
@@ -150,9 +152,10 @@ def estimate_cpu_rates(
 
 
 def _estimate_core_rates(cores: float) -> tuple[float, float, float]:
-    """Return the `flops`, `memory_bandwidth` and `launch` of a process that uses `cores` cores.
+    """Return `flops`, `memory_bandwidth` and `launch` for a process that uses `cores` cores.
 
-    `cores` is below 1 if there are more processes than cores.
+    They have the same meaning as in `DeviceRates`. `cores` is below 1 if there are more processes
+    than cores.
     """
     return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 

@@ -313,9 +313,9 @@ class RLGraphBuilder:
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The first node computes the actor's log-probs before the first update. It starts once the
-        keys in `waits`, which other nodes compute, exist. The second node computes weights for the
-        loss, which correct for the difference between these log-probs and the sampler's.
+        The first node computes the actor's log-probs before the first update, after other nodes
+        have computed the keys `waits`. The second node computes weights for the loss, which correct
+        for the difference between these log-probs and the sampler's.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.correction_keys:
@@ -429,7 +429,7 @@ class RLGraphBuilder:
 
 
 def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """Return the arguments of the host function `reward`; with `parts`, it outputs each reward too."""
+    """Return arguments of the host function `reward`; `parts` lets it also output each reward."""
     chosen = {
         "column": config.reward_column,
         "by_token": config.reward_by_token or None,
@@ -499,7 +499,7 @@ def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[st
 
 
 def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
-    """Return the printed plan's lines that describe a step, beyond the counts in its table."""
+    """Return lines that describe a step for the printed plan, such as the maximum lengths."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [

@@ -189,9 +189,11 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return (number of processes that work on a call, number of all processes) of one machine.
+        """Return two counts of processes on one machine: those that work on a call, and all of
+        them.
 
-        `mesh` is the call's mesh, and `started` is the number of processes of the run.
+        `mesh` is the call's mesh, and `started` is the number of processes of the run on all
+        machines.
         """
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
@@ -370,10 +372,13 @@ def _list_divisors(number: int) -> list[int]:
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same devices.
 
-    The devices are the first n, for each possible n. A placement has one index for each unit (group
-    of calls to place together): that of its mesh. There are up to three placements for each n. In
-    the first, the weights of trained roles are sharded in all calls. In the second, no weights are
-    sharded. In the third, the weights of trained roles are sharded only in the calls that train.
+    The devices are the first n, for each possible n. There are up to three placements for each n.
+    In the first, the weights of trained roles are sharded in all calls. In the second, no weights
+    are sharded. In the third, the weights of trained roles are sharded only in the calls that
+    train.
+
+    A placement is a list with the index of the chosen mesh of each unit (group of calls to place
+    together).
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -404,8 +409,8 @@ class SearchResult:
     """Result of a search for a placement.
 
     `best` is the best placement, and `first` is the placement from which the search started.
-    `num_tried` is the number of placements that were tried. `is_exhaustive` is True if this is
-    every possible placement.
+    `num_tried` is the number of placements that were tried. `is_exhaustive` is True if every
+    possible placement was tried.
     """
 
     best: PlacementEstimate

@@ -48,9 +48,10 @@ class RWOptions:
 @register_quickstart("rw")
 @dataclass
 class RWConfig(RunConfig):
-    """Reward model training on pairs (paired_comparison, preference) or rankings (ranking).
+    """Training of a reward model on pairs of completions, or on rankings of any length.
 
-    A ranking can have any length.
+    The dataset types for pairs are `paired_comparison` and `preference`; the type for rankings is
+    `ranking`.
     """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("model",)

@@ -36,7 +36,8 @@ class VersionEdge:
     """Dependency of a model function call on weights that another node updates.
 
     Attributes:
-        producer: Name of the node that trains the weights, or after which a sync updates them.
+        producer: Name of the node after which new weights are available: the node that trains them,
+            or the node after which a parameter sync updates them.
         consumer: Name of the call that uses the weights.
         max_staleness: Maximum age of the weights that the consumer used for a sample, at the time
             when the producer processes that sample. Counted in firings (executions) of the

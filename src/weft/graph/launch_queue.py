@@ -25,9 +25,9 @@ class FiringLaunch:
 
     Attributes:
         firing: The firing to start.
-        version: Version of the weights to use, as the number of train steps behind them. None
-            unless the call uses a separate copy of the weights. An interruptible call may use newer
-            weights.
+        version: Version of the weights that the call must use, counted in train steps since the
+            start of the run. An interruptible call may also use newer weights. None unless the call
+            uses a separate copy of the weights.
         needs_old_weights: True if the firing trains, and a call that is still queued needs the
             weights from before this train step.
     """

@@ -146,9 +146,10 @@ def _compute_coordinates(
 ) -> dict[str, float]:
     """Return the x coordinate of every node and bend, shifted so that the drawing starts at x = 0.
 
-    A bend is the point at which an edge passes through a row, and `links` maps pairs of neighbors
-    in adjacent rows to weights. Nodes and bends are placed close to the weighted mean position of
-    their neighbors. They keep their order in the row and do not overlap.
+    A bend is the point at which an edge passes through a row. `links` has the pairs of nodes or
+    bends in adjacent rows that an edge connects, each with a weight. Every node or bend is placed
+    close to the weighted mean position of those to which it is linked. In each row, the order is
+    kept and nothing overlaps.
     """
     room = {}
     for row in rows:

@@ -178,11 +178,12 @@ class HostFunction(EdgeKeyNames):
         tokenizer_role: Role whose tokenizer the function gets as `context.tokenizer`. By default,
             it gets the tokenizer of the data.
         deadline_s: Maximum duration of a firing in seconds; None for the default deadline.
-        refill_rounds: Maximum number of rounds per step in which whole batches are sampled to
-            replace the ids that this filter removes, until the training node has a full batch. With
-            0, the number of rounds is not limited, and each round only processes as many ids as are
-            still missing. Only relevant if the calls before the filter must use the current
-            weights.
+        refill_rounds: Maximum number of rounds of sampling per step. After the first round, each
+            further round samples at least a whole batch to replace the ids that this filter
+            removed, until the training node has a full batch. With 0, the number of rounds is not
+            limited, and a further round samples only as many ids as are still missing. The option
+            only has an effect if a call before the filter uses weights that are updated after the
+            filter.
     """
 
     name: str

@@ -291,9 +291,10 @@ def _find_available_ids(
 
 
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """Return the maximum number of ids that a call may process before it needs newer weights.
+    """Return how many ids a call may process with the same weights before it needs newer ones.
 
-    Returns 0 if the training node has no fixed batch size, but processes the loader's batches.
+    These are the ids of `max_staleness` + 1 batches of the training node. Returns 0 if that node
+    has no fixed batch size, because the limit cannot be given in ids then.
     """
     return (edge.max_staleness + 1) * graph.get_node(edge.producer).batch_size
 
@@ -308,13 +309,13 @@ def _count_allowed(
 ) -> int:
     """Return how many of the ids in `able` a node may process before its weights are too old.
 
-    `able` are the ids whose inputs exist, oldest first, and `edges` are the node's version edges.
-    If `another` is 1, one id of the loader's next batch is counted as well, to find out whether
-    loading this batch would help.
+    `able` are the ids whose inputs exist, oldest first. `edges` are the node's version edges, each
+    of which links it to a training node that updates its weights. If `another` is 1, one id of the
+    loader's next batch is counted as well, to find out whether loading this batch would help.
 
-    For each edge, the limit is the number of ids that its training node can still process before
-    the weights are older than `max_staleness`. Ids that the node has started to process, but the
-    training node has not, count towards this limit. So do firings of the training node whose
+    For each edge, the limit is the number of ids that the training node can still process before
+    the weights are older than `max_staleness`. Two things reduce this limit: ids that the node has
+    started to process but the training node has not, and firings of the training node whose new
     weights are not available yet.
     """
     count = len(able) + another
@@ -365,11 +366,11 @@ def _count_refill(
 ) -> int:
     """Return how many ids a call may process for a training node that still needs `missing` ids.
 
-    The result is `missing`, unless a filter between the call and the training node has refill
-    rounds, in which whole batches are processed to replace removed ids. In that case, the first
-    round gets `missing` ids. Each later round gets at least a whole batch, but only once the filter
-    has processed all ids of the earlier rounds (`pending`); until then, the result is 0. After the
-    last round, it is 0 as well.
+    The result is `missing` unless a filter between the two nodes has refill rounds, in which whole
+    batches are processed to replace removed ids. With such a filter, the first round gets `missing`
+    ids, and each later round gets at least a whole batch. A later round may start only when the
+    filter has processed all ids of the earlier rounds (`pending`). Until then, and after the last
+    round, the result is 0.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:

@@ -39,10 +39,12 @@ def may_load(
     follow: str,
     steps_left: int | None,
 ) -> bool:
-    """Return whether loading another batch would let a call run further ahead of training.
+    """Return whether to load another batch now, for calls that run ahead of training.
 
-    `follow` is the node whose firings define the steps of the run. Returns False if the loaded rows
-    suffice for its `steps_left` remaining firings. None for `steps_left` means no limit.
+    The batch should be loaded if a call that tolerates stale weights could start with it. It is not
+    needed if the loaded rows suffice for the remaining steps of the run. `follow` is the node whose
+    firings define the steps, and `steps_left` is the number of its remaining firings, or None if
+    there is no limit.
     """
     size = graph.get_node(follow).batch_size
     waiting = []

@@ -24,11 +24,11 @@ PER = ("completion", "token")
 
 @dataclass(frozen=True)
 class HostFunctionBuilder:
-    """Builder that wraps a registered plain function as a host function with the given options.
+    """Builder of a host function from a registered plain function.
 
-    `build` returns `host_class(function, input_names, args, **extra_arguments)`. The parameters of
-    `function` without a default are its inputs (`input_names`); those with a default are its
-    options.
+    `build(args)` returns `host_class(function, input_names, args, **extra_arguments)`. The
+    parameters of `function` without a default are the inputs of the host function (`input_names`).
+    Those with a default are its options, which `args` can set.
     """
 
     host_class: Callable[..., Any]
@@ -108,7 +108,7 @@ def build_filter_function(function: Callable[..., Any], name: str) -> HostFuncti
 
 @dataclass
 class AdvantageFunction(StatelessHostFunction):
-    """Host function that calls a plain function for advantages; see `build_advantage_function`."""
+    """Host function that gets advantages from a plain function; see `build_advantage_function`."""
 
     function: Callable[..., Any]
     input_names: tuple[str, ...]

@@ -168,10 +168,10 @@ class RewardWorkerThread:
         return reply
 
     def _finish_job(self) -> None:
-        """Clear the current job, and kill the worker if the job did not finish regularly.
+        """Clear the current job, and kill the worker if it may still be busy with the job.
 
-        This is the case if the job was cancelled, timed out, or raised an error in this thread; the
-        worker may then still be busy with the job.
+        The worker may be busy if the job was cancelled or timed out, or if this thread raised an
+        error while it handled the job.
         """
         with self.lock:
             if self.is_job_dropped:

@@ -76,9 +76,9 @@ class RewardRoutes:
     ) -> list[RewardRoute]:
         """Return the reward route of each id, as specified in the column `column` of the id's row.
 
-        A row with an empty value uses the functions of the option `reward`, and so do all rows if
-        `column` is None. Raises `DataError` if the column is missing, if a value specifies anything
-        but verifiers, or if a value is empty and `reward` is not set.
+        The functions of the option `reward` are used for rows with an empty value in this column.
+        They are used for all rows if `column` is None. Raises `DataError` if the column is missing,
+        if a value specifies anything but verifiers, or if a value is empty and `reward` is not set.
         """
         if self.column is None:
             return [self.default_route] * len(ids)

@@ -54,10 +54,10 @@ class CompletionTexts:
         )
 
     def select_inputs(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Return prompt token ids, completion token ids and columns of some completions.
+        """Return the tokens and data columns of the completions with the indices `chunk`.
 
-        `chunk` contains indices of completions. Each of the two lists and each column has one entry
-        per completion.
+        The result is (prompt token ids, completion token ids, columns). Each of the two lists and
+        each column has one entry per completion.
         """
         groups = self.group[list(chunk)].tolist()
         columns = {}
@@ -70,10 +70,10 @@ class CompletionTexts:
         )
 
     def build_task(self, chunk: Sequence[int]) -> Task:
-        """Return prompts, completions, completion token ids and columns of some completions.
+        """Return the inputs of a reward function for the completions with the indices `chunk`.
 
-        `chunk` contains indices of completions. Prompts and completions are decoded to text without
-        special tokens.
+        The result is (prompts, completions, completion token ids, columns), each with one entry per
+        completion. Prompts and completions are decoded to text without special tokens.
         """
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.select_inputs(chunk)
@@ -88,11 +88,11 @@ class CompletionTexts:
     def spread_over_tokens(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """Return the reward of each token of a completion, float64 [L]; NaN if it has none.
+        """Return the reward of each token of the completion with the index `place`, float64 [L].
 
-        `place` is the index of the completion. `value` is either a list with one number or None per
-        token, or a mapping from the end of each step (a character offset in the completion) to the
-        step's reward, which goes to the last token of the step.
+        Tokens without a reward get NaN. `value` is either a list with one number or None per token,
+        or a mapping from the end of each step (a character offset in the completion) to the step's
+        reward. The reward of a step goes to the last token of the step.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

@@ -77,7 +77,10 @@ def main(descriptor: int) -> None:
 
 
 def _kill_group_at_end_of_parent(descriptor: int) -> None:
-    """Wait until the parent closes the pipe `descriptor`, then kill this process group."""
+    """Wait until the parent process ends, then kill this process group.
+
+    `descriptor` is the reading end of a pipe from the parent, which closes when the parent ends.
+    """
     while os.read(descriptor, 1024):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

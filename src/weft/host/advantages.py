@@ -50,15 +50,17 @@ class GAEAdvantages:
 
         r_t = -kl_coef * KL_t (+ the completion's shaped reward at its last trained token)
 
-    where KL_t is the estimated KL divergence from the reference model, and kl_coef is `kl_ctl` or,
-    with `use_adaptive_kl_ctl`, is adapted from there to keep the KL near a target. The advantages
-    are computed from these rewards and the critic's values by generalised advantage estimation
-    (GAE) over the trained tokens. They are then whitened over the whole batch if `adv_norm` is set.
+    where KL_t is the estimated KL divergence from the reference model, and kl_coef is `kl_ctl`.
+    With `use_adaptive_kl_ctl`, kl_coef only starts at `kl_ctl`, and is then adapted to keep the KL
+    near a target. The advantages are computed from these rewards and the critic's values by
+    generalised advantage estimation (GAE) over the trained tokens. They are then whitened over the
+    whole batch if `adv_norm` is set.
 
     Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
     `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` if `kl_ctl` is
-    above 0; `loss_mask` and `prompt` if present. The key `token_rewards` [L], if present, has the
-    part of the reward that belongs to single tokens, and NaN for tokens without such a reward.
+    above 0; `loss_mask` and `prompt` if present. The key `token_rewards` [L] is optional. It has
+    the rewards of single tokens, which are a part of the completion's reward, and NaN for tokens
+    without a reward.
 
     `truncated` determines the reward of a truncated completion. With "bootstrap", the critic's
     value of the next state replaces the reward, because the text is incomplete (ReaLHF). With
@@ -162,10 +164,11 @@ class GAEAdvantages:
         return penalty
 
     def _read_values(self, rows: CompletionRows) -> tuple[Vector, Vector]:
-        """Return the critic's values before each token [T] and after each completion's end [S].
+        """Return the critic's values in the units of rewards, as two vectors.
 
-        The values are converted to the units of rewards. Raises `DataError` unless the key `values`
-        has one value per token and one more per completion.
+        The first vector has the value before each completion token [T]. The second one has the
+        value after the last token of each completion [S]. Raises `DataError` unless the key
+        `values` has one value per token and one more per completion.
         """
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
@@ -188,10 +191,13 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        Each token gets its scaled value of the key `token_rewards`, if present, minus the KL
-        `penalty`. The last trained token of a completion also gets the rest of the completion's
-        reward: the reward minus the sum of its token rewards, after shaping. If `ended` is false
-        for a completion, this token gets the negative missing-eos penalty instead of the rest.
+        Every token gets its value in the key `token_rewards` (0 if it has none), scaled, minus its
+        KL `penalty`. The last trained token of a completion also gets the rest of the completion's
+        reward. The rest is the reward minus the sum of the token rewards, and is shaped
+        (`RewardShape`).
+
+        If `ended` is false for a completion, its last trained token does not get the rest. The
+        missing-eos penalty is subtracted from this token's reward instead.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -407,10 +413,10 @@ class GroupAdvantages(StatelessHostFunction):
         return each
 
     def _compute_baseline_rewards(self, rows: CompletionRows, context: HostContext) -> Vector:
-        """Return the shaped reward of the baseline completion for each completion, [S].
+        """Return, for each completion, the shaped reward of its prompt's baseline completion, [S].
 
-        All completions of a prompt share one baseline completion. The overlong penalty is computed
-        from the length of the baseline completion.
+        All completions of a prompt share one baseline completion. The result includes the overlong
+        penalty for the length of the baseline completion.
         """
         raw = rows.read_sequences("baseline_rewards")
         finished = rows.read_sequences("baseline_finished")

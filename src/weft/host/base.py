@@ -69,9 +69,10 @@ class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
     As soon as a running model function call has completed some ids, `begin` is called with a batch
-    of these ids. The batch has only the keys in `begins_with`, which are named as in the function's
-    input. `begin` runs in threads, possibly in parallel with itself and with `__call__` on another
-    batch. It is never called if these keys come from two nodes or from a host function.
+    of these ids. `begins_with` lists the keys of this batch; they are a part of the function's
+    input keys. `begin` runs in threads, possibly in parallel with itself and with `__call__` on
+    another batch. `begin` is never called if the keys in `begins_with` come from two nodes or from
+    a host function.
 
     `__call__` with these ids starts after `begin` has returned. If `begin` raised an error,
     `__call__` raises it. The result of `__call__` must not depend on `begin`, because `__call__`
@@ -86,7 +87,10 @@ class SupportsPrefetch(HostCallable, Protocol):
 
 @runtime_checkable
 class KeepsAll(HostCallable, Protocol):
-    """Host function that never drops an id, so that later nodes need not wait for its result."""
+    """Host function that never drops an id.
+
+    Later nodes therefore need not wait for its result to learn which ids remain.
+    """
 
     keeps_all: Literal[True]
 

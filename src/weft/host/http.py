@@ -61,12 +61,12 @@ def split_base_url(
 
 
 def read_api_key(option: str, variable: str | None, usual: str) -> str | None:
-    """Return the API key in the environment variable `variable`, or None if `variable` is empty.
+    """Return the API key in the environment variable `variable`.
 
-    Also returns None if `variable` is the default variable `usual` and is not set. Raises
-    `ConfigError` for any other variable that is not set, and for an invalid name or key. `option`
-    is the option that sets `variable`, for the error messages. They never show `variable` itself,
-    because it could be a key written there by mistake.
+    Returns None if `variable` is empty, or if it is the default variable `usual` and is not set.
+    Raises `ConfigError` if any other variable is not set, and if the variable's name or the key is
+    invalid. The messages name `option`, the option that sets `variable`. They never show `variable`
+    itself, because it could be a key that was written there by mistake.
     """
     if not variable:
         return None

@@ -23,17 +23,20 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Return the key `partner` [1] of each completion, the value that AOT compares its score with.
+    """Return the key `partner` [1] of each completion: the value that AOT compares its score with.
 
-    With `loss_type="aot"`, scores are margins, the differences in log-prob between the better and
-    the worse completion of a pair. The better completion gets the reference's margin that has the
-    same rank as the pair's margin under the policy; the worse completion gets 0. With
-    "aot_unpaired", scores are log-ratios of policy and reference. A better completion gets the
-    log-ratio of the same rank among the worse completions, and a worse completion gets the
-    log-ratio of the same rank among the better ones. See `weft.algorithms.transport`.
+    A score and its partner come from two lists of values, in which they have the same rank. With
+    `loss_type="aot"`, there is one score per pair, the margin: the log-prob of the better
+    completion minus that of the worse one. The margins of the policy are compared with those of the
+    reference. The better completion of each pair gets the partner, and the worse completion gets 0.
+
+    With "aot_unpaired", the score of a completion is its log-ratio: its log-prob under the policy
+    minus that under the reference. The partner of a better completion is a log-ratio of the worse
+    completions, and the partner of a worse completion is a log-ratio of the better ones. See
+    `weft.algorithms.transport`.
 
     Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
-    `ref_logprobs` [L], `rank`, and `comparison`, `loss_mask` and `prompt` if present. Raises
+    `ref_logprobs` [L], `rank`, and, if present, `comparison`, `loss_mask` and `prompt`. Raises
     `DataError` for completions that are not in exactly one pair.
     """
     if loss_type not in TRANSPORTED:

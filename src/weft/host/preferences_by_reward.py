@@ -41,11 +41,15 @@ class PreferencesByReward(StatelessHostFunction):
     with the worst. TRL's OnlineDPOTrainer uses two completions and treats the first as better if
     rewards are equal.
 
-    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]. Metrics: `reward` is the
-    mean before shaping. `reward_margin` is the mean difference of the shaped rewards in a pair.
-    `tied_fraction` is the fraction of comparisons that form no pair because the rewards are equal
-    (of prompts for best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` if a prompt has
-    only one completion, and `DataError` for a reward that is not finite.
+    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]. Raises `ConfigError` if
+    a prompt has only one completion, and `DataError` for a reward that is not finite.
+
+    Metrics:
+
+    - `reward`: mean reward before shaping
+    - `reward_margin`: mean difference of the shaped rewards in a pair
+    - `tied_fraction`: fraction of comparisons that form no pair because the rewards are equal; a
+      prompt with n completions has one comparison with "best_worst", and C(n, 2) with "all"
     """
 
     pairs: str = "best_worst"

@@ -66,10 +66,10 @@ class RewardFunction(StatelessHostFunction):
     `reward_parts`, the unweighted parts of each completion's reward: NaN for parts that do not
     apply, and the reward model's score last.
 
-    `timeout_s` limits the time for the whole batch in seconds, measured from the time when all
-    completions are available. If a call has not returned by then, the run stops or, if `on_timeout`
-    is set, the call's completions get the value `on_timeout` for this part and are counted in the
-    metric `timeouts`. The process of the call is killed with all its children.
+    `timeout_s` limits the time for the whole batch in seconds, measured from the moment when all
+    completions are available. A call that exceeds the limit stops the run, unless `on_timeout` is
+    set: then the call's completions get the reward `on_timeout` from this function, and are counted
+    in the metric `timeouts`. The process of such a call is killed with all its children.
 
     Metrics:
 
@@ -290,9 +290,9 @@ class RewardFunction(StatelessHostFunction):
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
         """Return each completion's total reward: the weighted sum of its rewards and its score.
 
-        The score is that of a reward model, the key `scores`; without this key, only rewards are
-        summed. Raises `UserError` if there are no scores and no reward function applies to some
-        completion.
+        The score is the value of the key `scores`, which comes from a reward model. Without this
+        key, only rewards are summed, and `UserError` is raised if every reward function has
+        returned None for a completion.
         """
         sums.record_metrics(context)
         if "scores" in batch.data:
@@ -317,9 +317,10 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Pending calls of all reward functions of a route for some completions of a batch.
+    """Submitted calls of reward functions for some completions of a batch.
 
-    A route is the set of reward functions whose weighted sum is the reward of these completions.
+    There is one call per function of the completions' route. A route is the set of reward functions
+    whose weighted sum is the reward of these completions.
     """
 
     positions: list[int]  # indices of the completions in the batch

@@ -41,13 +41,16 @@ class RewardPart:
 class RewardTarget:
     """Location of a reward function, from which another process can import it.
 
-    The function is called `attribute`, and is defined in either `module` or `file`. `label` is the
-    name of the reward part in metrics and messages. With `by_token`, the function may return
-    rewards of tokens.
-
-    A verifier's parameters with a default are options that only `args` can set: a column of the
-    data with the name of an option is ignored. In a user's function, a parameter with a default can
-    also be filled by a column.
+    Attributes:
+        label: Name of the reward part in metrics and messages.
+        module: Module that defines the function, or None if it is in `file`.
+        file: Python file that defines the function, or None if it is in `module`.
+        attribute: Name of the function.
+        args: Keyword arguments for the function, in addition to data columns.
+        verifier: Whether the function is a registered verifier. The parameters of a verifier that
+            have a default are options, which only `args` can set: a data column with the name of an
+            option is ignored. In other functions, a column can also fill such a parameter.
+        by_token: Whether the function may return rewards of single tokens.
     """
 
     label: str
@@ -130,12 +133,12 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
-    """Return the location of the function that a part names, so that another process can import it.
+    """Return the location of the function that `part` names, so that another process can import it.
 
     The name is that of a registered verifier, `module:function` or `FILE.py:function`. Raises
     `ConfigError` if the verifier, the package or the file does not exist, if the file does not
-    define the function, or if another process cannot import the verifier. With `checked`, it is
-    also raised if a verifier does not have the options in the part's `args`.
+    define the function, or if another process cannot import the verifier. With `checked`, also
+    raises `ConfigError` if `part.args` has an option that the verifier does not have.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -198,8 +201,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> RewardTarget:
 
     The location is needed because a verifier can be in user code that other processes have not
     imported. Raises `ConfigError` if the name is not registered, or if another process cannot
-    import the verifier. With `checked`, it is also raised for options that the verifier does not
-    have.
+    import the verifier. With `checked`, also raises `ConfigError` if `part.args` has an option that
+    the verifier does not have.
     """
     if part.name.endswith(".py"):
         raise ConfigError(

@@ -23,14 +23,14 @@ class TeacherAdvantages(StatelessHostFunction):
     tokens s >= t of discount^(s - t) (log pi_teacher - log pi_student)(token s), where pi_teacher
     and pi_student are the probabilities under teacher and student.
 
-    The reward of a token is thus log pi_teacher - log pi_student, the negative of the token's
-    sampled term in KL(student || teacher). With `discount` 0, as in "On-Policy Distillation"
-    (Thinking Machines Lab 2025), only a token's own reward counts, and the expected gradient is
-    that of each position's own KL. With `discount` 1, all later rewards count too, and the gradient
-    is that of the KL between whole completions, with a much larger variance. MiniLLM (Gu et al.
-    2023, arXiv 2306.08543, section 2.2) does this, and reduces the variance by methods that are not
-    implemented here (length normalisation, a separate first step, samples mixed with the
-    teacher's).
+    The reward of a token is thus log pi_teacher - log pi_student. Its negative is an estimate of
+    KL(student || teacher) at the token's position. With `discount` 0, as in "On-Policy
+    Distillation" (Thinking Machines Lab 2025), only a token's own reward counts, and the expected
+    gradient is that of the KL at each position, with the preceding tokens held fixed. With
+    `discount` 1, all later rewards count too, and the gradient is that of the KL between whole
+    completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv 2306.08543, section
+    2.2) does this, and reduces the variance by methods that are not implemented here (length
+    normalisation, a separate first step, samples mixed with the teacher's).
 
     Input keys, with one value per completion token: `logprobs` of the sampler, `teacher_logprobs`
     and, if present, `teacher_top1` (1 if the token is the teacher's most likely) and `loss_mask`;

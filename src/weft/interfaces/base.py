@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class PendingUpdates(Protocol):
-    """Requests to a role's devices, mostly to load new weights, that arrive during a call.
+    """Requests that reach a role's devices during a call, mostly to load new weights.
 
-    An interruptible call checks for requests between its steps. Requests that it does not handle
-    run after the call. Ranks that compute the same steps together check for requests together, and
-    get the same answer.
+    An interruptible call checks for requests between its steps, for example between two tokens.
+    Requests that it does not handle run after the call. Ranks that compute the same steps together,
+    such as tensor-parallel ranks, check at the same time and get the same answer.
     """
 
     def are_waiting(self) -> bool: ...

@@ -62,10 +62,12 @@ class InferInterface:
         self.prompt_suffix = prompt_suffix
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raise `ConfigError` if an output needs the data's tokens, but the role reads others.
+        """Raise `ConfigError` if an output has values per token, but the role's tokens differ from
+        the data's.
 
-        Outputs with values per token need the data's tokens. The role reads other tokens if its
-        tokenizer or prompt format differs from the data's.
+        Outputs such as `logprobs` must have one value for each of the data's tokens. The role's
+        tokens differ if its tokenizer has another vocabulary, or if `prompt_prefix` or
+        `prompt_suffix` is set.
         """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
         if tokenwise and (self._has_form or not have_same_tokens(own, data)):
@@ -127,13 +129,13 @@ class OutputSums:
     """Sums over one rank's part of a batch, from which metrics are computed.
 
     Attributes:
-        sums: For each of the outputs `entropy` and `values` that the call computes, the sum and the
-            number of its values.
+        sums: For each of the outputs `entropy` and `values` that the call computes, a pair: the sum
+            of its elements and the number of its elements.
         scores: Score of each completion, or None if the call computes no scores.
         owners: Sample id that each score belongs to.
         ids: Number of sample ids.
-        cut: Number of ids for which the role's template omits a part of the prompt, or None if it
-            omits nothing.
+        cut: Number of ids whose prompt the role's template does not render completely, or None if
+            there are none.
     """
 
     sums: Mapping[str, tuple[float, int]]

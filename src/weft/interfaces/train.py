@@ -30,10 +30,8 @@ class TrainInterface:
     the logits, as in the sampler.
 
     If the role's schedule begins with frozen steps, calls during these steps do not train. If a
-    batch has the key `versions`, the version of the weights that sampled each token, the metrics
-    `staleness` and `staleness_max` are logged. They are the mean and the maximum, over the trained
-    tokens, of the number of train steps between the weights that sampled the token and the role's
-    current weights.
+    batch has the key `versions`, which tells for each token the version of the weights that sampled
+    it, the metrics `staleness` and `staleness_max` are logged (see `compute_staleness`).
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class CopyQueue(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy of `source` to `target`, one of which must be an `allocate_buffer` buffer.
+        """Queue a copy of `source` to `target`; one of them must come from `allocate_buffer`.
 
         Until a mark confirms that the copy is done, neither tensor may be written, and `target` may
         not be read.

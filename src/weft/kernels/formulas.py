@@ -48,7 +48,10 @@ def compute_rms_norm_gradients(
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """Return activation(gate_up) or, if `gated`, activation(first half) * second half."""
+    """Return activation(gate_up), or activation(gate) * up if `gated`, [T, n].
+
+    `gate_up` is [T, n]. If `gated`, it is [T, 2 n], and each row contains gate and up side by side.
+    """
     wide = _widen(gate_up)
     if not gated:
         return activate(wide, activation).to(gate_up.dtype)

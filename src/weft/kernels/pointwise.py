@@ -120,7 +120,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """Return activation(gate_up), [T, n], or, if `gated`, activation(first half) * second half."""
+    """Return activation(gate_up), or activation(gate) * up if `gated`, [T, n].
+
+    `gate_up` is [T, n]. If `gated`, it is [T, 2 n], and each row contains gate and up side by side.
+    """
     if torch.compiler.is_compiling():
         return formulas.activated(gate_up, gated, activation)
     if not torch.is_grad_enabled():

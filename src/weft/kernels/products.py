@@ -115,10 +115,10 @@ def prepare_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """Return the same as `product`, in float32 if left [n, k] and right [m, k] have half precision.
+    """Return the same as `product`, but in float32 if both matrices have half precision.
 
-    The sums are then not rounded to half precision. `wide_right` is the result of
-    `prepare_wide(right)`.
+    left is [n, k], and right is [m, k]. A float32 result keeps the sums from being rounded to half
+    precision. `wide_right` is the result of `prepare_wide(right)`.
     """
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)

@@ -45,12 +45,16 @@ class AttentionState:
 class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
-    `own` and `across` list segments as int64 [S, 4] on the host: first row, number of rows, first
-    key, number of keys. In a segment of `own`, attention is causal: the last row attends to all
-    keys of the segment, and each row attends to one key fewer than the next row. With a `window`, a
-    row attends only to the last `window` of these keys. In a segment of `across`, all rows
-    additionally attend to all keys of the segment. No two segments of `own` share a row or key, and
-    neither do two of `across`.
+    Each segment is given by four numbers: first row, number of rows, first key, number of keys. Two
+    segments of `own` never share a row or a key, and neither do two segments of `across`.
+
+    Attributes:
+        own: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
+            attends to all keys of the segment, and each row attends to one key fewer than the next
+            row.
+        across: Segments in which every row attends to all keys, in addition to its keys in `own`,
+            int64 [S, 4] on the host; None if there are none.
+        window: If set, each row attends only to the last `window` of its keys in `own`.
     """
 
     own: Tensor
@@ -62,9 +66,10 @@ class VarlenSegments:
 class VarlenLengths:
     """Lengths of the queries and keys of concatenated sequences.
 
-    `queries` and `keys`, int32 [S + 1], are the boundaries of the sequences in the queries and
-    keys. `most_queries` and `most_keys` are the largest numbers of queries and keys of a sequence.
-    If a sequence has fewer queries than keys, the queries are those of the last tokens.
+    `queries`, int32 [S + 1], are the boundaries of the sequences in the concatenated queries, and
+    `keys`, int32 [S + 1], are those in the concatenated keys. `most_queries` is the largest number
+    of queries of a sequence, and `most_keys` is the largest number of keys. If a sequence has fewer
+    queries than keys, the queries are those of the sequence's last tokens.
     """
 
     queries: Tensor  # int32 [S + 1]: first query of each sequence, then the total
@@ -78,7 +83,8 @@ class SoftmaxStatistics:
     """Statistics of the softmax over each row of logits, for R rows.
 
     `lse` [R] is the log-sum-exp of the logits, and `entropy` [R] is in nats. `best`, int64 [R], is
-    the most likely id, or the first of several. `entropy` and `best` are None if not requested.
+    the most likely id, or the first one if several ids are equally likely. `entropy` and `best` are
+    None if not requested.
     """
 
     lse: Tensor  # [R]: log of the sum of exp

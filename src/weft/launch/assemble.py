@@ -109,9 +109,9 @@ def build_parts(
     With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
     separate process, which starts while the data are read. With `is_restart`, lost devices are
     replaced. `quiet` hides the progress of reading the data. If there are device processes,
-    `announce` is called with the plan and a line on their start. `cluster` is a running Ray cluster
-    for these processes, which is closed on errors. Raises `UserError` for every problem that can be
-    detected before the first step. Writes nothing.
+    `announce` is called with the plan and the line of `format_start_line` before the engines are
+    built. `cluster` is a running Ray cluster for these processes, which is closed on errors. Raises
+    `UserError` for every problem that can be detected before the first step. Writes nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1

@@ -95,7 +95,8 @@ def build_plan_lines(
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     """Return the plan without its lines on memory.
 
-    The verdict on memory, which is printed after the plan, has the same numbers.
+    They are not needed, because the verdict on memory, which is printed after the plan, has the
+    same numbers.
     """
     return replace(
         plan,

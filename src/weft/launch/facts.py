@@ -18,8 +18,8 @@ def predict_facts(
 ) -> dict[str, Mapping[str, Any]]:
     """Return the predicted description of each role's engine.
 
-    In addition, each description has the key `copies`. It maps the mesh (group of devices) of each
-    copy of the role to the predicted description of this copy.
+    Each description also has the key `copies`, with the descriptions of the role's copies on other
+    meshes (groups of devices), keyed by mesh.
     """
     meshes = experiment.build_meshes()
     facts_by_role = dict[str, Mapping[str, Any]]()

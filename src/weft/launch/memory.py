@@ -46,11 +46,14 @@ PROCESS = 0.4 * GIB
 
 @dataclass(frozen=True)
 class RoleDevice:
-    """Device of a role, with the role's numbers of parallel ranks.
+    """Device of a role, and the numbers of ranks over which the role's batches are split.
 
-    `data` and `context` are the numbers of data-parallel and of context-parallel ranks. `capacity`
-    is the memory in bytes of a device that is not on this machine. It is None if this memory is
-    unknown, or if the device is on this machine.
+    Attributes:
+        device: Device on this machine, or one of the same type on another machine.
+        capacity: Memory in bytes of a device that is not on this machine. None if this memory is
+            unknown, or if the device is on this machine.
+        data: Number of data-parallel ranks.
+        context: Number of context-parallel ranks.
     """
 
     device: torch.device
@@ -128,10 +131,9 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Qualifier of the total in messages.
+        """Phrase that says in messages what the total covers.
 
-        This is "at most" or, if some roles are incomplete, "without activations of" and their
-        names.
+        It is "at most" or, if there are incomplete roles, "without activations of" and their names.
         """
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
@@ -334,8 +336,8 @@ def build_case(
     """Return the input for estimating the memory of one role.
 
     `facts` is the description of the role's engine, and `works` are the memory demands of the
-    role's calls. `leaves` contains "weights" or "optimizer" if the weights or the optimizer state
-    are offloaded between calls.
+    role's calls. `leaves` says what is offloaded between calls: it can contain "weights" and
+    "optimizer" (the optimizer state).
     """
     sizes = facts.get("sizes")
     if sizes is None:
@@ -407,11 +409,11 @@ def _iterate_works(
 ) -> Iterator[CallDemand]:
     """Yield the memory demands of a model function call on one device of its role.
 
-    Generation has one demand; other calls have one per micro-batch. `place` is the device. `shared`
-    says when a prompt is computed only once for all sequences of a micro-batch that begin with it:
-    this requires that none of the sequences has more than `shared["longest"]` tokens and, in
-    training, that `shared["in_training"]` is True. If `shared` is empty, each sequence is computed
-    separately.
+    Generation has one demand; other calls have one per micro-batch. `place` is the device.
+
+    If several sequences of a micro-batch have the same prompt, the engine may compute the prompt
+    only once. It does so if none of the sequences has more than `shared["longest"]` tokens and, in
+    training, if `shared["in_training"]` is also True. It never does so if `shared` is empty.
     """
     if "completion" not in batch.data:
         return

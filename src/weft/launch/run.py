@@ -71,9 +71,9 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local` for this machine, where a single device uses this process, or `ray` for an
-    existing cluster. With None, the mode in the configuration is used. `show` configures the
-    output.
+    `mode` is `local` to use the devices of this machine, or `ray` to use an existing Ray cluster;
+    None stands for the mode in the configuration. With `local` and a single device, the run uses
+    this process. `show` configures the output.
 
     Raises `UserError` for invalid input, before anything is trained or written. Raises `RunError`
     if the run fails. Raises `Interrupted` after Ctrl-C or SIGTERM, once the current step is

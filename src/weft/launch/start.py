@@ -71,8 +71,8 @@ def build_registered(
 def build_scheduling(name: str) -> Scheduling | None:
     """Return the resources that the experiment registered as `name` requests, or None.
 
-    They are requested by a class with a method `scheduling_setup()`, whose result is returned.
-    Returns None if the registered object is not a class, or has no such method.
+    An experiment can request resources if it is registered as a class with a method
+    `scheduling_setup()`: the result of this method is returned. All other experiments request none.
     """
     thing = experiments.get(name)
     if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(
@@ -85,10 +85,7 @@ def build_scheduling(name: str) -> Scheduling | None:
 
 
 def _unwrap_partial(thing: Any) -> Any:
-    """Return the class or function inside any `functools.partial` objects.
-
-    `functools.partial` can be applied repeatedly.
-    """
+    """Return the class or function in `thing`, without any `functools.partial` around it."""
     return _unwrap_partial(thing.func) if isinstance(thing, partial) else thing
 
 
@@ -100,10 +97,10 @@ def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Return notes on requested resources that `mode` ignores.
+    """Return notes on resources that the experiment `name` requests, but that `mode` ignores.
 
-    The resources are those that the experiment registered as `name` requests. Raises `ConfigError`
-    if it requests several nodes and `mode` is `local`.
+    `name` is the name under which the experiment is registered. Raises `ConfigError` if the
+    experiment requests several nodes and `mode` is `local`.
     """
     scheduling = build_scheduling(name)
     if scheduling is None:

@@ -58,7 +58,8 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 class Supervisor:
     """Supervisor of a run, which executes this process's command again in a child process.
 
-    If the child is killed, a new child replaces it, until a child ends and reports its exit code.
+    If the child is killed, a new child continues the run. The supervisor's work ends when a child
+    reports an exit code.
     """
 
     def __init__(self, experiment: Experiment) -> None:

@@ -50,10 +50,11 @@ EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measur
 
 @dataclass(frozen=True)
 class ChartLine:
-    """Line of a chart, through points with the steps `x` and the values `y`.
+    """Line of a chart, drawn through points with the coordinates `x` and `y`.
 
-    The points of a long series are thinned. `run` is the index of the line's run among the runs on
-    the page.
+    `x` are training steps, and `y` are the values of the metric `name` at these steps; only some of
+    the points of a long series are kept. `run` is the index of the line's run among the runs on the
+    page.
     """
 
     name: str

@@ -313,10 +313,11 @@ def _format_step(listed: Sequence[NamedRun], step: float | None) -> str:
 def _compute_difference_noise(
     runs: Sequence[RunFiles], names: Sequence[str], step: float | None
 ) -> float:
-    """Return the noise of the difference in a metric between the two runs where it is noisiest.
+    """Return the noise of the difference in a metric between two runs.
 
-    `names` has the metric's name in each run. The noise is the half-width of a 95% confidence
-    interval. Unknown or negligible noise counts as 0.
+    If there are more than two runs, the two with the noisiest values are taken, so that the result
+    is an upper bound for any two runs. `names` has the metric's name in each run. The noise is the
+    half-width of a 95% confidence interval. Unknown or negligible noise counts as 0.
     """
     if names[0].startswith(EVAL):
         drawn = []
@@ -492,7 +493,7 @@ def _render_metrics(listed: Sequence[NamedRun], measures: Sequence[Names]) -> st
 def _render_metric_rows(
     listed: Sequence[NamedRun], measures: Sequence[Names]
 ) -> Iterator[tuple[bool, str]]:
-    """Yield, for each measure, whether it is shown without a click, and its table row as HTML."""
+    """Yield a pair for each measure: whether its row is visible without a click, and its HTML."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
     for names in measures:
@@ -592,10 +593,11 @@ def _has_split_measure(drawn: Sequence[Chart]) -> bool:
 def _is_repeat(
     listed: Sequence[NamedRun], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
-    """Return whether a measure equals another measure of the same node in every run that has it.
+    """Return whether a measure repeats another measure of the same node.
 
-    For example, `value_loss` can equal `loss`. `names` and `other` contain the names of the two
-    measures in each run, or None for a run without the measure.
+    This is the case if both have equal values in every run that has the first one; for example,
+    `value_loss` can repeat `loss`. `names` has the name of the first measure in each run, and
+    `other` that of the second; a name is None if the run does not have the measure.
     """
     return all(
         name is None or (before is not None and _is_same_curve(each.run, name, before))

@@ -213,7 +213,8 @@ def _render_answer(
 def _render_rank(group: SampleGroup, place: int) -> str:
     """Render the rank of an answer in a pair or ranking as chosen, rejected, or a number.
 
-    `place` is the index of the answer, best first. Returns "" if the answers are not ranked.
+    `place` is the index of the answer in `group.rows`, where the best answer comes first. Returns
+    "" if the answers are not ranked.
     """
     if not group.is_ranked:
         return ""

@@ -55,10 +55,12 @@ class Dashboard:
     def answer(
         self, page: str, query: Mapping[str, Sequence[str]], known: str = ""
     ) -> DashboardAnswer:
-        """Answer a request for a page: "" for the list of runs, "run", or "compare".
+        """Answer a request for a page.
 
-        `query` has the name of the run under the key `name`, or the names of the compared runs
-        under the key `run`. `known` is the tag of the page that the client already has.
+        `page` is "" for the list of runs, "run" for the page of one run, or "compare" for the
+        comparison of several runs. `query` has the name of the run under the key `name`, or the
+        names of the compared runs under the key `run`. `known` is the tag of the page that the
+        client already has.
         """
         if page == "":
             return self._answer_index(known)

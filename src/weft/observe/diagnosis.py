@@ -140,7 +140,7 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric with this last part, such as `kl` of `actor_train/kl`."""
+        """Return the first training metric whose last part is `last`, such as `actor_train/kl`."""
         return next(
             (
                 n

@@ -31,10 +31,11 @@ def find_differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return the options that differ between the runs, each with a list of its values, one per run.
 
     If the algorithms differ, the algorithm comes first. Options of different algorithms are matched
-    if their names differ only in the algorithm's prefix, and get a common name such as
-    `grpo|ppo.gen.max_new_tokens`. An option that some runs do not have, or that is matched across
-    algorithms, is included only if the user set it in at least one run. An option is left out if
-    weft chose its value in all runs.
+    if their names differ only in the algorithm's prefix. Matched options get a common name, such as
+    `grpo|ppo.gen.max_new_tokens`.
+
+    An option is left out if weft chose its value in all runs. An option that some runs do not have,
+    or that is matched across algorithms, is included only if the user set it in at least one run.
     """
     # The algorithm itself.
     algorithms = [configuration.find_algorithm(run) for run in runs]

@@ -35,8 +35,9 @@ LOG = RUN_LOG
 class RunObserver:
     """Observer that records what happens in a run, without affecting the computation.
 
-    All methods can be called from the thread that drives the run. `memory` returns the peak memory
-    of the run in GiB, which is recorded as `peak_memory_gb` for steps without this metric.
+    It is not thread-safe: call its methods only from the thread that drives the run. `memory`
+    returns the peak memory of the run in GiB, which is recorded as `peak_memory_gb` for steps
+    without this metric.
     """
 
     def __init__(

@@ -37,10 +37,9 @@ class PageSection:
 class Page:
     """Page with a title, sections, and data for the page's script.
 
-    `top` is the HTML above the sections, and `home` is the target of the logo's link. `live` is a
-    tag that identifies the version of a page that updates itself: the page polls its server, and
-    reloads its content when the server's tag differs. A page with an empty `live` does not update
-    itself.
+    `top` is the HTML above the sections, and `home` is the target of the logo's link. `live` is
+    empty for a page that never changes. Otherwise it is a tag that identifies the page's version:
+    the page polls its server, and reloads its content when the server has another tag.
     """
 
     title: str

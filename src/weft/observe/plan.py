@@ -80,7 +80,10 @@ def _allot_lines(needed: Sequence[int]) -> list[int]:
 
 
 def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
-    """Return the first `room` lines; the last one is cut to `width` columns, with an ellipsis."""
+    """Return the first `room` lines, with an ellipsis at the end of the last one.
+
+    The last line is cut so that it fits in `width` columns together with the ellipsis.
+    """
     *head, last = lines[:room]
     return [*head, f"{last[: max(0, width - 2)].rstrip()} …"]
 

@@ -438,10 +438,10 @@ class LiveView:
 
 
 class _ReflowHook(RenderHook):
-    """Render hook that erases extra rows after the terminal has become narrower.
+    """Render hook that erases leftover rows after the terminal has become narrower.
 
-    A terminal that becomes narrower wraps the lines that it already shows, but rich erases only as
-    many rows as it wrote lines.
+    A terminal that becomes narrower wraps each long line onto several rows. Before it draws the
+    display again, rich erases only one row per line, and the other rows would remain on the screen.
     """
 
     def __init__(self, console: Console) -> None:

@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """One prompt in one step, with its completions, which are sampled or ranked.
+    """One prompt in one step, with its completions.
 
-    `rows` has one row per completion. If all completions are ranked, the best one comes first.
+    `rows` has one row per completion. The completions are samples of the model, or answers from the
+    dataset, which may be ranked. If all of them have a rank, the best one comes first.
     """
 
     step: float

@@ -74,7 +74,7 @@ def render_status(word: str, *, flagged: bool = False) -> str:
 
 
 def render_verdict(diagnosis: RunDiagnosis | None) -> str:
-    """Render a diagnosis as a line of the first screen; "" if `diagnosis` is None."""
+    """Render a diagnosis as a line at the top of the report; "" if `diagnosis` is None."""
     if diagnosis is None:
         return ""
     kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")

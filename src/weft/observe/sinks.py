@@ -43,8 +43,14 @@ class LoggerSink(Protocol):
 class RunInfo:
     """Information about the run for loggers.
 
-    For a resumed run, `resumed_step` is the step from which it resumes, and `logged` is the last
-    step in metrics.jsonl. `RunObserver.open` sets `logged`. Both are 0 for a new run.
+    Attributes:
+        directory: the run's directory
+        experiment_name: name of the experiment
+        trial_name: name of the trial
+        config: the run's options
+        resumed_step: step from which the run resumes; 0 for a new run
+        logged: last step that earlier processes of the run wrote to metrics.jsonl; 0 for a new run;
+            set by `RunObserver.open`
     """
 
     directory: Path

@@ -33,11 +33,15 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """Timed activity, which the timeline shows as a bar on a lane.
+    """Timed activity, which the timeline shows as a bar.
 
-    `group` and `lane` are the two parts of the track. `start` is the time in seconds since the run
-    was first started, and `seconds` is the duration. `step` is the training step, or None if the
-    span belongs to no step.
+    Attributes:
+        name: name of the activity, such as the name of a graph node
+        group: group of lanes, such as `roles` or `host`
+        lane: lane in which the bar is drawn, such as `actor` in the group `roles`
+        start: time in seconds since the run was first started
+        seconds: duration
+        step: training step, or None if the activity belongs to no step
     """
 
     name: str
@@ -102,9 +106,11 @@ class Timeline:
         self._write_event({**fields, "args": convert_to_json(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
-        """Return the process id and the thread id of a track in the trace.
+        """Return the process id and the thread id that stand for a track in the file.
 
-        If the track is new, the names of the process and the thread are first written to the file.
+        `track` has the form `GROUP/LANE`. The trace format has no groups and lanes, so a group is
+        written as a process and a lane as a thread. If the track is new, the names of its process
+        and thread are first written to the file.
         """
         group, _, lane = track.rpartition("/")
         group = group or RUN

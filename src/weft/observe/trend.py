@@ -98,7 +98,7 @@ def compute_end_mean(values: Sequence[float]) -> float:
 
 
 def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """Return the best mean over consecutive values, and the index of the last value in that window.
+    """Return the best mean over a window of values, and the index of the window's last value.
 
     The window has `count_last(len(values))` values. The best mean is the lowest one if lower values
     of the metric `name` are better, and otherwise the highest.
@@ -179,11 +179,13 @@ def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CurveNoise:
-    """Noise of a curve. `single` and `of_end` are half-widths of 95% confidence intervals.
+    """Noise of a curve, as half-widths of 95% confidence intervals.
 
-    `single` is the noise of a single value, and `dependence` is the correlation between the noise
-    of neighbouring values. `of_end` is the noise of the mean at the curve's end, including noise
-    that lasts for several steps; it is 0 if the curve is too short to estimate this noise.
+    Attributes:
+        single: half-width for a single value
+        dependence: correlation between the noise of neighbouring values
+        of_end: half-width for the mean at the curve's end, including noise that lasts for several
+            steps; 0 if the curve is too short to estimate such noise
     """
 
     single: float
@@ -211,15 +213,16 @@ class CurveNoise:
 def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     """Estimate the noise of a curve.
 
-    The variance of a single value is the mean of the squared third differences, (a - 3 b + 3 c -
-    d)^2 / 20, of consecutive values a, b, c, d. In these differences the trend of a smooth curve
-    cancels (Gasser, Sroka and Jennen-Steinmetz 1986). If the noise of neighbouring steps is
-    correlated, third differences underestimate the variance. In a short curve, this is corrected
+    The variance of a single value is estimated from third differences: it is the mean of (a - 3 b +
+    3 c - d)^2 / 20 over every four consecutive values a, b, c, d. The trend of a smooth curve
+    cancels in these differences (Gasser, Sroka and Jennen-Steinmetz 1986). The estimate is too low
+    if the noise of neighbouring steps is correlated. In a short curve, it is therefore corrected
     with the lag-1 autocorrelation.
 
-    In a long curve, the noise at the end is estimated from blocks of `count_last` consecutive
-    values, by the variance of the blocks' means around a fitted line. Only the last `LATER` blocks
-    are used, because a curve is steep at its start. The half-widths use Student's t.
+    In a long curve, the noise at the end is estimated from the means of blocks of `count_last`
+    consecutive values: it is the scatter of these means around the line that fits them best. Only
+    the last `LATER` blocks are used, because a curve is steep at its start. All half-widths use
+    Student's t distribution.
     """
     count = len(values)
     many = count_last(len(values))

@@ -30,11 +30,12 @@ def compute_input_half(
 ) -> list[Group]:
     """Compute the gradient of a stage's input `states`, and prepare the gradients of its weights.
 
-    The input's gradient is stored in `states.grad`. Returns the argument `groups` of
-    `compute_weight_half`: each group has the autograd nodes where some of the weights enter the
-    graph, and the gradients at these nodes. `roots` are the tensors at which the backward pass
-    starts, and `gradients` are their gradients, where None counts as 1 and is allowed for scalars.
-    torch detaches the roots, so they cannot be used afterwards.
+    The input's gradient is stored in `states.grad`. `roots` are the tensors at which the backward
+    pass starts, and `gradients` are their gradients; None stands for the gradient 1 of a scalar.
+    The roots cannot be used afterwards, because torch detaches them.
+
+    Returns groups of weights for `compute_weight_half`. Each group has the autograd nodes at which
+    its weights enter the graph, and the gradients at these nodes.
     """
     if not roots:
         return []
@@ -70,8 +71,8 @@ def compute_weight_half(network: nn.Module, groups: Sequence[Group], *, sums: bo
 def _iterate_leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
     """Iterate over the leaves of the autograd graph of `roots`: the stage's input and its weights.
 
-    The weights are read from the graph because those in a sharded network are gathered tensors,
-    which are not parameters of the network's modules at this point.
+    The weights cannot be listed from the network. If it is sharded, the weights in the graph are
+    gathered tensors, which are not parameters of the network's modules at this point.
     """
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen = set(nodes)

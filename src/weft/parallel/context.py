@@ -77,9 +77,10 @@ def count_tokens(length: int, group: ProcessGroup) -> int:
 
 
 def _compute_bounds(length: int, size: int) -> list[int]:
-    """Return the 2 * `size` + 1 boundaries of the pieces into which `length` tokens are cut.
+    """Return the boundaries of the 2 * `size` pieces into which `length` tokens are cut.
 
-    The pieces differ by at most one token, so the numbers of tokens per rank differ by at most two.
+    Each of the `size` ranks gets two pieces. The pieces differ by at most one token, so the numbers
+    of tokens per rank differ by at most two.
     """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
@@ -104,9 +105,10 @@ class _TokenSharing:
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of `forward` for this rank's part of the pack.
 
-        This is the hook that runs before `forward`. It keeps only this rank's tokens, and the
-        outputs that are computed at these tokens. For each of these outputs, it keeps the label and
-        the sampling support (the token ids left by limits such as top-k).
+        This is the hook that runs before `forward`. It removes the tokens of other ranks, and with
+        them the outputs (such as log-probs) that are read at these tokens. The labels and the
+        sampling support (the token ids left by limits such as top-k) are reduced to the remaining
+        outputs.
         """
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)

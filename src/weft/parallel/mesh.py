@@ -95,7 +95,7 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """Layout on the devices of a mesh, as seen by one of its ranks.
+    """Position of one rank in a mesh, and the process groups that the rank shares with others.
 
     The constructor creates the process groups, so all ranks of the mesh must call it.
     """
@@ -156,9 +156,9 @@ class RankMesh:
         return None
 
     def get_host_group(self, axis: str) -> ProcessGroup:
-        """Return the process group for host tensors of the ranks along an axis.
+        """Return the group of the ranks along an axis, for sending host tensors.
 
-        `axis` is "pipeline" or "context". The group includes this rank.
+        The group includes this rank. `axis` is "pipeline" or "context".
         """
         return self._groups.get_group(self.mesh.list_ranks_along(self.rank, axis), host=True)
 

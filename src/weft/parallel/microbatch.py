@@ -28,10 +28,11 @@ class Microbatch:
 
 
 def connect_outputs(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-    """Return a loss of the same value whose backward pass visits the whole network.
+    """Return a loss with the value of `loss` whose backward pass also runs through `outputs`.
 
-    This adds zero gradients to `outputs`. Used if the loss does not depend on the outputs, because
-    other ranks wait for the backward pass.
+    The gradients of the outputs are zero. Used if the loss does not depend on the outputs: the
+    backward pass must run through the whole network nevertheless, because other ranks wait for this
+    rank's gradients.
     """
     return loss + sum(
         torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0).sum() for each in outputs

@@ -414,7 +414,8 @@ class _PipelineRun:
     def _take(self, ends: TransferKey) -> Tensor:
         """Return the tensor that a neighbouring stage has computed for one of this rank's stages.
 
-        Waits for the tensor if it comes from another rank.
+        `ends` is the key of the tensor: (source stage, target stage, micro-batch). If the tensor
+        comes from another rank, the method waits for it.
         """
         if ends not in self._receives:
             return self._local_tensors.pop(ends)
@@ -426,7 +427,7 @@ class _PipelineRun:
         return tensor
 
     def _wait_for_send(self, ends: TransferKey) -> None:
-        """Wait until a sent tensor has been received, and release its memory.
+        """Wait until the sent tensor with the key `ends` has been received, and release its memory.
 
         Does nothing if no tensor with this key is being sent.
         """
@@ -452,9 +453,10 @@ class _PipelineRun:
 
 
 def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> Transformer | None:
-    """Return the first stage if the last stage is on the same rank and shares its embedding matrix.
+    """Return the first stage of the pipeline if the last stage uses the same embedding matrix.
 
-    Returns None if this rank does not have both stages or if the embeddings are not tied.
+    `first` and `last` are these two stages, or None if this rank does not have them. Returns None
+    unless the rank has both as separate stages and their embeddings are tied.
     """
     if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
         return None

@@ -50,8 +50,8 @@ DrawnTokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[
 class _DecoderPass:
     """Forward pass of the pack `x` through this rank's stages.
 
-    `left` are the indices of the stages that are not computed yet. `output` is the result, whose
-    values are valid once `left` is empty.
+    `left` are the indices of the stages that are not computed yet. `output` is allocated at the
+    start, and contains the result once `left` is empty.
     """
 
     x: Packed
@@ -64,8 +64,8 @@ class _DecoderPass:
 class StagedDecoder:
     """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.decoder`).
 
-    `config` is the network's configuration with only this rank's number of blocks. The decoder is a
-    context manager: at the end of the `with` block, it waits until the other ranks have received
+    `config` is the network's configuration, but counts only the blocks of this rank. The decoder is
+    a context manager: at the end of the `with` block, it waits until the other ranks have received
     everything that it has sent.
     """
 
@@ -133,10 +133,10 @@ class StagedDecoder:
 
     @property
     def can_read_pages(self) -> bool:
-        """Always False.
+        """False, because this decoder does not support paged key-value caches.
 
-        Decoding with a paged key-value cache is captured as CUDA graphs, which cannot contain sends
-        between ranks.
+        Decoding with a paged cache is captured as CUDA graphs, which cannot contain sends between
+        ranks.
         """
         return False
 

@@ -227,7 +227,8 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
 
     torch's interleaved schedules accept only some numbers of micro-batches. The schedule is
     therefore built for the next number that is accepted, and the micro-batches beyond `count` are
-    removed, which does not affect the others. No real stages are built.
+    removed, which does not affect the others. torch's schedule classes get placeholders instead of
+    real stages, because only their table of computations is used.
     """
     # Round up to a number of micro-batches that torch's table accepts.
     rounded = count

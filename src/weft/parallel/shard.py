@@ -33,13 +33,16 @@ def shard(
     *,
     reshard: bool = True,
 ) -> None:
-    """Shard the networks' parameters by rows: each block of a network, then its other parameters.
+    """Shard the networks' parameters by rows over the ranks, with FSDP2.
 
-    A parameter that several networks share is sharded with the first of them. With expert
-    parallelism, experts are sharded over the ranks that hold the same experts. `dtype` is the dtype
-    of computations. Gradients are summed over the ranks in at least float32. If `reshard` is False,
-    whole parameters are kept from the forward to the backward pass, which needs more memory but
-    only half the communication.
+    During a pass, FSDP2 gathers the parameters of one block at a time. The parameters outside of
+    blocks are gathered as one more unit. A parameter that several networks share is sharded with
+    the first of them. With expert parallelism, experts are sharded over the ranks that hold the
+    same experts.
+
+    `dtype` is the dtype of computations. Gradients are summed over the ranks in at least float32.
+    If `reshard` is False, gathered parameters are kept from the forward to the backward pass. This
+    needs more memory, but parameters are gathered once instead of twice.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
@@ -143,10 +146,10 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
-    The memory of a parameter that is shared with another network can be allocated after FSDP2 has
-    looked it up. Without this call, FSDP2 would then allocate new memory in the first pass for
-    parameters whose rows do not divide evenly among the ranks, so that `LocalShards.stored` would
-    not share memory with the network.
+    If a parameter is shared with another network, its memory can be allocated after FSDP2 has
+    looked it up. If the parameter's rows also do not divide evenly among the ranks, FSDP2 would
+    allocate new memory for it in the first pass. `LocalShards.stored` would then not share memory
+    with the network.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -172,10 +175,11 @@ def _find_local_rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
-    """Copy the whole parameters of a network that is split over ranks to the network `into`.
+    """Copy the parameters of `network`, which is split over ranks, to the whole network `into`.
 
     `network` may be sharded, and each rank of the group `experts` may hold only some of the
-    experts. `into` has the same parameters, but whole. All ranks must call this.
+    experts. `into` has the same parameters in full size, and is filled on every rank. All ranks
+    must call this.
     """
     with torch.no_grad():
         for (name, held), (other, whole) in zip(

@@ -63,8 +63,9 @@ def join(
 ) -> None:
     """Connect this rank's part of a network to the parts of the other ranks of `group`.
 
-    `config` is the configuration of the whole network. With `shares_rows`, the ranks also split the
-    rows between attention and MLP (sequence parallelism).
+    `config` is the configuration of the whole network. With `shares_rows`, the network uses
+    sequence parallelism: outside of attention and MLP, each rank has the hidden states of only some
+    tokens.
     """
     rank = group.rank()
     size = group.size()
@@ -147,11 +148,12 @@ def sum_gradients(
     *,
     shares_rows: bool,
 ) -> None:
-    """Sum the gradients of parameters to which each rank contributes only a part.
+    """Sum the partial gradients that the ranks have computed for replicated parameters.
 
-    For example, each rank applies the norm of the query heads only to its own heads. With
-    `shares_rows`, the parameters used between attention and MLP are included. The gradients of key
-    and value heads are summed only over the ranks that hold the same head.
+    For example, all ranks have the norm of the query heads, but each rank applies it only to its
+    own heads. With `shares_rows` (sequence parallelism), the parameters used outside of attention
+    and MLP are included, because each rank applies them only to its own tokens. The gradients of
+    key and value heads are summed only over the ranks that hold the same head.
 
     `stored` maps canonical names to parameters. `device` is the device over which the group
     communicates; the gradients may be on another device. All ranks of `group` must call this.

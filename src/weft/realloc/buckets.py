@@ -48,10 +48,10 @@ class MessagePiece:
 
 @dataclass
 class BucketMessage:
-    """Message that one rank sends to another in one round.
+    """Message that one rank sends to another in one round of a reallocation.
 
     It consists of pieces of parameters in order, followed by a seal: the version of the weights,
-    the round and a checksum, all of which the receiver verifies.
+    the index of the round and a checksum, all of which the receiver verifies.
 
     Attributes:
         source: Rank that sends the message.

@@ -230,7 +230,10 @@ class Reallocation:
         }
 
     def _plan_steps(self, dtypes: Dtypes) -> list[ReallocationStep]:
-        """Return the messages of this rank by round, without the rounds in which it has none."""
+        """Return the messages of this rank by round.
+
+        Rounds in which this rank neither sends nor receives are left out.
+        """
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}

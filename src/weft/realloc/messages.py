@@ -34,7 +34,10 @@ class VersionedWeights(Protocol):
 
 @dataclass(frozen=True)
 class ReallocationStep:
-    """Messages that one rank sends and receives in the round with the index `index`."""
+    """Messages that one rank sends and receives in one round of a reallocation.
+
+    `index` is the index of the round.
+    """
 
     index: int
     sends: Sequence[BucketMessage]

@@ -65,9 +65,9 @@ def holdings_of(
     """Return the rectangle of each parameter that each rank of a mesh holds.
 
     The result maps ranks to parameter names to rectangles, each of which has one slice per
-    dimension. `shapes` maps canonical names to the shapes of whole parameters, and `tied` tells
-    that the embedding is also the output matrix. Raises `ConfigError` if the layout does not fit
-    the network.
+    dimension. `shapes` maps canonical names to the shapes of whole parameters. `tied` is True if
+    the embedding is also the output matrix. Raises `ConfigError` if the layout does not fit the
+    network.
     """
     result: dict[int, dict[str, Slice]] = {}
     for rank in mesh.ranks:
@@ -80,7 +80,7 @@ def holdings_of(
 def plan(
     source: Holdings, target: Holdings, *, node_of: Callable[[int], int]
 ) -> list[ParameterTransfer]:
-    """Return transfers that bring each element of every target rectangle to its rank exactly once.
+    """Return transfers that give every target rank each element of its rectangles exactly once.
 
     `source` and `target` map ranks to parameter names to the rectangles (one slice per dimension)
     that the ranks hold. `node_of` returns the machine of a rank; ranks on the same machine have the

@@ -82,7 +82,7 @@ def count_traffic(
 
 
 def count_least_bytes(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
-    """Return the number of bytes that the target ranks do not have yet.
+    """Return how many bytes of parameters the target ranks need but do not have yet.
 
     This is a lower bound on the bytes that any plan must send. `itemsize` maps each parameter to
     its number of bytes per element.

@@ -144,8 +144,8 @@ class RunCall:
         minibatches: Metadata of this device's part of each minibatch.
         descriptions: Metadata columns of the ids in this device's part.
         announces: Whether the outputs of completed ids are reported to the driver during the call.
-        weights: If the call uses a copy of the role, the number of updates of its weights that the
-            copy must have received.
+        weights: Number of weight updates that the role's copy must have received, or None if the
+            call does not use a copy.
     """
 
     mfc: str
@@ -190,12 +190,13 @@ class PendingCommands:
 
     Ranks that generate the same sequences stop after the same step: the first of them checks for
     pending commands and broadcasts the answer. Different data-parallel ranks may stop at different
-    steps. None of them resumes before all have run the commands, because generation may gather
-    weights across the data-parallel ranks, and because metrics are reduced over them at the end.
-    Ranks that have finished their sequences wait for the others.
+    steps, but none of them resumes before all have run the commands. The reasons are that
+    generation may gather weights across the data-parallel ranks, and that metrics are reduced over
+    them at the end. Ranks that have finished their sequences wait for the others.
 
-    The driver sends commands to all devices in the same order. Every rank runs the pending commands
-    up to the same one, which was sent to the whole mesh.
+    The driver sends commands to all devices in the same order, but they may arrive at different
+    times. The ranks therefore agree on one command that was sent to the whole mesh. Each rank runs
+    its commands up to and including this one, and waits for those that have not arrived yet.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -385,7 +386,7 @@ class RestoreSnapshot:
 
     If the number of devices (`world`) is unchanged, each device loads the samples that it saved;
     otherwise rank 0 loads all of them. The number of CPU threads is set to that of the saved run's
-    first device.
+    first device, because it affects the rounding of floating-point sums.
     """
 
     point: Path

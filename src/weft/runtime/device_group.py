@@ -203,10 +203,11 @@ class DeviceGroup:
     def _build_command_tensors(
         self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Return the tensors that one rank needs for a command, given its requests `wants`.
+        """Return the requests and handles by which a rank gets the tensors `wants` for a command.
 
-        Requests to other devices are passed on. Tensors that the driver has are serialized and
-        sent; `shared` caches them, so that several ranks of the same call can read them.
+        The rank itself requests tensors from other devices. Tensors on the driver are serialized
+        and shared in advance, and the rank gets handles of them. `shared` caches these handles for
+        the other ranks of the same call.
         """
         rows = []
         for want in wants:
@@ -378,8 +379,8 @@ class DeviceGroup:
         """Send each rank the command `make(rank)`, and return a future of the results by rank.
 
         `what` describes the work for error messages. Each command runs after all commands that were
-        sent to the rank earlier. With `role`, it is also sent after all earlier requests for this
-        role.
+        sent to the rank earlier. If `role` is given, the commands are not sent before those of
+        earlier requests for this role.
         """
         future: Future[dict[int, Any]] = Future()
 

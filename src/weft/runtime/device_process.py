@@ -294,7 +294,7 @@ class DeviceProcess:
     # -- requests of other processes, served by other threads while a command runs
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
-        """Return the serialized tensors `keys` of these ids, without their metadata."""
+        """Return the tensors of the given ids and keys, serialized without their metadata."""
         sample = self.worker.store.fetch(ids, keys)
         return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data).to_bytes()
 

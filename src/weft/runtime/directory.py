@@ -205,9 +205,9 @@ def list_differences(
 ) -> list[str]:
     """Return one line for each option that differs, with its dotted name and both values.
 
-    `one` and `other` are nested mappings of options, and `prefix` is put before option names.
-    Options in `FREE`, which may differ when a run is resumed, are ignored. So are options in
-    `unset` that are missing from `one`.
+    `one` and `other` are nested mappings of options, and `prefix` is put before option names. Two
+    kinds of options are ignored: those in `FREE`, which may differ when a run is resumed, and those
+    in `unset` that are missing from `one`.
     """
     differences: list[str] = []
     for key in dict.fromkeys([*one, *other]):

@@ -71,8 +71,8 @@ class EventSink(Protocol):
 def run_and_report(task: Task, work: Callable[[], Any], events: Events) -> None:
     """Run `work` in this thread, and report its start and end as events of `task`.
 
-    The events are put on the queue `events`. An error in `work` is reported as an event, too, and
-    not raised.
+    The events are put on the queue `events`. An error in `work` is reported as an event instead of
+    being raised.
     """
     events.put(TaskStarted(task))
     try:

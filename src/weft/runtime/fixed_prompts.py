@@ -19,9 +19,10 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """Recorder of completions of fixed prompts, which are samples with the key `prompt`.
+    """Recorder of the model's completions of a few fixed prompts, which show its progress.
 
-    In the worker group, their ids get a prefix, so that they cannot collide with training ids.
+    The `prompts` are samples with the key `prompt`. In the worker group, their ids get a prefix, so
+    that they cannot collide with training ids.
     """
 
     def __init__(

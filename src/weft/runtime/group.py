@@ -50,11 +50,11 @@ class WorkerGroup(Protocol):
         `step` is the index of the node's firing (execution). The call's events have the task `(mfc,
         step)`, and the result is an `MFCResult`.
 
-        By default, the call uses the newest weights of its role. With `version`, it uses the
+        By default, the call uses the newest weights of its role. If `version` is given, it uses the
         weights that the role had after `version` train steps; an interruptible call may use newer
-        ones. Weights that are no longer the newest can be used only if the call runs on a copy of
-        the role that already has them, or if they were saved. They are saved if `keeps` is True for
-        the train step that replaces them. The version of a copy never decreases.
+        ones. Weights that are not the newest are available only if the call runs on a copy of the
+        role that still has them, or if they were saved. To save them, the train step that replaces
+        them must be submitted with `keeps=True`. The version of a copy never decreases.
         """
         ...
 
@@ -112,9 +112,9 @@ class WorkerGroup(Protocol):
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return the tensors `keys` of the samples `ids`, with all metadata of these samples.
+        """Return the tensors of the given ids and keys, with all metadata of these ids.
 
-        A key in `optional` is included if every id has it.
+        A key in `optional` is included only if every id has it.
         """
         ...
 

@@ -125,8 +125,9 @@ class HostFunctionRunner:
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: OutputsAnnounced) -> None:
-        """Start the work that host functions can do on `announced`, outputs of a call that is
-        running.
+        """Let host functions begin their work on early outputs of a call that is still running.
+
+        The event `announced` reports these outputs.
         """
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
@@ -141,10 +142,11 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs of a call for a node whose function can begin its work on them.
+        """Request early outputs of a call, on which the function of `node` can begin its work.
 
-        Nothing is requested if the function does not support this, or if the keys that it begins
-        with (`begins_with`) are not outputs of a single model call.
+        Nothing is requested if the function does not support this. The keys with which the function
+        begins (`begins_with`) must be outputs of a single model call or keys of the dataset;
+        otherwise nothing is requested.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -70,7 +70,7 @@ class TensorLocations:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return those of `keys` that exist for every id, on one or more ranks."""
+        """Return the keys in `keys` for which the tensors of all ids exist on some rank."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -81,7 +81,7 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return requests for those tensors `keys` of these ids that a rank does not have yet.
+        """Return requests for the tensors, named by `keys`, that the rank lacks for these ids.
 
         Tensors that are already being sent to the rank are not requested. All keys of an id that
         come from the same rank are in one request. If both a device and the driver have a tensor,

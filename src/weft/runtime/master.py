@@ -248,8 +248,8 @@ class Master:
     def _count_rounds(self, node: str) -> None:
         """Record the number of sampling rounds that were needed to fill the batch of `node`.
 
-        Several rounds can be needed if a filter before the node removes ids and then refills the
-        batch. Without such a filter, nothing is recorded.
+        Several rounds can be needed if a filter before the node removes ids, which are then
+        replaced. Without such a filter, nothing is recorded.
         """
         for edge in self._graph.version_edges:
             filter = self._graph.find_refilling_filter(edge) if edge.producer == node else None

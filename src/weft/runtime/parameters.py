@@ -146,11 +146,10 @@ class ParameterTransfers:
     # -- from a role to its copies
 
     def save_weights(self, role: str, version: int, failed: FailureCallback) -> None:
-        """Save a role's current weights, whose version is `version`, before a train step replaces
-        them.
+        """Save a role's current weights before a train step replaces them.
 
-        They are needed by queued calls on copies that must use exactly this version. Nothing is
-        saved for copies that already have it.
+        `version` is the version of these weights. Queued calls on copies of the role will need
+        exactly this version. Nothing is saved for a copy that already has it.
         """
         for place in self._separate_copies:
             if place[0] == role and self._copy_versions.get(place) != version:
@@ -174,10 +173,10 @@ class ParameterTransfers:
         self._versions[role] = version
 
     def mark_outdated(self, role: str, job: DeviceJob | None, *, whole: bool = False) -> None:
-        """Mark all copies of a role as outdated, because `job` changes the role's own weights.
+        """Mark all copies of a role as outdated, because the role's own weights change.
 
-        If `whole` is True, the job can change any parameter; otherwise it changes only the
-        parameters that train steps change.
+        `job` is the job that changes them, or None if they have changed already. If `whole` is
+        True, any parameter can change; otherwise only those that train steps change.
         """
         if job is not None:
             self._last_changes[role] = job
@@ -200,12 +199,12 @@ class ParameterTransfers:
     def update_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Submit an update of the copy at `place`, if it is outdated, before a call on it is
-        submitted.
+        """Update a copy of a role before a call on the copy is submitted.
 
-        The copy gets the newest weights of its role or, if `version` is given, the weights of that
-        version. Returns the number of updates that the copy will have received when the call
-        starts, or None if `place` is a role's own engine.
+        `place` is the role and mesh of the copy. The copy gets the newest weights of its role or,
+        if `version` is given, the weights of that version. If it has them already, nothing is sent.
+        Returns the number of updates that the copy will have received when the call starts, or None
+        if `place` is a role's own engine.
         """
         if place not in self._weights:
             return None
@@ -244,11 +243,12 @@ class ParameterTransfers:
     def update_running_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy at `place`, if it is outdated, before or during an interruptible call.
+        """Update the copy that an interruptible call uses, if the copy is outdated.
 
-        The call may start with the weights of `version` or with newer weights. Returns the minimum
-        number of updates that the copy must have received when the call starts, or None if `place`
-        is a role's own engine.
+        This is done before the call is submitted and, while the call is running, after each train
+        step. The call may start with the weights of `version` or with newer weights. Returns the
+        minimum number of updates that the copy must have received when the call starts, or None if
+        `place` is a role's own engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)

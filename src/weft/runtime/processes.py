@@ -58,7 +58,10 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose parent ends (Linux only)."""
+    """Let the kernel make this process the new parent of orphaned descendants (Linux only).
+
+    A descendant becomes an orphan when its own parent process ends.
+    """
     _call_prctl(36, 1)
 
 

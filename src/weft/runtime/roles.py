@@ -143,11 +143,12 @@ class RoleEngines:
         *,
         or_newer: bool = False,
     ) -> Engine:
-        """Return the role's engine on `mesh`, after moving its weights to the device.
+        """Return the role's engine on `mesh`, after moving the engine's weights to the device.
 
-        By default, `mesh` is the role's own mesh. For a copy of the role, `weights` is the number
-        of updates of its weights that it must have received; with `or_newer`, it may have received
-        more. Raises `RunError` if the number differs.
+        By default, `mesh` is the role's own mesh. On any other mesh, the engine is a copy of the
+        role, and `weights` is the number of weight updates that the copy must have received. With
+        `or_newer`, the copy may have received more. Raises `RunError` if it has received another
+        number.
         """
         place = self._build_key(role, mesh)
         has = self._weights.get(place)
@@ -283,8 +284,8 @@ def list_common_parameters(
     `partly`, either role may have other parameters as well: for example, a new head, which keeps
     its initialization.
 
-    Raises `ConfigError` naming the parameters that differ if no parameter is common or, without
-    `partly`, if any parameter differs.
+    Raises `ConfigError` if no parameter is common or, without `partly`, if any parameter differs.
+    The message names the parameters that differ.
     """
     names = []
     for name in want:

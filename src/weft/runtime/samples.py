@@ -75,9 +75,9 @@ class SampleReader:
         """Return rows that show samples of a step, given the ids that the step used.
 
         In a detailed step (`is_detailed_step`), whole groups are shown, with one row per completion
-        and values per token. In other steps, the first completion of each of up to `SHOWN_SAMPLES`
-        ids is shown if the graph generates; otherwise nothing is. `seen` has the log-probs or
-        scores of a few ids from the training call.
+        and values per token. In other steps, rows are returned only if the graph generates: the
+        first completion of each of up to `SHOWN_SAMPLES` ids. `seen` has the log-probs or scores of
+        a few ids from the training call.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)

@@ -11,11 +11,12 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Return the calls that run independently of training, each with the copy of its role.
+    """Return the calls that run independently of training, each with the copy of the role that it
+    uses.
 
-    A copy is identified by its role and mesh (set of devices with a layout). Such a copy shares no
-    device with the role's own mesh, all calls on the copy tolerate stale weights, and no sync
-    writes to the role.
+    A copy is identified by its role and mesh (set of devices with a layout). It is independent of
+    training if it shares no device with the role's own mesh, all calls on it tolerate stale
+    weights, and no sync writes to the role.
     """
     meshes = experiment.build_meshes()
     used: dict[EngineKey, list[MFCDef]] = {}

@@ -56,8 +56,8 @@ class SessionParts:
         samples: Reader of the samples to show for each step.
         horizon: Length of the run.
         plan: Summary of the run that is shown before the first step.
-        format_peak_memory: Function that formats the peak memory, given in GiB, as a line for the
-            end of the run, and returns whether to show this line.
+        format_peak_memory: Function that takes the run's peak memory in GiB. It returns a line of
+            text for the end of the run, and whether this line should be shown.
         ending_lines: Last lines to show for a finished run.
         hardware: Description of the device, for the report.
         plan_shown: True if the plan has already been shown, before the devices were started.

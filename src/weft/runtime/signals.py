@@ -64,8 +64,8 @@ class SignalHandlers:
     ) -> Interrupted:
         """Return the error for a run that a signal stopped after the step `step`.
 
-        `again` is a sentence on how to resume the run. `lost` is given if the devices were lost
-        during the step after that.
+        `again` is a sentence on how to resume the run. If devices were lost during the next step,
+        `lost` is the error that reported this.
         """
         assert self.number is not None, "no signal was received"
         how = f"stopped by {SIGNAL_NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"

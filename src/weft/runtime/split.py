@@ -77,7 +77,8 @@ def split_over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[Sequ
 def split_completions(batch: SequenceSample) -> SequenceSample:
     """Return the batch with one id per completion, named `id[k]`, each with its prompt.
 
-    A value that exists once per original id is repeated for each of its completions.
+    A value that exists once per original id is repeated for each completion of this id. If every id
+    has only one completion, the batch is returned unchanged.
     """
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():

@@ -41,8 +41,9 @@ class _LedgerEntry:
 class StepLedger:
     """Record of running and finished firings (executions), in the order of their scheduling.
 
-    In its methods, `ahead` are the ids that later steps will train on. A firing is logged with the
-    first step after which none of its ids is in `ahead`.
+    When a step ends, the metrics of its firings are logged. Other firings in the record may already
+    belong to later steps: those that read ids on which later steps will train. The methods get
+    these ids as `ahead`.
     """
 
     def __init__(self) -> None:

@@ -102,10 +102,10 @@ class TensorStore:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Return the tensors `keys` of the samples `ids`, in order and with all metadata.
+        """Return the tensors of the given ids and keys, with all metadata of these ids.
 
-        A key in `optional` is included if every id has it. Raises `DataError` if an id or a key is
-        missing.
+        The samples are in the order of `ids`. A key in `optional` is included only if every id has
+        it. Raises `DataError` if an id or a key is missing.
         """
         with self._lock:
             ids = tuple(ids)
@@ -228,10 +228,10 @@ class TensorStore:
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:
-        """Return a sample with the tensors `keys` of these ids, in the order of `ids`.
+        """Return a sample with the tensors of the given ids and keys, in the order of `ids`.
 
         `parts` maps each block (`_StoredBlock`) to those of the ids that belong to it. `origin`
-        has, for each of these blocks, the number that identifies the batch with its keys.
+        has, for each of these blocks, the number of the batch that contains the tensors.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

@@ -85,9 +85,9 @@ class Worker:
 
         The outputs are stored, and the result contains only their metadata. `step` is the index of
         the call's firing (execution). `early` receives outputs that are ready before the end of the
-        call. `weights` is the number of updates that the role's copy must have received, and
-        `updates` are requests, such as transfers of new weights, that the call may run between its
-        steps.
+        call. If the call uses a copy of the role, `weights` is the number of weight updates that
+        the copy must have received. `updates` are requests, such as transfers of new weights, that
+        the call may run between its steps.
 
         If the call raises a `RunError`, the node, role and ids are added to its message; for any
         other error, they are added as a note.

@@ -28,7 +28,7 @@ OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
 
 @dataclass(frozen=True)
 class ServerApp:
-    """ASGI application of the HTTP port.
+    """ASGI application that answers all requests to the server's HTTP port.
 
     Requests must have the header `Authorization: Bearer TOKEN`, where TOKEN is `token`. If `token`
     is None, no token is needed. `started` is the server's start as a Unix time.

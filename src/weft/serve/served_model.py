@@ -66,10 +66,10 @@ class ServedModel:
         }
 
     def read_rows(self, inputs: Mapping[str, Tensor]) -> tuple[ScoredRows, npt.NDArray[np.int64]]:
-        """Return the token sequences in the inputs, and the position of each in its row, int64 [B].
+        """Return the token sequence of each row, and the position in the row at which it begins.
 
-        The position is the index of the row's first unmasked token in `input_ids` [B, T]. Raises a
-        `DataError` that names the invalid tensor.
+        A row's sequence consists of its unmasked tokens in `input_ids` [B, T]. The positions are
+        int64 [B]. Raises a `DataError` that names the invalid tensor.
         """
         takes = [entry["name"] for entry in self.build_metadata()["inputs"]]
         for name, tensor in inputs.items():
@@ -101,10 +101,11 @@ class ServedModel:
         """Return the model's output for the token ids `input_ids` [B, T] in `inputs`.
 
         Positions where `attention_mask` is 0 are ignored. A reward model returns `rewards` [B, 1].
+
         A policy returns `logprobs` [B, T]: the log-prob of each token given the tokens before it,
-        at the parameter `temperature`. The log-probs are 0 for padding and for the first
-        `prompt_length` [B, 1] tokens of each row (default 1). Raises `DataError` for invalid inputs
-        and parameters.
+        at the sampling temperature `parameters["temperature"]` (default 1). The log-probs are 0 for
+        padding and for the first `prompt_length` tokens of each row. `prompt_length` [B, 1] is an
+        optional input, with 1 as the default. Raises `DataError` for invalid inputs and parameters.
         """
         rows, begins = await background.run(self.read_rows, inputs)
         temperature = _read_temperature(parameters, self.output)

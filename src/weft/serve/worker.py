@@ -36,8 +36,9 @@ MOST_SETTINGS = 256  # sampling settings per generator; for more, a new one is o
 class CompletionJob:
     """Request for `count` completions of one prompt.
 
-    `tell` is called in the worker's thread with each token event. If the job fails, `tell` is
-    called a last time, with the exception. Jobs with equal `draws_as` use the same random numbers.
+    `tell` is called in the worker's thread with the event of each sampled token. If the job fails,
+    `tell` is called a last time, with the exception. Two jobs with equal `draws_as` sample with the
+    same random numbers.
     """
 
     id: str

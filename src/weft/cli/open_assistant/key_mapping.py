@@ -77,9 +77,9 @@ class KeyMapping:
 
         In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
         `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
-        sampling options. `off` is the value that has no effect: if `value` equals it and the
-        experiment does not have the option, nothing is set, because the unknown option would raise
-        an error.
+        sampling options. `off` is the value that has no effect. If `value` equals `off` and the
+        experiment does not have the option, nothing is set, because setting an unknown option would
+        raise an error.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -149,7 +149,8 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """Return the rule for a key that sets weft's option `target` to the key's value.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
-    the value that has no effect, and is also accepted by experiments that do not have the option.
+    the value that has no effect. Experiments that do not have the option accept the key only with
+    this value.
     """
     return KeyRule(
         f"`{_format_target(target)}`",

@@ -111,8 +111,8 @@ class ChatEncoder:
 class ChatDataset(TableDataset):
     """Dataset of conversations: rows `{messages[{role, content}]}` or `{prompt, completion}`.
 
-    A `completion` is a list of messages. A sample has the keys `prompt`, `completion` (from the
-    first trained reply to the last one) and `loss_mask` (1 on trained tokens).
+    The `completion` of a row is a list of messages. A sample has the keys `prompt`, `completion`
+    (tokens from the first trained reply to the last one) and `loss_mask` (1 on trained tokens).
 
     The options are messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong and
     truncate_side.

@@ -52,15 +52,18 @@ Values = Mapping[str, list[float]]
 class PreferenceEncoder:
     r"""Row encoder for a chosen and a rejected reply, or for a single labelled reply.
 
-    If both replies are whole conversations, their common prefix is the prompt, and the prompt
-    column is not read. A whole conversation is a list that begins with a user or system message, or
-    a text in the `\n\nHuman:` format (split after the last `\n\nAssistant:` of the common prefix).
-    Any other reply answers the prompt of the row, which is in the column `prompt`, `instruction` or
-    `question`, or in `messages` without a final reply.
+    The chosen and the rejected reply can both be whole conversations: lists that begin with a user
+    or system message, or texts in the `\n\nHuman:` format. The prompt is then the common prefix of
+    the two conversations. The common prefix of two texts ends with `\n\nAssistant:`.
 
-    With `as_chat`, texts are rendered with the chat template too. A row `{prompt, completion,
-    label}` or `{messages, label}` has a single reply, labelled as good (true or 1) or bad (false or
-    0). `kto_tag` is another name for `label`.
+    Otherwise, both replies answer the prompt in the column `prompt`, `instruction` or `question`,
+    or the conversation in `messages`. If that conversation already ends with a reply, the reply is
+    ignored.
+
+    A row `{prompt, completion, label}` or `{messages, label}` has a single reply, labelled as good
+    (true or 1) or bad (false or 0). In `messages`, it is the assistant's last turn. `kto_tag` is
+    another name for `label`. With `as_chat`, prompts and replies that are texts are rendered with
+    the chat template too.
     """
 
     prompt_key: str | None = None

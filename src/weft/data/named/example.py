@@ -49,7 +49,7 @@ class ReaderContext:
         training: True for training rows, False for validation rows
         seed: seed of the random choices
         left_out: number of rows left out, by reason
-        cut: number of rows of which a part was omitted, by a description of the part
+        cut: number of rows from which something was omitted, by a description of what was omitted
     """
 
     name: str

@@ -53,7 +53,7 @@ def find_copies_folder(entry: CatalogueEntry, cache: Path) -> Path:
 
 
 def locate(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetFiles:
-    """Return the files of a named dataset, from `path`, from a local copy, or after a download.
+    """Return the files of a named dataset: those at `path`, a local copy, or downloaded files.
 
     Raises `DataError` if no files are found.
     """
@@ -107,8 +107,8 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
 def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
     """Return advice for a `path` that does not exist, to be appended to the error message.
 
-    A path that is only a file name comes from an Open-Assistant configuration, so the advice says
-    where to put a copy of the file. For other paths, the advice is to check the spelling.
+    A path without a folder usually comes from an Open-Assistant configuration, so the advice says
+    how to provide a copy of the file. For other paths, the advice is to check the spelling.
     """
     if Path(path).name != path:
         return "check the spelling"

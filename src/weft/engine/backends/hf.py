@@ -236,7 +236,7 @@ def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _list_notes(module: PreTrainedModel, trial: DecoderTrial, caches: bool) -> tuple[str, ...]:
-    """Return notes for the user that name the operations that are slow with this model, and why.
+    """Return notes for the user on the operations that are slow with this model, with the reasons.
 
     `caches` is True if weft's cache can store the decoder's keys and values.
     """

@@ -24,11 +24,12 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 
 
 class NullEngine:
-    """Engine without a network, parameters or state.
+    """Engine of a role that runs no network in this process.
 
-    `forward` returns the result of `compute(batch, want, temperature)`. If `compute` is None, or if
-    `forward` is called with `top`, it raises `ConfigError`. Methods that need weights always raise
-    `ConfigError`. `family` is the name of the engine in reports.
+    The role's outputs can come from elsewhere, such as a server: `forward` returns the result of
+    `compute(batch, want, temperature)`. It raises `ConfigError` if `compute` is None, or if it is
+    called with `top`. Methods that need weights always raise `ConfigError`. `family` is the name of
+    the engine in reports.
     """
 
     def __init__(

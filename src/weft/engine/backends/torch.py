@@ -237,7 +237,7 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of elements per token of the norm outputs that need not be kept.
+    """Return the number of elements of norm outputs, per token, that need not be kept.
 
     The backward pass does not need a norm output that is read only by layers whose adapters all
     have dropout, because each of these adapters keeps its own copy after dropout.

@@ -66,18 +66,21 @@ class SlotManager:
     """Accounting of a KV cache in slots of equal size; implements `BlockManager`.
 
     Each sequence has one slot (see `weft.models.kv.slots`). There are at most `max_slots` slots,
-    and each has room for `capacity` tokens, a multiple of `unit`. Slots and shared prefixes
-    together take at most `max_tokens` + `unit` - 1 tokens. The additional `unit` - 1 tokens are for
-    rounding: a sequence of `max_tokens` tokens fits, however many of them are in a shared prefix.
+    and each has room for `capacity` tokens, a multiple of `unit`. The limit for slots and shared
+    prefixes together is `max_tokens` + `unit` - 1 tokens. With this margin, a sequence of
+    `max_tokens` tokens fits even if the size of its slot has to be rounded up to a multiple of
+    `unit`.
 
-    `num_slots` slots are allocated. They include spare slots for later sequences, because all slots
-    are copied whenever their number changes. Spare slots are freed if their memory is needed for
-    something else. With `ahead`, slots have the length of the longest expected sequence from the
-    start, if `max_slots` slots of this length use at most half the limit. This costs little on
-    operating systems that provide memory only when it is written.
+    `num_slots` slots are allocated, usually more than are in use. Because all slots are copied
+    whenever their number changes, some are allocated in advance for later sequences. These spare
+    slots are freed if their memory is needed for something else.
 
-    The lengths of running sequences are stored relative to a common step counter, so the cost of a
-    step does not depend on the number of sequences.
+    With `ahead`, slots have room for the longest expected sequence from the start, so that they
+    need not be enlarged later. This is done only if `max_slots` slots of this size use at most half
+    the limit. It costs little on operating systems that provide memory only when it is written.
+
+    The length of a running sequence is stored relative to a common step counter. A step only
+    increments the counter, so its cost does not depend on the number of sequences.
     """
 
     INITIAL_CAPACITY = 64  # initial tokens per slot

@@ -63,8 +63,8 @@ class SequenceCache(Protocol):
 class GenerationCaches(Protocol):
     """Interface of a generator's key-value caches and of the network passes that use them.
 
-    A pass must have at least `min_rows` tokens: for fewer rows, torch may use other kernels, whose
-    results are rounded differently.
+    A pass must have at least `min_rows` tokens. With fewer tokens, torch may use other kernels,
+    whose results are rounded differently.
     """
 
     min_rows: int
@@ -82,7 +82,7 @@ class GenerationCaches(Protocol):
         ...
 
     def resize(self, cache: Any) -> None:
-        """Resize the cache of the running sequences to the size that is reserved in `blocks`."""
+        """Resize the cache of the running sequences to the size that `self.blocks` has reserved."""
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:

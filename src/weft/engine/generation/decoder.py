@@ -60,8 +60,8 @@ class Decoder(Protocol):
 class DeferringDecoder(Protocol):
     """Decoder that can defer the work of forward passes, as pipeline stages do.
 
-    The result of `compute_hidden(x)` without `rows` may have no valid values until `catch_up` is
-    called.
+    `compute_hidden(x)` without `rows` may return a tensor whose values are not computed yet. They
+    are filled in by later passes, or by `catch_up`.
     """
 
     def catch_up(self) -> None:

@@ -207,7 +207,8 @@ class BatchGenerator:
                     self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token for each sequence that is running or whose prompt is completed.
+        """Sample one token for each running sequence, including those whose prompt this step
+        completes.
 
         Returns no events if the generator is idle, or if the step computes only a part of a long
         prompt.
@@ -293,8 +294,9 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        Returns tensors [m, hidden] with the hidden state of the prompt's last token for each added
-        row. The added rows are the last rows of the batch, in the same order.
+        The added rows are the last rows of the batch. Returns a list of tensors [m, hidden], each
+        for m of the added rows, in order. They contain the hidden state of the last token of each
+        row's prompt.
         """
         states = []
         leaders = []

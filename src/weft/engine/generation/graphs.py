@@ -58,7 +58,10 @@ class CapturedGraph:
     output: Tensor
 
     def __call__(self, step: StepArray) -> Tensor:
-        """Run the graph on a step with at most as many rows as the graph, and return its output."""
+        """Replay the graph for a step, and return the step's output.
+
+        The step must not have more rows than the graph.
+        """
         self.host.zero_()
         self.host[: len(step)] = torch.from_numpy(step)
         self.inputs.copy_(self.host, non_blocking=True)
@@ -67,17 +70,24 @@ class CapturedGraph:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, by kind of step and number of rows.
+    """CUDA graphs of decode steps, one for each kind of step (such as "greedy") and number of rows.
 
-    `runs` maps each kind of step, such as "greedy", to the function that runs it. The function maps
-    the step's input, int32 [B, C] on the device, to an output [B, ...]; anything else that it reads
-    must stay the same between calls. A step runs in the smallest captured graph with enough rows.
-    If there is none, a graph for the expected number of rows is captured immediately. If steps of
-    one size have run `after` times in a larger graph, that size gets its own graph.
+    A step runs in the smallest captured graph of its kind that has enough rows. If there is none, a
+    graph for the expected number of rows is captured immediately. If a capture fails, one
+    `RuntimeWarning` is issued, and later steps run without graphs.
 
-    Without `capture`, steps are not captured. If a capture fails, one `RuntimeWarning` is issued
-    and stored in `note`, and later steps run without graphs. `counts` contains the numbers of
-    "eager" and "replayed" steps, and of "captured" sizes.
+    Args:
+        runs: Function that runs a step, for each kind of step. It maps the step's input, int32
+            [B, C] on the device, to an output [B, ...]. Other memory that it reads must not move
+            while there are graphs.
+        capture: Function that captures a graph, or None to run all steps without graphs.
+        sizes: Numbers of rows that a graph can have. Larger graphs have a multiple of
+            `LARGE_SIZE_STEP` rows.
+        after: Number of steps of one size that run in a larger graph before the size gets its own.
+
+    Attributes:
+        counts: Numbers of "eager" and "replayed" steps, and of "captured" graphs.
+        note: Message about the failed capture, or None.
     """
 
     def __init__(

@@ -69,8 +69,10 @@ def open_interleaved(
 class InterleavedGenerator:
     """Generator that interleaves the steps of several generators.
 
-    Implements `weft.engine.base.Generator`. All completions of an id are submitted to the same
-    generator, so that their prompt is computed only once.
+    Implements `weft.engine.base.Generator`. While one generator's tokens are sent between ranks,
+    the steps of the other generators are computed, which keeps all ranks of a pipeline busy. All
+    completions of an id are submitted to the same generator, so that their prompt is computed only
+    once.
     """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:

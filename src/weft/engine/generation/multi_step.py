@@ -48,11 +48,11 @@ class MultiStepDecoder:
         self._pending_tokens = []
 
     def take(self, cache: Any, joined: bool) -> SampledRows | None:
-        """Return the tokens [n] and log-probs [n] of the next step of all rows.
+        """Return the tokens [n] and log-probs [n] of the next step of all n rows.
 
-        The rows are slots 0 to n - 1 of `cache`, a `KVCache`, in which the step's keys and values
-        are then valid. Returns None if the step must be computed separately, for example because
-        prompts are computed in the same step (`joined`).
+        Row i is slot i of `cache`, a `KVCache`. If a step is returned, its keys and values are in
+        the cache. Returns None if the step must be computed separately, for example because prompts
+        are computed in the same step (`joined`).
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):
@@ -81,11 +81,11 @@ class MultiStepDecoder:
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _samples_whole_vocabulary(self, kind: int) -> bool:
-        """Return whether the settings with index `kind` allow sampling in the kernel.
+        """Return whether the kernel can sample with the settings that have index `kind`.
 
-        The kernel can only sample from the whole vocabulary. The result is False for greedy
-        decoding, sampling limits, stop texts, recorded ids and reported alternatives. A minimum
-        length is supported: until it is reached, the kernel excludes the stop ids.
+        The kernel can only sample from the whole vocabulary. It does not support greedy decoding,
+        sampling limits or stop texts, and it cannot report kept ids or likely alternatives. It
+        supports a minimum length: until that is reached, it excludes the stop ids.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

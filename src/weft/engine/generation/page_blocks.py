@@ -81,15 +81,19 @@ class PageManager:
             self.num_used -= self._count_pages(distance + self._clock)
 
     def _count_pages(self, length: int) -> int:
-        """Return the maximum number of pages that `length` tokens can occupy."""
+        """Return the maximum number of pages that `length` tokens can occupy.
+
+        The tokens occupy most pages if the first of them takes the last place of a page, as can
+        happen after a shared prefix.
+        """
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
         """Return the step counter modulo `page` at which a sequence needs another page.
 
-        `distance` is the sequence's length minus the current value of the step counter. According
-        to `_count_pages`, a sequence needs another page when its length reaches 2, page + 2, 2 page
-        + 2, and so on.
+        According to `_count_pages`, this is when the sequence's length reaches 2, page + 2, 2 page
+        + 2, and so on. `distance` is the length minus the step counter. It stays the same while the
+        sequence runs, because each step increases both by 1.
         """
         return (2 - distance) % self.page
 

@@ -229,7 +229,7 @@ class DecoderPasses:
 
 
 def _supports_network(network: Decoder) -> bool:
-    """Return whether the CPU kernel can compute the network completely.
+    """Return whether the CPU kernel can compute whole forward passes of the network.
 
     Returns False for a network with hooks, adapters or quantized layers, and for one whose results
     have to be reduced over ranks.

@@ -177,9 +177,10 @@ def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
 
 
 def _sample_tokens(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens sampled from the softmax of `allowed`, and their log-probs.
+    """Return tokens sampled from the softmax of `allowed`, and their log-probs in that of `scores`.
 
-    The log-probs are taken from the softmax of `scores`.
+    The two differ if ids are banned: `allowed` is then minus infinity for these ids, but `scores`
+    is not.
     """
     if not kernels.serves(allowed):
         return (tokens := invert_cdf(allowed.softmax(dim=-1), uniforms)), _compute_logprobs(

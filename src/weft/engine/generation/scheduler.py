@@ -65,11 +65,11 @@ class Sequence:
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens whose keys and values are computed after those of `parent_prefix`.
+    """Tokens whose keys and values must be computed before the sequences that contain them can run.
 
-    The computation takes one or more steps; `num_done` tokens are done. The tokens are either those
-    of a shared prefix, `new_prefix`, or the remaining tokens of `sequences`, which are the same for
-    all these sequences.
+    The tokens come after those of `parent_prefix`, if there is one. They are either a new shared
+    prefix, `new_prefix`, or the remaining tokens of `sequences`, which are the same for all these
+    sequences. The computation takes one or more steps; `num_done` tokens are done.
     """
 
     tokens: tuple[int, ...]

@@ -127,8 +127,8 @@ class SettingsTable:
         """Sample one token for each row of `logits` [R, V].
 
         `settings` [R] contains the index of each row's settings, and `done` [R] the number of
-        tokens that it already has. Returns tokens, log-probs and, if they are recorded, the ids
-        that the sampling limits kept. If any settings request likely alternatives, call
+        tokens already sampled for each row. Returns tokens, log-probs and, if they are recorded,
+        the ids that the sampling limits kept. If any settings request likely alternatives, call
         `take_top_logprobs` afterwards to get them.
         """
         self._top_logprobs = self._find_top_logprobs(logits, settings, done)
@@ -165,11 +165,11 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likeliest ids of each of `count` rows with their log-probs, and discard them.
+        """Return the likeliest ids with their log-probs, as one tuple for each of `count` rows.
 
         The last call of `sample` stored them for its own rows, which are the last of the `count`
-        rows. For other rows, and for rows whose settings do not request likely alternatives, the
-        result is an empty tuple.
+        rows. This call returns and discards them. The tuple is empty for other rows, and for rows
+        whose settings do not request likely alternatives.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None

@@ -53,12 +53,18 @@ class HeadLayer:
 class HFNetwork(nn.Module):
     """Network that runs a decoder of `transformers` for the engine.
 
-    `module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
-    with one label. If the decoder supports packed sequences, `callers` are its attention modules in
-    call order; otherwise `callers` is empty, and sequences of equal length are batched. `caches` is
-    True if weft's cache can store the decoder's keys and values. Otherwise the cache contains token
-    ids, and the whole sequence is computed again for each new token. `config` describes the network
-    for the generator and the cost estimate.
+    Args:
+        module: An `AutoModelForCausalLM` (head "lm"), or an `AutoModelForSequenceClassification`
+            with one label.
+        head: Kind of head, which determines the outputs.
+        head_layer: Output layer of the module.
+        config: Description of the network for the generator and the cost estimate.
+        pooling: "last" if a score is read from the last token, "mean" if it is the mean over all
+            tokens.
+        callers: The module's attention modules in call order. Empty if the decoder does not support
+            packed sequences; sequences of equal length are then batched.
+        caches: Whether weft's cache can store the decoder's keys and values. If not, the cache
+            contains token ids, and the whole sequence is computed again for each new token.
     """
 
     def __init__(

@@ -39,9 +39,14 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 class DecoderTrial:
     """Result of the trial run of a decoder.
 
-    `callers` and `shapes` are those of `AttentionRecorder`. If the decoder does not support packed
-    sequences, both are empty, and `reason` says why; only sequences of equal length are then
-    batched.
+    Attributes:
+        head: Output layer of the decoder.
+        hidden_size: Width of the hidden states.
+        callers: Attention modules in call order. Empty if the decoder does not support packed
+            sequences; only sequences of equal length are then batched.
+        shapes: Numbers of query and key-value heads, and sizes of key and value heads, for each
+            attention module.
+        reason: Reason why packed sequences are not supported, or None if they are.
     """
 
     head: HeadLayer

@@ -180,10 +180,11 @@ class BlockFetcher:
 
     The first group of tensors in `memory` contains those needed before the first block. Then follow
     one group for each block, and a group of tensors that the forward pass doesn't need. After
-    `come`, the first forward pass of each block waits only for that block's group.
+    `come`, each block waits only for its own group, the first time that it runs.
 
-    With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
-    waits for each group. Otherwise the device's stream waits.
+    `gathered` means that parameters are sharded, and are gathered on a separate stream ahead of the
+    pass. The host then waits for each group, after which every stream can use it. Otherwise only
+    the device's current stream waits.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

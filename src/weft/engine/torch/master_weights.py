@@ -35,17 +35,21 @@ class MasterWeights:
 
     Parameters that require gradients are trained. In `network` they must be float32, or `dtype` if
     adapters were added to frozen weights. Public methods use canonical names
-    (`weft.models.network.parameters`); the optimizer uses parameters as they are stored. With a
-    `home`, every trained parameter has a master on that device, whatever its dtype and even while
-    the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+    (`weft.models.network.parameters`); the optimizer uses parameters as they are stored.
 
-    `places` maps each parameter to the slice that this rank has (default: the whole parameter). If
-    the network is sharded (`shards`), parameters are this rank's rows. Trained rows are float32;
-    FSDP2 casts them when it gathers them.
-
-    `lane` performs the copies between device and host. `blocks` are the modules of the forward pass
-    in order. When parameters are fetched back, those of each block arrive before the block is
-    called, and all others before the pass starts.
+    Args:
+        network: Network on the device. Its parameters become the compute copies.
+        dtype: Dtype of the compute copies.
+        lane: Queue that performs the copies between device and host.
+        home: Device of the masters, such as the CPU, or None for the network's device. With a
+            `home`, every trained parameter has a master there, whatever its dtype and even while
+            the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+        places: Slice of each parameter that this rank has (default: the whole parameter).
+        shards: Sharded parameters of the network, or None. With shards, parameters are this rank's
+            rows. Trained rows are float32; FSDP2 casts them when it gathers them.
+        blocks: Modules of the forward pass in order. When offloaded parameters are fetched back,
+            those of each block arrive before the block is called, and those outside all blocks
+            before the pass starts.
     """
 
     def __init__(
@@ -119,7 +123,8 @@ class MasterWeights:
         return move
 
     def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that adds a copy's gradient to the master's gradient in host memory.
+        """Return a hook that adds a compute copy's gradient to its master's gradient in host
+        memory.
 
         For a sharded parameter, FSDP2 calls the hook after it has reduced the gradient of this
         rank's rows.

@@ -34,10 +34,10 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Coordinates of a rank in a layout, without communication with other ranks.
+    """Coordinates of one rank in a layout, for building its network before any rank is started.
 
-    A network built for these coordinates has the sizes of the rank's part, but cannot communicate
-    with other ranks.
+    The network has the sizes of the rank's part, but cannot communicate with other ranks. For
+    example, it is used to describe an engine before a run.
     """
 
     layout: Layout

@@ -113,19 +113,26 @@ def make(
 class Optimizer:
     """Optimizer of one role's trained parameters.
 
-    `trained` maps canonical names to stored parameters. `decay` contains the names of the
-    parameters with weight decay, `embeddings` the names of those whose states are never stored in 8
-    bits. `steps` is the number of steps taken. The state is saved and loaded by canonical name,
-    however parameters are stored.
+    The state is saved and loaded by canonical name, however parameters are stored. `steps` is the
+    number of steps taken.
 
-    `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
-    is multiplied by `loss_scale` before the backward pass, and the gradients are divided by it; the
-    scale is halved when gradients overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+    The state can be offloaded to host memory. The next step then fetches it in buckets (groups of
+    parameters): the state of one bucket is copied while the parameters of the previous one are
+    updated.
 
-    The state can be offloaded to host memory through the copy queue `lane`. The next step then
-    fetches the state in buckets (groups of parameters): the state of one bucket is copied while the
-    parameters of the previous one are updated. `updated` is a function that is called with the
-    masters of each updated bucket, to copy their new values while the next bucket is updated.
+    Args:
+        spec: Options of the optimizer.
+        schedule: Lengths of the phases of the learning-rate schedule.
+        trained: Stored parameters by canonical name.
+        decay: Names of the parameters with weight decay.
+        embeddings: Names of the parameters whose states are never stored in 8 bits.
+        scaled: Whether the network computes in float16, whose gradients underflow below 6e-8. The
+            loss is then multiplied by `loss_scale` before the backward pass, and the gradients are
+            divided by it; the scale is halved when gradients overflow (Micikevicius et al. 2017,
+            arXiv:1710.03740).
+        lane: Queue for copies between device and host, needed to offload the state.
+        updated: Function that is called with the masters of each updated bucket, to copy their new
+            values while the next bucket is updated.
     """
 
     def __init__(

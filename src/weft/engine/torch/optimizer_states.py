@@ -35,9 +35,10 @@ def to_named_tensors(
 ) -> dict[str, Tensor]:
     """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
 
-    A slot is one tensor of a parameter's state, such as `exp_avg`. In the state of a stored
-    parameter, a slot with scales has one scale for every `block` elements. Each canonical parameter
-    in it gets the scales of all blocks that contain its elements.
+    A slot is one tensor of a parameter's state, such as `exp_avg`. `states` contains the states of
+    stored parameters, each of which can contain several canonical parameters, such as q, k and v.
+    If the state has scales, there is one scale for every `block` elements of the stored parameter.
+    A canonical parameter gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -51,8 +52,8 @@ def from_named_tensors(
 ) -> dict[nn.Parameter, State]:
     """Convert the result of `to_named_tensors` back to states of stored parameters.
 
-    If `tensors` has scales only for some of the canonical parameters in a stored parameter, its
-    other scales are 0.
+    A stored parameter can contain several canonical parameters. If `tensors` has scales for only
+    some of them, the scales of the others are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -119,8 +120,9 @@ def read(
 ) -> dict[str, Tensor]:
     """Return this rank's slice of every saved tensor.
 
-    `elsewhere` contains the names of parameters that may be on other ranks. Their tensors are left
-    out if this rank does not have them, and so are scales that were saved for other slices.
+    `elsewhere` contains the names of parameters that may be on other ranks. If this rank does not
+    have such a parameter, the parameter's tensors are left out. Scales that were saved for slices
+    other than this rank's are left out too.
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)

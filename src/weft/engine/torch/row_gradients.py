@@ -26,8 +26,8 @@ def build_row_gradient(
 ) -> RowGradient:
     """Return a function that maps outputs to the gradients of the loss with respect to them.
 
-    The gradients are multiplied by `scale`. When the function is called, the outputs of rows that
-    are not computed yet are 0.
+    The gradients are multiplied by `scale`. The network's head calls the function after each chunk
+    of rows; the outputs of later chunks are then still 0.
     """
 
     def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
@@ -44,11 +44,13 @@ def is_row_separable(
 ) -> bool:
     """Return whether the gradient of each row is shown not to depend on other rows' outputs.
 
-    The gradient over all rows is compared with gradients for which the outputs of half of the rows
-    are set to 0. Raises `ConfigError` with the loss's name if the gradients differ, because
-    training on an accelerator would then silently be wrong. Returns False if nothing can be
-    concluded from these rows: if only one row has a gradient, if none has, or if a gradient is not
-    finite.
+    This checks a loss that declares `by_row`, whose gradients are computed before the outputs of
+    all rows are known. The gradient over all rows is compared with gradients for which the outputs
+    of half of the rows are set to 0. If they differ, training would silently be wrong, so
+    `ConfigError` is raised with the loss's name.
+
+    Returns False if nothing can be concluded from these rows: if only one row has a gradient, if
+    none has, or if a gradient is not finite.
     """
     plain = {}
     for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():

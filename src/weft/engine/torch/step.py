@@ -115,7 +115,10 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Collector of numbers on devices that reads all numbers on a device with a single copy."""
+    """Collector of numbers that are on devices, for reading them together.
+
+    All numbers on a device are read with a single copy.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, _PendingNumber]] = []

@@ -34,7 +34,11 @@ TARGETS = (
 
 
 def main(descriptor: int) -> None:
-    """Answer questions on the connection with this file descriptor, in forked children."""
+    """Fork a child that compares texts on request, and replace it whenever it is killed.
+
+    The requests come over the connection with the file descriptor `descriptor`. The kernel kills
+    the child if a comparison exceeds its time limit. Returns when the connection closes.
+    """
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     # Silence the libraries' warnings about texts that are not mathematics.
@@ -59,7 +63,10 @@ def main(descriptor: int) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer questions until the connection closes, then exit the process."""
+    """Answer requests to compare two texts until the connection closes, then exit this process.
+
+    This runs in the child that `main` forks.
+    """
     try:
         while True:
             number, reference, answer, seconds = connection.recv()

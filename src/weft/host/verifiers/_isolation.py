@@ -128,10 +128,13 @@ SYSTEM = (
 class IsolationSettings:
     """Protections to apply to a process, with their parameters.
 
-    `protections` are the names of the protections. `limits` maps the names of limits in the module
-    `resource` to values. `folder` is an empty folder, in which the process works. The protection
-    `files` instead mounts the process's own root file system on `folder`; the process then works in
-    the folder `/tmp` of this file system, which holds at most `disk_mb`.
+    Attributes:
+        protections: Names of the protections, which are described in `_sandbox.PROTECTIONS`.
+        limits: Resource limits, keyed by their names in the module `resource`.
+        folder: Empty folder in which the process works. With the protection `files`, it is instead
+            the mount point of a new root file system, and the process works in the `/tmp` of this
+            file system.
+        disk_mb: Maximum size in MiB of the `/tmp` that the protection `files` creates.
     """
 
     protections: frozenset[str]
@@ -231,8 +234,9 @@ def enter(wanted: IsolationSettings) -> None:
 def _unshare() -> None:
     """Move this process into new namespaces.
 
-    A new user namespace is created as well, because it permits an ordinary user to create the
-    others. A root process that can create the others without it gets none.
+    An ordinary user can create them only together with a new user namespace, so one is created as
+    well. For root, a user namespace is created only if the other namespaces cannot be created
+    without it.
     """
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     uid = os.geteuid()

@@ -161,9 +161,10 @@ def _find_script(sign: str) -> str:
 
 
 def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
-    """Return the first candidate whose `LETTERS` make up at least 1% of the text's letters.
+    """Return the first candidate whose typical letters make up at least 1% of the text's letters.
 
-    Returns `default` if no candidate has that many.
+    `LETTERS` has the typical letters of each language. Returns `default` if there is no such
+    candidate.
     """
     letters = sum(sign.isalpha() for sign in text)
     for language in candidates:

@@ -52,7 +52,11 @@ peers = _import_sibling("_peer")
 
 
 def main() -> None:
-    """Fork a process for each pair of descriptors received, until the socket closes."""
+    """Fork a process for each program to run, until the socket closes.
+
+    The socket is this process's standard input. For each program, it delivers two descriptors: one
+    to read the program and its tests from, and one to write to.
+    """
     server = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     while True:
@@ -76,8 +80,8 @@ def main() -> None:
 def launch(given: int, out: int) -> None:
     """Run one program and its tests, and exit when all processes that they started have ended.
 
-    The messages are read from the descriptor `given`; the tests' process writes to the descriptor
-    `out`.
+    The program and its tests are read as two messages from the descriptor `given`. When the tests
+    have passed, the tests' process writes to the descriptor `out`.
     """
     # Silence the standard streams, and end all processes on SIGTERM.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -111,11 +115,11 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """Read the next message, without reading any byte that follows the message.
+    """Read and return the next message, which consists of its size in 8 bytes, followed by JSON.
 
-    A message consists of its size in 8 bytes, followed by JSON. The second message has the tests.
-    No part of it may be in this process when the program's process is forked, because the program
-    could find it in its memory.
+    Reads no byte after the end of the message. The bytes after the first message are the tests,
+    which must not be in this process when it forks the program's process: the program could find
+    them in its memory.
     """
     content = b""
     left = 8
@@ -193,11 +197,11 @@ def _run(program: str, channel: int) -> None:
 
 
 def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
-    """Run the tests on the program's functions, then write the word to the descriptor `out`.
+    """Run the tests on the program's functions; if they pass, write a secret word to `out`.
 
-    `given` has the tests, the prompt, the entry point and the word, a random string that proves
-    that the tests have passed. This runs in the tests' process, which calls the program's functions
-    through `channel`.
+    The program does not have the word, so the word proves that the tests have passed. `given` has
+    the tests, the prompt, the entry point and the word; `out` is a file descriptor. This runs in
+    the tests' process, which calls the program's functions through `channel`.
     """
     # Define the helper functions of the prompt.
     isolation.hide_memory()

@@ -194,11 +194,11 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 class ObjectPeer:
-    """One end of the channel between the process that runs tests and the process of the program.
+    """One end of the channel between the process of a program and the process that tests it.
 
-    The end with `guarded` runs the tests, and restricts the program's access to their objects. The
-    program can only use objects that were sent to it. It can call functions and classes that the
-    tests define, iterate over generators, and use instances of the tests' classes, but not
+    `guarded` is true at the tests' end, which restricts the program's access to the objects of the
+    tests. The program can only use objects that were sent to it. It can call functions and classes
+    that the tests define, iterate over generators, and use instances of the tests' classes, but not
     attributes whose names start with an underscore.
 
     A message is a JSON list:
@@ -220,9 +220,10 @@ class ObjectPeer:
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
         """Ask the other end to perform an operation, and return the result or raise the error.
 
-        The operation is performed on the other end's object with the given `number`. While waiting,
-        this end answers requests of the other end. The output of the operation is printed, and its
-        changes to mutable arguments are copied into `args`.
+        `number` identifies the object of the other end on which to perform the operation. It is
+        None for the operation "names", which asks for globals. While waiting, this end answers
+        requests of the other end. The output of the operation is printed here, and its changes to
+        mutable arguments are copied into `args`.
         """
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]

@@ -52,7 +52,7 @@ def compare_congruences(one: str, other: str, equal: Callable[[str, str], bool])
 
     The answers are results of `_latex.tidy`. Congruences are equivalent if the left sides are equal
     or one of them is missing, the moduli are equal, and the residues are equal up to multiples of
-    the modulus. `equal` compares two such answers.
+    the modulus. `equal` is a function that returns whether two such parts are equal.
     """
     first = _split_congruence(one)
     second = _split_congruence(other)

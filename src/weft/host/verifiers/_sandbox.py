@@ -53,8 +53,8 @@ class SandboxLimits:
     `seconds` limits the wall time of both processes together, and also, roughly, the processor time
     of each. The other limits apply to each process: `memory_mb` limits the address space, `file_mb`
     the size of a file, and `processes` the number of processes that it can start (root is exempt).
-    If the process has its own file tree, `disk_mb` limits the total size of the files in its
-    folder.
+    With the protection `files`, `disk_mb` limits the total size of the files in the folder of each
+    process.
     """
 
     seconds: float = 5.0
@@ -111,7 +111,11 @@ class ProgramLauncher:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the launcher process, unless this process is a fork of the one that started it."""
+        """Close the connection to the launcher process, and end that process.
+
+        In a fork of the process that started the launcher, only the connection is closed, because
+        the original process still uses the launcher.
+        """
         self._socket.close()
         if self.owner == os.getpid():
             self.process.kill()  # a fork of this process may keep the socket open

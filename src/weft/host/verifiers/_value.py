@@ -141,14 +141,15 @@ def _measure_distance(
 
 @dataclass(frozen=True)
 class _ComplexValue:
-    """Value of an expression as a complex number, with a measure of the rounding in its
-    computation.
+    """Value of an expression, with the size of the numbers in its computation.
 
-    `real` and `imaginary` are the parts of the number. `size` is -1 if all numbers in the
-    computation were exact fractions. Otherwise, it is the largest absolute binary exponent of the
-    rounded (floating-point) numbers; a fraction that was rounded counts with the number of bits of
-    its numerator or denominator, whichever is larger. The larger `size` is, the more bits of
-    precision are needed.
+    Attributes:
+        real: Real part.
+        imaginary: Imaginary part.
+        size: Largest absolute binary exponent of all rounded (floating-point) numbers in the
+            computation, or -1 if all numbers were exact fractions. A fraction that was rounded
+            counts with the number of bits of its numerator or denominator, whichever is larger.
+            The larger `size` is, the more bits of precision are needed.
     """
 
     real: Fraction
@@ -179,7 +180,10 @@ def _to_fraction(number: Any) -> Fraction:
 
 
 def _get_context() -> Any:
-    """Return this thread's own mpmath context, because the precision is set in the context."""
+    """Return the mpmath context that belongs to this thread.
+
+    Threads cannot share a context, because the precision is set in the context.
+    """
     if not hasattr(_local, "context"):
         _local.context = mpmath.MPContext()
     return _local.context

@@ -46,10 +46,10 @@ def attend_rows(
 ) -> Tensor:
     """Return attention [R, heads, dim] of R queries over T keys and values.
 
-    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. The
-    segments in the field `own` of each of the `parts` assign ranges of queries to ranges of keys;
-    the field `across` is not used. Each query is in exactly one segment. Segments of different
-    parts can have keys in common. The result can be differentiated once.
+    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Only
+    the field `own` of each of the `parts` is used: it assigns ranges of queries to ranges of keys.
+    Over all parts, each query is in exactly one segment. Segments of different parts can have keys
+    in common. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
@@ -68,9 +68,11 @@ def attend_to(
     """Return the attention of each row of `q` over the keys of its segment, without a gradient.
 
     `segments` assigns ranges of queries to ranges of keys. Attention is causal in all segments if
-    `causal`, otherwise in none. The kernel uses the strides of k and v, but not their number of
-    rows, so k and v can be views of a cache [..., kv_heads, keys, dim]; the key ranges in
-    `segments` are then in units of `dim` floats from the start of the cache.
+    `causal`, otherwise in none.
+
+    k and v can also be views of a cache [..., kv_heads, keys, dim], because the kernel uses only
+    their strides and not their number of rows. In this case, the key indices in `segments` count
+    rows of `dim` floats from the start of the cache.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])

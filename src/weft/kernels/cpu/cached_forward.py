@@ -36,8 +36,8 @@ class LinearWeights(NamedTuple):
 class BlockWeights:
     """Parameters of one block, and the cached keys and values of the block.
 
-    `keys` and `values` are [slots, kv_heads, room, head_dim]. `scale` is the factor of q k^T, and
-    `window` is the number of keys to which a token attends; None means no limit.
+    `keys` and `values` are [slots, kv_heads, room, head_dim]. `scale` is the factor by which q k^T
+    is multiplied. `window` is the number of keys to which a token attends; None means no limit.
     """
 
     norm1: Tensor
@@ -58,8 +58,8 @@ class BlockWeights:
 class NetworkWeights:
     """Parameters and sizes of a network.
 
-    `offset` is added to the weights of the RMS norms, and `eps` to the mean squares. `head` is the
-    output layer, which is needed only to draw tokens.
+    In the RMS norms, `offset` is added to the weights, and `eps` is added to the mean squares.
+    `head` is the output layer, which can be None if no tokens are drawn.
     """
 
     embedding: Tensor  # [V, H]
@@ -89,11 +89,14 @@ class NetworkWeights:
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass whose sequences begin with a prefix that is stored separately.
+    """Rows of a pass whose sequences begin with the same prefix, stored in another cache.
 
-    `rows`, int64 [n], are the indices of these rows. `used` is the length of the prefix in tokens,
-    and `room` is the number of tokens for which its memory has room. `stored` contains the keys and
-    the values of the prefix for each block.
+    Attributes:
+        rows: Indices of these rows, int64 [n].
+        used: Length of the prefix in tokens.
+        room: Number of tokens for which the cache of the prefix has room.
+        stored: Keys and values of the prefix: the keys of block 0, the values of block 0, the keys
+            of block 1, and so on.
     """
 
     rows: Tensor  # int64 [n]
@@ -104,11 +107,12 @@ class PrefixRows(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedPass:
-    """New tokens of cached sequences.
+    """New tokens of cached sequences, which are the input of one pass.
 
     Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`, which contains `lengths[i]`
     tokens including the new ones. If the network has rotary positions, `rotation` is (cos, sin,
-    index): row t is rotated by element `index[t]` of cos and sin [P, 1, half].
+    index), with cos and sin [P, 1, half]. Token t is rotated by `cos[index[t]]` and
+    `sin[index[t]]`.
     """
 
     tokens: Tensor  # int64 [T]
@@ -123,10 +127,14 @@ class CachedPass:
 class DrawParameters:
     """Sampling parameters of decode steps.
 
-    Tokens are drawn from logits / `temperature`, as in `softmax.draw`, with the random numbers
-    `uniforms`, float64 [steps, R]. Decoding ends after the first step in which any row draws a stop
-    token (`is_stop`, bool [V]) or has a log-prob that is not finite. Row r draws no stop token in
-    its first `early[r]` steps (int64 [R]), but its log-probs are still normalized over all tokens.
+    Attributes:
+        uniforms: Random numbers with which tokens are drawn, as in `softmax.draw`, float64
+            [steps, R].
+        is_stop: True for each stop token, bool [V]. Decoding ends after the first step in which any
+            row draws a stop token or has a log-prob that is not finite.
+        early: Number of first steps in which each row cannot draw a stop token, int64 [R]. In these
+            steps, log-probs are still normalized over all tokens.
+        temperature: Number by which the logits are divided.
     """
 
     uniforms: Tensor
@@ -146,7 +154,8 @@ class CachedForward:
     """Forward passes of a network over one cache.
 
     The memory of the parameters and of the cache must not move while this object is used. The C
-    structure `_step` contains the values that all passes share, and those of the latest pass.
+    structure `_step` contains the values that all passes share, and the arguments of the latest
+    pass.
     """
 
     weights: NetworkWeights

@@ -148,9 +148,9 @@ def serves(*tensors: Tensor) -> bool:
 def call(name: str, *arguments: Any) -> int:
     """Call the kernel `name` and return the kernel's return value.
 
-    The arguments are either only structures, or contiguous tensors and numbers, where None becomes
-    a null pointer. In the second case, the number of threads is added as the last argument. The
-    return value has a meaning only for kernels that document one.
+    The arguments are either only structures, or only contiguous tensors, numbers and None. None is
+    passed as a null pointer. If the arguments are not structures, the number of threads is added as
+    the last one. Use the return value only if the kernel documents it.
     """
     kernels = load_library()
     assert kernels is not None
@@ -178,7 +178,7 @@ def _list_compilers() -> list[list[str]]:
 
 
 def _find_working(commands: list[list[str]]) -> tuple[list[str], str]:
-    """Return the first of the commands that runs GCC, and the output of `-v` for it.
+    """Return the first of the commands that runs GCC, and the text that it prints with `-v`.
 
     Raises `FileNotFoundError` if none of the commands runs GCC.
     """

@@ -101,7 +101,10 @@ def _rotate(
 
 
 def compute_silu(gate_up: Tensor, gated: bool) -> Tensor:
-    """Return silu(gate_up), [T, n], or, if `gated`, silu(first half) * second half."""
+    """Return silu(gate_up), or silu(gate) * up if `gated`, [T, n].
+
+    `gate_up` is [T, n]. If `gated`, it is [T, 2 n], and each row contains gate and up side by side.
+    """
     gate_up = gate_up.contiguous()
     gate, up, (rows, row_stride) = *_split_halves(gate_up, gated), gate_up.shape
     out = gate_up.new_empty(gate.shape)
@@ -140,8 +143,8 @@ def _split_halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
     """Write k and v [T, heads, dim] into caches [slots, heads, room, dim].
 
-    `places`, int64 [T], are the indices at which the tokens' first heads are written. They count
-    rows of `dim` floats from the start of the cache.
+    `places`, int64 [T], are the indices at which the first head of each token is written. An index
+    counts rows of `dim` floats from the start of the cache.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])

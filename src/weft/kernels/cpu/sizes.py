@@ -15,6 +15,8 @@ HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmen
 def in_vectors(length: int, device: torch.device) -> int:
     """Return the number of keys that attention reads for a sequence of `length` keys.
 
-    On a CPU, this is `length` rounded up to whole vectors; on other devices, it is `length`.
+    On a CPU, `length` is rounded up to a multiple of `VECTOR`, the number of floats in a vector
+    register. The sums then do not depend on what follows in memory. On other devices, the result is
+    `length`.
     """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

@@ -23,7 +23,8 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one id per row of float32 logits [R, V]; return ids int64 [R] and log-probs float32 [R].
 
     The id is the first, in vocabulary order, whose cumulative probability exceeds the row's random
-    number in `uniforms` [R]. Sums over blocks of ids are float64.
+    number in `uniforms` [R]. To limit rounding errors, the sums of blocks of consecutive ids are
+    added in float64.
     """
     x, (rows, size) = logits.contiguous(), logits.shape
     ids = torch.empty(rows, dtype=torch.int64)

@@ -27,10 +27,10 @@ class AttentionContext(Protocol):
 
     @property
     def dense(self) -> Dense:
-        """Context of the tokens of this pass alone, as if they were whole sequences.
+        """Attention context in which each sequence consists only of the tokens of this pass.
 
-        Tokens in caches and on other ranks are left out. A shared prefix in the pass is a separate
-        sequence.
+        Tokens in caches and on other ranks are left out. A shared prefix in the pass counts as a
+        separate sequence.
         """
         ...
 
@@ -52,8 +52,8 @@ class SequenceBucket:
     The padding follows the tokens of each sequence, so causal attention never reads it.
 
     Attributes:
-        index: Index in the pack of each cell's token, int64 [n, L]; in padding, that of the
-            sequence's last token.
+        index: Index in the pack of the token in each cell, int64 [n, L]. A padding cell has the
+            index of the sequence's last token.
         valid: Row-major indices of the cells that are not padding, int64 [tokens], or None if there
             is no padding.
         span: Pair (start, stop) if the cells are the pack's tokens `start` to `stop` (excluded) in

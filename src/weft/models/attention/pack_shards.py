@@ -45,9 +45,11 @@ class PackShard:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces in each run: the part of each sequence that lies within the run.
+        """Pieces of each run; a piece is the part of one sequence that lies within the run.
 
-        Each piece is (first local row, number of rows, first key in the pack, number of keys).
+        Each piece is given by four numbers: (first local row, number of rows, first key in the
+        pack, number of keys). Its keys are all tokens of the sequence up to the end of the piece,
+        including those on other ranks.
         """
         pieces_by_run = []
         row = 0
@@ -160,10 +162,10 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 
 
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
-    """Return an empty attention result that still depends on all inputs.
+    """Return the empty attention result of a rank without tokens.
 
-    A rank without tokens then takes part in the backward pass of the gathered keys and values, as
-    all ranks must.
+    The result depends on the gathered `k` and `v`, so that the backward pass of this rank also
+    reaches the gathering, which communicates and needs all ranks.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

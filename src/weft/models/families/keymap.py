@@ -38,9 +38,9 @@ class FusedLayout:
         return sum(self.sizes[: self.index])
 
     def split_runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
-        """Split the parameter's rows `where` into runs that are consecutive in the fused tensor.
+        """Split a slice of the parameter's rows into runs that are consecutive in the fused tensor.
 
-        Yields (rows of the fused tensor, rows of the parameter) for each run.
+        `where` is the slice. Yields (rows of the fused tensor, rows of the parameter) for each run.
         """
         size = self.sizes[self.index]
         stride = sum(self.sizes)
@@ -64,8 +64,8 @@ class Key:
         part: Part of the network to which the parameter belongs.
         transpose: True if the checkpoint stores the matrix as [in, out].
         fused: Position of the parameter in the tensor if the tensor contains several parameters.
-        experts: Number of experts if the checkpoint has one tensor per expert, which the parameter
-            stacks; otherwise 0.
+        experts: Number of experts if the checkpoint has one tensor per expert; the parameter is
+            then the stack of these tensors. Otherwise 0.
         layer: Index of the layer; None in a template and for a parameter outside the blocks.
     """
 
@@ -159,7 +159,7 @@ class KeyMap:
         return cls(keys_by_name)
 
     def select(self, names: Iterable[str]) -> KeyMap:
-        """Return a map of only the parameters `names`.
+        """Return a map of only the parameters with the given `names`.
 
         Raises `KeyError` for an unknown name.
         """

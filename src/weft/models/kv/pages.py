@@ -83,7 +83,11 @@ class Paged:
 
     @cached_property
     def dense(self) -> Dense:
-        """Context of the new tokens alone, as if they were whole sequences."""
+        """Attention context in which each sequence consists only of its new tokens.
+
+        Attention is computed with this context only in a first prefill, when no other tokens are
+        stored.
+        """
         return Dense(self.cu_seqlens, self.max_len)
 
     @property

@@ -46,7 +46,8 @@ class PrefixGroup:
 
     `prefix` is the cache that contains the prefix, and `rows`, int64 [S], are the indices of the
     rows. `queries` contains the same indices, with the last one repeated up to a multiple of
-    `kernels.LEAST_QUERIES`, because torch sums in another order if there are fewer queries.
+    `kernels.LEAST_QUERIES`. With fewer queries, torch would sum in another order and round
+    differently.
     """
 
     prefix: KVCache
@@ -90,7 +91,11 @@ class Cached:
 
     @cached_property
     def dense(self) -> Dense:
-        """Context of the new tokens alone, as if they were whole sequences."""
+        """Attention context in which each sequence consists only of its new tokens.
+
+        Attention is computed with this context only in a first prefill, when no other tokens are
+        cached.
+        """
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
@@ -269,9 +274,9 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """Make `prefix`, a cache with one slot, precede the contents of the empty slots `slots`.
+        """Set the prefix of the slots `slots`, which must be empty; None means no prefix.
 
-        None means no prefix.
+        `prefix` is a cache with one slot. Its tokens precede the tokens of each of the `slots`.
         """
         assert prefix is None or prefix.places[0] == 0, (
             "a prefix is read from the beginning of its memory"
@@ -454,9 +459,9 @@ class KVCache:
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the rows of `context`, each [R, kv_heads, n, head_dim].
 
-        `layer` is an index into the cached layers, as in `row_of`. n is `max_used` rounded up to
-        whole vectors. Values after the end of a row are finite but meaningless. This is for
-        attention by torch: weft's kernels read the slots directly.
+        `layer` is an index into the cached layers, as in `row_of`. n is `kernels.in_vectors` of the
+        largest number of tokens in a row. Values after the end of a row are finite but meaningless.
+        This is for attention by torch: weft's kernels read the slots directly.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
@@ -486,11 +491,11 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return slices with which the contents of some slots can be copied.
+    """Return pairs of slices (indices into `places`, memory indices) that select the same slots.
 
-    `places` are the memory indices of the slots. Each pair of slices consists of positions in
-    `places` and of the memory indices at these positions. If all memory indices are consecutive,
-    one pair covers all slots. Otherwise, there is one pair per slot.
+    `places` contains the memory index of each slot. A slice selects a view, so slots can be copied
+    directly. One pair covers all slots if their memory indices are consecutive. Otherwise, there is
+    one pair per slot.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

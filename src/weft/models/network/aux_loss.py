@@ -84,10 +84,10 @@ class MoEAuxLoss:
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:
     """Return the weight of the load-balancing loss in training.
 
-    The user's option `coefficient` is used if it is set. If it is not, the weight is that of
-    `transformers`: `router_aux_loss_coef` in config.json if config.json also sets
-    `output_router_logits`, or else 0. Raises `ConfigError` if `coefficient` is not 0 and the
-    network has no experts.
+    The weight is the user's option `coefficient`, unless it is None. By default, the weight is
+    chosen as in `transformers`: it is `router_aux_loss_coef` in config.json if
+    `output_router_logits` is set there, and 0 otherwise. Raises `ConfigError` if `coefficient` is
+    set to a value other than 0 and the network has no experts.
     """
     if config.experts is None:
         if coefficient:

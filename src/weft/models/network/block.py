@@ -34,10 +34,11 @@ class BlockContext:
         attention: Attention context of the pass.
         rotation: Tensors (cos, sin) of the tokens' rotary positions, or None without rotation.
         dropout: Dropout keys and positions of the tokens, or None without dropout.
-        aux_loss: Loss to which layers with experts add their load-balancing loss, or None.
-        rows: Indices of the tokens for which the block returns its output, int64 [N]; None for all.
-        shared: Assignment of the rows of the residual stream to the ranks if the ranks divide them.
-            Attention and MLP still process all rows on every rank.
+        aux_loss: Object that collects the load-balancing losses of layers with experts, or None.
+        rows: Indices of the tokens for which the block returns its output, int64 [N]; None means
+            all tokens. It is set only for the last block.
+        shared: Assignment of the rows of the residual stream to the ranks, or None if every rank
+            has all rows. Attention and MLP always process all rows on every rank.
         prefix: Placement of the trained prefix in this pass, or None if there is none.
     """
 
@@ -336,7 +337,8 @@ class Block(nn.Module):
 
         x [N, hidden] is the block's input, and `mixed` is the result of `Attention.attend` for the
         same rows. `late` is the dropout inside attention and MLP, and `stream` is the dropout of
-        the outputs of attention and MLP before they are added to x.
+        the outputs of attention and MLP before they are added to x. `share` is this rank's share of
+        the rows, or None if every rank has all rows.
         """
         attended = _drop(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT

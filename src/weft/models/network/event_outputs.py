@@ -186,10 +186,11 @@ class _EventSettings:
 def _compute_logits(
     hidden: Tensor, projection: OutputProjection, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return logits divided by the temperature, and logits before the division, both [R, V].
+    """Return two tensors [R, V]: the logits divided by the temperature, and the undivided logits.
 
     V is the size of this rank's part of the vocabulary. The caller may overwrite the first tensor.
-    Without a soft cap, both are the same tensor, because the second is then not needed.
+    The second is needed only for the gradient of a soft cap. Without a soft cap, the first tensor
+    is returned twice.
     """
     capped = projection.compute_local_logits(hidden)
     if projection.softcap is not None:
@@ -313,10 +314,10 @@ class _EventChunk:
         self._logits = logits
 
     def add(self, total: ProjectionGradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
-        """Add the gradients of this chunk, which has the rows `rows`, to `total`.
+        """Add the gradients of this chunk to `total`; this can be called only once.
 
-        This can be called only once. `given` contains the gradients with respect to the outputs,
-        for all rows of the pass.
+        `rows` selects the rows of this chunk among all rows of the pass. `given` contains the
+        gradients with respect to the outputs, for all rows of the pass.
         """
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:

@@ -82,13 +82,18 @@ def apply_adapter(
 class Linear(nn.Module):
     """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
-    `parts` maps the name of each fused layer to its output size, and `adapters` contains the
-    adapters of these layers, if any, under the same names. If `narrow` is set, compiled passes use
-    it instead of torch to compute the product, for example in fp8. If `gradient_sum` is set, the
-    weight's gradient is added to it and not to the weight's `grad`. If the columns of the matrix
-    are split over ranks, `reduce` sums the results over the ranks before the bias is added. If the
-    ranks also divide the rows of a pass, the argument `share` computes this sum and returns only
-    this rank's rows.
+    If the columns of the matrix are split over ranks, `reduce` sums the results over the ranks
+    before the bias is added. If the ranks also divide the rows of a pass, the argument `share`
+    computes this sum instead and returns only this rank's rows.
+
+    Attributes:
+        parts: Output size of each fused layer, by the name of the layer.
+        adapters: Adapter of each fused layer that has one, by the name of the layer.
+        narrow: Function that computes the product in compiled passes, for example in fp8; None if
+            torch computes it.
+        gradient_sum: Sum to which the weight's gradient is added; None if the gradient is added to
+            the weight's `grad` as usual.
+        reduce: Function that sums a tensor over the ranks; None if the columns are not split.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:

@@ -47,9 +47,10 @@ def attach(
 ) -> None:
     """Add adapters of rank `r` to the layers `targets` and freeze the rest of the network.
 
-    By default, all layers in `TARGETS` get adapters. A value or score head is not frozen. A is
-    uniform in +-1/sqrt(in) and depends only on `seed` and the name of the parameter. B is 0, so the
-    outputs of the network do not change. Raises `ConfigError` for a target that the network lacks.
+    By default, all layers in `TARGETS` get adapters. A value or score head is not frozen. An
+    adapter adds scale B A x to the output of its layer. A is uniform in +-1/sqrt(in) and depends
+    only on `seed` and the name of the parameter. B is 0, so the outputs of the network do not
+    change. Raises `ConfigError` for a target that the network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in find_canonical_parameters(network).items():
@@ -63,7 +64,10 @@ def attach(
 def add(
     network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
 ) -> None:
-    """Add adapters as `attach` does, but leave `lora_a` uninitialized: its values are set later."""
+    """Add adapters as `attach` does, but leave `lora_a` uninitialized.
+
+    Use this if the values of `lora_a` are set afterwards.
+    """
     there = list(_find_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:

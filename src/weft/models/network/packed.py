@@ -44,14 +44,17 @@ class Packed:
         tokens: Concatenated tokens of all sequences, int64 [T].
         positions: Position of each token, counted from 0 within its sequence, int64 [T].
         attention: Context that defines the keys to which each token attends.
-        rows: Indices of the tokens at whose hidden states outputs are computed, int64 [N].
-        labels: Token whose log-prob is computed at each row, int64 [N].
+        rows: Indices of the tokens for which outputs are computed, int64 [N]. The outputs of a
+            token are computed from its final hidden state.
+        labels: Token whose log-prob is computed for each of the `rows`, int64 [N]; in training,
+            this is usually the next token.
         dropout: Dropout keys of the sequences, or None without dropout.
-        aux_loss: Loss to which layers with experts add; only for `Dense` attention.
+        aux_loss: Object that collects the load-balancing losses of layers with experts, or None;
+            supported only with `Dense` attention.
         row_gradient: Function from the outputs to their gradients, for losses whose gradients at a
             row depend only on the outputs of that row.
-        ids: Further ids whose log-probs are computed at each row, int [N, K], or a request for the
-            most likely ids.
+        ids: Further ids whose log-probs are computed for each of the `rows`, int [N, K], or a
+            request for the most likely ids.
     """
 
     tokens: Tensor  # int64 [T]

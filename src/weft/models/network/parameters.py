@@ -18,10 +18,14 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Location of a canonical parameter: the rows `rows` of the stored parameter `parameter`.
+    """Location of a canonical parameter, which can be part of a larger stored parameter.
 
-    `name` is the name of the stored parameter in the network. If `rows` is None, the canonical
-    parameter is the whole stored parameter.
+    For example, the canonical weights of q, k and v are stored as the rows of one matrix.
+
+    Attributes:
+        name: Name of the stored parameter in the network.
+        parameter: The stored parameter.
+        rows: Rows of the stored parameter that are the canonical parameter; None means all rows.
     """
 
     name: str  # name of the stored parameter in the network

@@ -101,10 +101,16 @@ class InsertedPrefix:
 
 @dataclass(frozen=True)
 class OverwrittenPrefix:
-    """New tokens of cached sequences, including placeholders for tokens of the trained prefix.
+    """Placement of the trained prefix in a pass over cached sequences.
 
-    `tokens`, int64 [n], are the indices of the placeholders among the new tokens, and `places` are
-    the indices of the prefix tokens that replace them.
+    The sequences begin with placeholder tokens, whose keys and values are replaced by those of the
+    prefix.
+
+    Attributes:
+        attention: Attention context of the pass.
+        rotation: Tensors (cos, sin) of the pass, without a rotation for the placeholders.
+        tokens: Indices of the placeholders among the new tokens, int64 [n].
+        places: For each placeholder, the index of the prefix token that replaces it, int64 [n].
     """
 
     attention: AttentionContext
@@ -189,8 +195,10 @@ def overwrite_prefix(
 ) -> OverwrittenPrefix | None:
     """Return the placement of a prefix of `count` tokens in a pass over cached sequences.
 
-    Sequences begin with `count` placeholder tokens. The prefix replaces those that are among the
-    new tokens of this pass, which are at `positions`. Returns None if there are none.
+    Every sequence begins with `count` placeholder tokens, which the prefix replaces. `positions`
+    are the positions of the new tokens in their sequences, so the placeholders of this pass are the
+    new tokens at positions below `count`. Returns None if the host can tell that this pass has no
+    placeholders, for example in a decode step.
     """
     if isinstance(context, Paged):
         if context.is_decode_step:

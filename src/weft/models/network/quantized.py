@@ -187,10 +187,11 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def quantize_matrices(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
-    """Replace the `weight` of each layer, on the meta device, with an empty quantized matrix.
+    """Replace the `weight` of each layer with a quantized matrix of the same shape.
 
-    Returns the total number of elements of these matrices. With 4 bits, a matrix whose row length
-    is not a multiple of `BLOCK` is left unchanged.
+    All weights are on the meta device, before and after, so no values are quantized yet. Returns
+    the total number of elements of the replaced matrices. With 4 bits, a matrix whose row length is
+    not a multiple of `BLOCK` is left unchanged.
     """
     count = 0
     for layer in layers:

@@ -39,7 +39,10 @@ def compute_rotation(
 
 
 def _compute_frequencies(rope: Rope, lengths: Tensor) -> tuple[Tensor, float]:
-    """Return the frequencies, float32 [dim / 2] or [T, dim / 2], and a factor for cos and sin."""
+    """Return the rotary frequencies in float32, and the factor by which cos and sin are multiplied.
+
+    The frequencies are [dim / 2], or [T, dim / 2] if they depend on the `lengths` of the sequences.
+    """
     exponents, plain = _compute_plain_frequencies(rope.theta, rope.dim, lengths.device)
     values = rope.values
     if rope.scaling == "none":
@@ -71,7 +74,11 @@ def _compute_plain_frequencies(
 
 
 def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
-    """Return NTK-aware frequencies, whose base increases beyond the trained length (bloc97, 2023)."""
+    """Return the NTK-aware frequencies of the dynamic scheme, [T, dim / 2] (bloc97, 2023).
+
+    If a sequence is longer than the trained length, the base of the frequencies increases with the
+    length of the sequence.
+    """
     factor = rope.values["factor"]
     original = rope.values["original"]
     over = lengths.clamp_min(original).float() / original

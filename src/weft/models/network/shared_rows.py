@@ -47,9 +47,10 @@ class RowShare(Protocol):
 class SharedRows:
     """Assignment of the rows of one pass to the ranks.
 
-    `token_share` is this rank's share of all tokens of the pack, and `wanted_share` is its share of
-    the rows that the last block returns. If the pass needs the final hidden states of only some
-    tokens, `wanted_tokens`, int64, are the indices of these tokens among this rank's rows.
+    Attributes:
+        token_share: This rank's share of all tokens of the pack.
+        wanted_share: This rank's share of the tokens whose final hidden states the pass returns.
+        wanted_tokens: Indices, among this rank's tokens, of the tokens in `wanted_share`, int64.
     """
 
     token_share: RowShare  # of all tokens of the pack

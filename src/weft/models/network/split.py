@@ -44,9 +44,11 @@ class VocabularySplit(Protocol):
         ...
 
     def gather_candidates(self, own: Tensor) -> Tensor:
-        """Return the values of all ranks, in rank order, without a gradient.
+        """Return the values of all ranks side by side, in rank order, without a gradient.
 
-        `own` is [R, K], and the result is [R, ranks * K].
+        `own` is [R, K], and the result is [R, ranks * K]. For example, `own` contains the K largest
+        logits of each row on this rank. The largest logits of the whole vocabulary are then among
+        the result.
         """
         ...
 

@@ -474,8 +474,10 @@ def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | Non
 
 
 def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether the gradient of an output is the one that the forward pass has already used.
+    """Return whether `one` and `other`, gradients with respect to the same output, are equal.
 
+    The forward pass can compute the gradients of the inputs in advance, from the gradients that it
+    expects for the outputs. The backward pass compares the actual gradients with the expected ones.
     On an accelerator, two tensors are assumed to be equal, because comparing them would wait for
     the device.
     """

@@ -29,9 +29,10 @@ def messages(
 ) -> Iterator[Example]:
     """Read conversations given as lists of messages, up to the assistant's last turn.
 
-    The messages have the keys `role`/`content` or `from`/`value`. They are in `column` or, if it is
-    None, in the first usual column such as `messages`. If `lang` is given, it is recorded as the
-    language of all messages. With `filter_words`, rows that contain unwanted phrases are left out.
+    The messages have the keys `role`/`content` or `from`/`value`. They are in `column` or, by
+    default, in the first column that has a usual name, such as `messages`. If `lang` is given, it
+    is recorded as the language of all messages. With `filter_words`, rows that contain unwanted
+    phrases are left out.
     """
     for index, row in enumerate(rows):
         turns = normalize_messages(
@@ -182,8 +183,8 @@ def marked(
     """Read dialogues given as one text, in which `user` or `bot` marks the beginning of each turn.
 
     With `min_length`, dialogues are shuffled and joined until they have that many characters. With
-    `max_count`, the examples are drawn at random, and there are at most that many. If `lang` is
-    given, it is recorded as the language of all messages.
+    `max_count`, at most that many dialogues are drawn at random. If `lang` is given, it is recorded
+    as the language of all messages.
     """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
     dialogues = []
