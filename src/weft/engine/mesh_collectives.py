@@ -15,6 +15,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.collectives import MicrobatchProcessor, Outputs, PreparedPass, run_microbatch
 from weft.models.network.parameters import StoredParameter
 from weft.parallel import shard, tensor
+from weft.parallel.collectives import find_max_over_ranks, sum_over_ranks
 from weft.parallel.mesh import RankMesh
 from weft.parallel.pipeline import Pipeline, sum_tied_gradients
 from weft.parallel.shard import LocalShards
@@ -175,7 +176,7 @@ class MeshCollectives:
         ):
             # offloaded gradients are in host memory
             flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
-            dist.all_reduce(flat, group=group)
+            sum_over_ranks(flat, group)
             tensor.put_back(flat, bucket)
 
     def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -276,14 +277,13 @@ class MeshCollectives:
         if size == 1:
             return list(own)
         numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
-        dist.all_reduce(
-            numbers, group=self.mesh.get_group(*axes) if axes else self.mesh.all_ranks_group
-        )
+        group = self.mesh.get_group(*axes) if axes else self.mesh.all_ranks_group
+        sum_over_ranks(numbers, group)
         return [float(each) for each in numbers.tolist()]
 
     def _find_max(self, own: int) -> int:
         number = torch.tensor(own, device=self._device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.mesh.get_group("data"))
+        find_max_over_ranks(number, self.mesh.get_group("data"))
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
@@ -294,7 +294,7 @@ class MeshCollectives:
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        find_max_over_ranks(flags, group)
         for parameter, some in zip(parameters, flags.tolist(), strict=True):
             if some and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -28,6 +28,7 @@ from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
 from weft.models.network.transformer import Transformer
 from weft.parallel.backward_halves import Group, compute_input_half, compute_weight_half
+from weft.parallel.collectives import sum_over_ranks
 from weft.parallel.microbatch import Microbatch, connect_outputs
 from weft.parallel.schedule import (
     Action,
@@ -493,6 +494,6 @@ def sum_tied_gradients(
     given = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
     total = torch.stack(given).sum(0).to(device)
     if group is not None:
-        dist.all_reduce(total, group=group)
+        sum_over_ranks(total, group)
     for copy in copies:
         copy.grad = total.to(copy.device, copy=True)

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -36,7 +35,14 @@ from weft.models.network.moe import ExpertStack, MoE
 from weft.models.network.parameters import StoredParameter
 from weft.models.network.shared_rows import SharedRows
 from weft.models.network.transformer import Transformer
-from weft.parallel.collectives import RowAssignment, sum_backward, sum_both_ways, sum_forward
+from weft.parallel.collectives import (
+    RowAssignment,
+    gather_from_ranks,
+    sum_backward,
+    sum_both_ways,
+    sum_forward,
+    sum_over_ranks,
+)
 from weft.parallel.vocabulary import GroupVocabularySplit
 from weft.topology import compute_heads, compute_vocabulary
 
@@ -167,7 +173,7 @@ def sum_gradients(
     gradients = [grad for part in parts if (grad := part.grad) is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
-        dist.all_reduce(flat, group=group)
+        sum_over_ranks(flat, group)
         put_back(flat, gradients)
     # Sum those of key and value heads over the ranks that hold the same head.
     copies = group.size() // config.num_kv_heads
@@ -207,10 +213,9 @@ def _sum_copies(
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
-    every = [torch.empty_like(flat) for _ in range(group.size())]
-    dist.all_gather(every, flat, group=group)
+    every = gather_from_ranks(flat, group)
     first = group.rank() // copies * copies
-    put_back(torch.stack(every[first : first + copies]).sum(0), gradients)
+    put_back(every[first : first + copies].sum(0), gradients)
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:

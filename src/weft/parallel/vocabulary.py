@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.parallel.collectives import sum_without_gradient
+from weft.parallel.collectives import find_max_over_ranks, gather_from_ranks, sum_without_gradient
 from weft.topology import compute_vocabulary
 
 
@@ -33,8 +32,8 @@ class GroupVocabularySplit:
         return -(-self.vocab_size // self.group.size())
 
     def logsumexp(self, own: Tensor) -> Tensor:
-        most = own.detach().clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        most = own.detach().clone(memory_format=torch.contiguous_format)
+        find_max_over_ranks(most, self.group)
         shift = torch.where(most.isfinite(), most, torch.zeros_like(most))
         return sum_without_gradient((own - shift).exp(), self.group).log() + shift
 
@@ -64,8 +63,4 @@ class GroupVocabularySplit:
         )
 
     def gather_candidates(self, own: Tensor) -> Tensor:
-        parts = []
-        for _ in range(self.group.size()):
-            parts.append(torch.empty_like(own, memory_format=torch.contiguous_format))
-        dist.all_gather(parts, own.contiguous(), group=self.group)
-        return torch.cat(parts, dim=1)
+        return torch.cat(list(gather_from_ranks(own, self.group)), dim=1)
