@@ -165,7 +165,8 @@ class Experiment:
     def most_epochs(self) -> float:
         """Maximum number of epochs.
 
-        Infinite if the run trains a model and `max_steps` is set; otherwise `total_train_epochs`.
+        Infinite if the run trains a model and `max_steps` is set, because the run then ends after
+        that number of steps. Otherwise `total_train_epochs`.
         """
         lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
@@ -264,12 +265,13 @@ class Experiment:
         """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
 
         `role` lists meshes of the call's role, in order of preference. If the call sets devices,
-        but no layout, it has the layout of `role[0]`.
+        but no layout, the layout is that of `role[0]`.
 
         If the call sets a layout, but no devices, it uses the first devices of the first mesh in
-        `role` that is large enough. If no mesh is, the call uses the first devices of the run. This
-        requires that `role[0]` is also on the first devices; otherwise, the method raises
-        `ConfigError`. It also raises `ConfigError` if the devices do not fit the layout.
+        `role` that is large enough. If all these meshes are too small, the call uses the first
+        devices of the run, provided that `role[0]` also begins there. Raises `ConfigError` if
+        `role[0]` is elsewhere, because the user must then name the devices, or if the devices do
+        not fit the layout.
         """
         if call.layout is None and call.device_mesh is None:
             return None

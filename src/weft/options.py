@@ -143,10 +143,15 @@ class CommandLineValue:
 class UnparsedValue:
     """Text from the command line that cannot be parsed, or that would be parsed as a sweep.
 
-    Some options can still use the text literally. If it is a bracketed list, `items` has its
-    elements, for an option that is a list of strings. Otherwise, `text` has the whole text, for an
-    option of type string or, unless it is a sweep, as the only element of a list. All other options
-    raise `error`. `sweep` is True if the text would start one run per value.
+    A sweep is a request for one run per value. Some options can still use the text literally; all
+    others raise `error`.
+
+    Attributes:
+        text: whole text, for an option of type string, or as the only element of a list of strings
+            unless the text is a sweep; None if the text is a bracketed list
+        items: elements of a bracketed list, for an option that is a list of strings; else None
+        sweep: True if the text would be parsed as a sweep
+        error: error to raise for an option that cannot use the text
     """
 
     text: str | None
@@ -174,8 +179,8 @@ def read(
     """Return a copy of `base` in which `values` are set, each converted to its field's type.
 
     `values` can be nested. `prefix` is the dotted prefix of the option names, for a nested group.
-    `known` lists the options to suggest (default: those of `base`). Raises `ConfigError` for an
-    unknown name and for a value of the wrong type.
+    Raises `ConfigError` for an unknown name and for a value of the wrong type. For an unknown name,
+    the message suggests similar names among `known` (default: the options of `base`).
     """
     names = known or [leaf.name for leaf in iterate_options(base)]
     hints = _get_hints(type(base))
@@ -342,9 +347,8 @@ def find_problem(spec: Field[Any], value: Any) -> str | None:
 def validate(config: Any, path: str = "") -> None:
     """Check the type and the rule of every field of a dataclass, including nested ones.
 
-    Raises `ConfigError`, which names the dotted option, its value and the rule. Values are not
-    converted: `read` does this for command-line texts, and code that sets a number to "3" gets an
-    error.
+    Raises `ConfigError`, which names the dotted option, its value and the rule. Unlike `read`, this
+    function converts no values: if code has set a number to the text "3", this is an error.
     """
     hints = _get_hints(type(config))
     try:

@@ -33,11 +33,11 @@ SHARED_MODULES = {
 
 @dataclass(frozen=True)
 class FunctionConversion:
-    """Conversion of a registered plain function to the object that the registry returns.
+    """Converter of a registered plain function to the object that the registry returns.
 
-    `maker` names the function that converts, as `module:function`. When the registered name is
-    first looked up, this module is imported and the function is called as `maker(function, name,
-    **options)`.
+    `maker` is the location, as `module:function`, of the function that does the conversion. When
+    the registered name is first looked up, the module is imported and its function is called as
+    `maker(function, name, **options)`.
     """
 
     maker: str
@@ -156,7 +156,8 @@ class Registry:
     def load_all(self) -> list[str]:
         """Import all built-in modules and return all registered names, sorted.
 
-        A module can register several names. Names that are import locations are left out.
+        A module can register several names. Objects that were looked up by their location, such as
+        `FILE.py:thing`, are left out.
         """
         for module in self.list_shipped():
             importlib.import_module(f"weft.{self._package}.{module}")

@@ -356,7 +356,7 @@ def compute_vocabulary(size: int, t: int, rank: int) -> slice:
 
 
 def is_expert_weight(name: str) -> bool:
-    """Return whether a canonical name is that of a stacked expert weight or of its adapter."""
+    """Return whether `name` is the canonical name of a stacked expert weight or of its adapter."""
     return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
 
 

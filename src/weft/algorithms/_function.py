@@ -76,7 +76,10 @@ def make_loss_constructor(
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """Loss defined by a function, averaged over all trained tokens or all completions."""
+    """Loss computed by `function`, averaged over trained tokens or completions.
+
+    The mean is over trained tokens if `per` is "token", and over completions if it is "completion".
+    """
 
     function: Callable[..., Any]
     name: str

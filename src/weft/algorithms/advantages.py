@@ -37,8 +37,9 @@ def compute_discounted_sums(
 ) -> Float[Vector, "T"]:
     """Return y_t = x_t + factor * y_{t+1} within each completion, [T].
 
-    x is `rows`, and y is 0 after the last row of a completion. The loop is over time steps; each
-    iteration handles all completions that are long enough in one vector operation.
+    x is `rows`, and y is 0 after the last row of a completion. The loop goes from the end of the
+    completions to their start. Each iteration computes one row of every completion that is long
+    enough, as a single vector operation.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -130,7 +131,7 @@ def compute_weighted_means(
 def compute_group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
     """Return the standard deviation of the rewards in each completion's group, [S].
 
-    For a group of K, the variance divides by K - 1, as in torch, TRL and verl.
+    In a group of K completions, the sum of squares is divided by K - 1, as in torch, TRL and verl.
     """
     mean, size = compute_group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))

@@ -65,7 +65,7 @@ Stat = Sum | Max | Min
 
 @runtime_checkable
 class RowBatch(Protocol):
-    """Micro-batch as losses read it, with one row per completion token.
+    """Interface of the micro-batch that is passed to a loss, with one row per completion token.
 
     `batch[key]` is [N] for a key with one value per row (`loss_mask`, `advantages`, `logprobs`,
     ...), [N, K] for a key with K values per row, and [S] for a key with one value per sequence
@@ -109,10 +109,10 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """Minibatch as `Loss.denominators` reads it.
+    """Interface of the minibatch that is passed to `Loss.denominators`.
 
-    `SequenceSample` implements this interface. The class itself is defined in a higher layer, which
-    this module cannot import.
+    `SequenceSample` implements it. This module cannot import that class, which belongs to a higher
+    layer.
     """
 
     @property
@@ -137,10 +137,10 @@ class Loss(Protocol):
 
     @property
     def by_row(self) -> bool:
-        """True if the gradient of each row is independent of the outputs of other rows.
+        """True if each row's gradient depends only on the network's outputs for that row.
 
-        The gradient with respect to a row's log-prob and entropy can then be computed as soon as
-        these are known.
+        In that case, the gradient with respect to a row's log-prob and entropy can be computed as
+        soon as these two outputs are known.
         """
         return False
 

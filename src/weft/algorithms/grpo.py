@@ -188,7 +188,9 @@ class GRPOLoss(Loss):
     def clip(self) -> RatioClip:
         """Range to which importance ratios are clipped.
 
-        Bounds that the user has not set have default values from `RANGES`.
+        Bounds that the user has not set come from `RANGES`, which has defaults for each loss type
+        and importance level. Except for CISPO, `eps_clip` bounds the ratio on both sides if
+        `eps_clip_high` is not set.
         """
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides

@@ -23,18 +23,19 @@ Vector = npt.NDArray[np.float64]
 def estimate_kl(
     logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
-    """Estimate KL(policy || reference) at each sampled token, in nats, from its two log-probs.
+    """Estimate KL(policy || reference) at each sampled token, in nats, from the token's log-probs.
 
-    Both arrays and the result have the same shape. With r = log policy - log reference of tokens
-    drawn from the policy (Schulman 2020, "Approximating KL divergence"):
+    `logprobs` are the token's log-probs under the policy, and `reference` those under the
+    reference. Both arrays and the result have the same shape. With r = `logprobs` - `reference` for
+    tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
 
         k1 = r                  unbiased, large variance, can be negative
         k2 = r^2 / 2            biased, small variance
         k3 = exp(-r) - 1 + r    unbiased, never negative
 
-    k3 is clipped at `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl: a token
-    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`
-    (`exp_ratio`). TRL clips neither.
+    k3 is clipped to at most `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl.
+    Without this bound, a token that is very unlikely under the reference could add up to e^20,
+    since `exp_ratio` clips -r to 20. TRL clips neither k3 nor r.
 
     As loss terms, the estimators behave differently: the gradient of k1 vanishes in expectation,
     and the gradient of k2 is that of the true KL. k3 is the term that DeepSeekMath (2024, eq. 4)
@@ -89,11 +90,12 @@ class FixedKLController:
 class AdaptiveKLController:
     """Weight of the KL penalty that keeps the KL near a target (Ziegler et al. 2019, section 2.2).
 
-        value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon
+        value *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1)
 
-    The KL is summed over whole sequences, as in the paper: a target of 6 means 6 nats per sequence,
-    not per token. The weight is updated once per batch. (Implementations that update it inside the
-    loss do so once per micro-batch.)
+    `kl` is summed over whole sequences, as in the paper: a `target` of 6 means 6 nats per sequence,
+    not per token. `num_sequences` is the number of sequences in the batch; with a larger `horizon`,
+    the weight changes more slowly. The weight is updated once per batch. (Implementations that
+    update it inside the loss do so once per micro-batch.)
     """
 
     value: float

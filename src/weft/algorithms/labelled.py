@@ -75,10 +75,12 @@ class LabelledLoss(Loss):
     are also logged under these names.
 
     In the names of the other metrics, "chosen" means desirable and "rejected" undesirable
-    completions. `rewards/{chosen,rejected}` are means of beta * score, `rewards/margins` is their
+    completions. The reward of a completion is beta times the sum of log pi - log ref over its
+    trained tokens. `rewards/{chosen,rejected}` are mean rewards, `rewards/margins` is their
     difference, and `logps/{chosen,rejected}` are means of the summed log-probs.
-    `rewards/accuracies` is the share of completions with a reward on the correct side of beta * z0
-    or delta. A reward that equals this threshold up to rounding (`is_above`) counts as incorrect.
+    `rewards/accuracies` is the share of completions whose reward is on the correct side of a
+    threshold: beta * z0 for KTO, and delta for BCO. A reward that equals the threshold up to
+    rounding (`is_above`) counts as incorrect.
     """
 
     loss_type: str = "kto"

@@ -63,10 +63,13 @@ def compute_sigmoid_loss(
 ) -> Float[Array, "P"]:
     """Return -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta), e = `smoothing`.
 
-    With e = 0, this is DPO (Rafailov et al. 2023, eq. 7); with e < 1/2, it is cDPO (Mitchell 2023)
-    for labels that are wrong with probability e. TRL 1.16 has no label smoothing in its `sigmoid`,
-    but its CPO trainer still has this form. With scores of the kind `mean`, this is TRL's
-    `sigmoid_norm`.
+    `delta` is the score of the better answer minus the score of the worse answer. With e = 0, this
+    is DPO (Rafailov et al. 2023, eq. 7). With 0 < e < 1/2, it is cDPO (Mitchell 2023), for labels
+    that are wrong with probability e.
+
+    TRL 1.16 has no label smoothing in its loss type `sigmoid`, but its CPO trainer uses this
+    formula. If each score is divided by the number of trained tokens of its answer, the loss is
+    TRL's `sigmoid_norm`.
     """
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
 
@@ -78,8 +81,8 @@ def compute_robust_loss(
 
         [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e)
 
-    This is eq. 12 of Chowdhury et al. 2024, an unbiased estimate of the loss on clean labels. It
-    can be negative.
+    `delta` is the score of the better answer minus the score of the worse answer. This is eq. 12 of
+    Chowdhury et al. 2024, an unbiased estimate of the loss on clean labels. It can be negative.
     """
     unflipped = log_sigmoid(beta * delta)
     flipped = log_sigmoid(-beta * delta)
@@ -87,7 +90,10 @@ def compute_robust_loss(
 
 
 def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """Return max(0, 1 - beta delta), the form of SLiC in Liu et al. 2023 (RSO), table 1."""
+    """Return max(0, 1 - beta delta), the form of SLiC in Liu et al. 2023 (RSO), table 1.
+
+    `delta` is the score of the better answer minus the score of the worse answer.
+    """
     xp = array_api_compat.array_namespace(delta)
     return xp.clip(1.0 - beta * delta, 0.0, None)
 
@@ -95,8 +101,9 @@ def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P
 def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
-    Scores are means over tokens, not sums as the equation suggests: the authors confirmed to TRL
-    that their own experiments used means. With sums, the target gap would depend on the length.
+    `delta` is the score of the better answer minus the score of the worse answer. Scores are means
+    over tokens, not sums as the equation suggests: the authors confirmed to TRL that their own
+    experiments used means. With sums, the target gap would depend on the length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
@@ -144,7 +151,8 @@ def compute_exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) ->
 
     The distributions are q = (sigmoid(beta delta), sigmoid(-beta delta)) and p = (1 - e, e), with e
     = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model
-    Alignment", arXiv 2402.00856, eq. 16).
+    Alignment", arXiv 2402.00856, eq. 16). `delta` is the score of the better answer minus the score
+    of the worse answer.
     """
     xp = array_api_compat.array_namespace(delta)
     log_q = log_sigmoid(beta * delta)
@@ -161,7 +169,8 @@ def compute_nca_loss(
 
         -log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse)
 
-    The source is Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11.
+    `better` and `worse` are the scores of the two answers. The source is Chen et al. 2024, "Noise
+    Contrastive Alignment", arXiv 2402.05369, eq. 11.
     """
     return -log_sigmoid(beta * better) - 0.5 * (
         log_sigmoid(-beta * better) + log_sigmoid(-beta * worse)
@@ -173,8 +182,9 @@ def compute_sppo_loss(
 ) -> Float[Array, "P"]:
     """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2 for each pair, [P].
 
-    The source is Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7,
-    with win probabilities P = 1 and 0 (the better answer wins for certain); beta is 1 / eta.
+    `better` and `worse` are the scores of the two answers. The source is Wu et al. 2024, "Self-Play
+    Preference Optimization", arXiv 2405.00675, eq. 4.7, with the win probabilities P = 1 for the
+    better answer and P = 0 for the worse answer; beta is 1 / eta.
     """
     xp = array_api_compat.array_namespace(better)
     return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
@@ -185,8 +195,9 @@ def compute_bco_pair_loss(
 ) -> Float[Array, "P"]:
     """Return -log sigmoid(beta better) - log sigmoid(-beta worse).
 
-    This is BCO on pairs without its reward shift, as in TRL (Jung et al. 2024, "Binary Classifier
-    Optimization", arXiv 2404.04656); the loss type `bco` has the shift.
+    `better` and `worse` are the scores of the two answers. This is BCO on pairs without its reward
+    shift, as in TRL (Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656); the
+    loss type `bco` has the shift.
     """
     return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
 
@@ -196,9 +207,10 @@ def compute_apo_zero_loss(
 ) -> Float[Array, "P"]:
     """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    This raises the likelihood of the better answer and lowers the likelihood of the worse answer.
-    It suits data whose better answers are better than the model's own (D'Oosterlinck et al. 2024,
-    "Anchored Preference Optimization", arXiv 2408.06266, eq. 7).
+    `better` and `worse` are the scores of the two answers. The loss raises the likelihood of the
+    better answer and lowers the likelihood of the worse answer. It suits data whose better answers
+    are better than the model's own (D'Oosterlinck et al. 2024, "Anchored Preference Optimization",
+    arXiv 2408.06266, eq. 7).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
@@ -209,8 +221,9 @@ def compute_apo_down_loss(
 ) -> Float[Array, "P"]:
     """Return sigmoid(beta better) + 1 - sigmoid(beta (better - worse)).
 
-    This lowers the likelihood of both answers, and that of the worse answer more. It suits data
-    whose answers are worse than the model's own (D'Oosterlinck et al. 2024, eq. 8).
+    `better` and `worse` are the scores of the two answers. The loss lowers the likelihood of both
+    answers, but more so for the worse answer. It suits data whose answers are worse than the
+    model's own (D'Oosterlinck et al. 2024, eq. 8).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))
@@ -219,9 +232,10 @@ def compute_apo_down_loss(
 def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
     """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta).
 
-    The weight is m = sigmoid(beta delta / tau). The source is Lu et al. 2024, "Discovering
-    Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The exponent is clipped to
-    `EXPONENT_BOUND`, where m is close to 0.
+    `delta` is the score of the better answer minus the score of the worse answer. The weight is m =
+    sigmoid(beta delta / tau). The source is Lu et al. 2024, "Discovering Preference Optimization
+    Algorithms", arXiv 2406.08414, eq. 5. The exponent is clipped to at most `EXPONENT_BOUND`; this
+    has little effect, because m is close to 0 for large exponents.
     """
     xp = array_api_compat.array_namespace(delta)
     mixed = xp.exp(log_sigmoid(beta * delta / tau))
@@ -255,7 +269,9 @@ def _build_delta_kind(
 ) -> PreferenceLossKind:
     """Return the `PreferenceLossKind` of a loss that depends only on `delta` = better - worse.
 
-    Such a loss can be combined with every f-divergence.
+    `loss` takes delta and the values of the options. `options` are the names of the options that it
+    reads besides beta, and `score` is the kind of score that it compares, one of `SCORES`. Such a
+    loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True

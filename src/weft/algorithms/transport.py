@@ -50,10 +50,10 @@ class TransportLoss(Loss):
                        the log-ratio for a worse completion
 
     The host function `optimal_transport` sorts the values of the whole batch and matches each a
-    with the b of the same rank. It stores the matches as the key `partner`. For `aot`, the better
-    completion of a pair has the matching b. For `aot_unpaired`, a better completion has the
-    matching b, and a worse completion has the matching a. Every completion of `aot_unpaired` thus
-    gets a gradient, while its partner is a constant.
+    with the b of the same rank. The key `partner` contains the matching values, which are constants
+    without a gradient. For `aot`, the matching b of a pair is stored at the better completion. For
+    `aot_unpaired`, the partner of a better completion is the matching b, and the partner of a worse
+    completion is the matching a, so that every completion gets a gradient.
 
     The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`.
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
@@ -103,9 +103,9 @@ class TransportLoss(Loss):
     ) -> Float[Array, "P"]:
         """Return the mean of two losses, but with the gradient of their sum.
 
-        `one` and `other` are the losses of the better and of the worse completions. Both count
-        every comparison, so their values are averaged. Their gradients are added, because each loss
-        has a gradient only for the completions on its own side.
+        `one` is the loss of the better completions, and `other` that of the worse completions. Each
+        of the two covers all comparisons, so their values are averaged. Their gradients are added,
+        because each loss has a gradient only for the completions on its own side.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

@@ -244,8 +244,8 @@ class ParameterReader:
     def to_stored_name(self, hf: str) -> str:
         """Return the name of the Hugging Face parameter `hf` in the weight files.
 
-        The two names differ if the checkpoint was saved without a head. The names in its files then
-        lack the family's prefix, such as `model.`.
+        The two names differ if the checkpoint was saved without a head: the names in the weight
+        files then lack the family's prefix, such as `model.`.
         """
         return hf.removeprefix(self.family.prefix) if self._lacks_prefix else hf
 
@@ -347,8 +347,8 @@ def load(
 ) -> Transformer:
     """Load the network from a model directory or hub name, in `dtype`.
 
-    A value or score head that the checkpoint lacks is initialized as by `init_random` with `seed`.
-    `pooling` defaults to the setting in config.json, or to the last token.
+    If the checkpoint lacks a value or score head, `initialize_parameter` initializes the head,
+    using `seed`. `pooling` defaults to the setting in config.json, or to the last token.
     """
     reader = ParameterReader(path, head, type)
     network = Transformer.build_empty(
@@ -396,8 +396,8 @@ def initialize_parameter(
     that write into the residual stream (o, down), it is divided by sqrt(2 layers) (Radford et al.
     2019, section 2.3). Norms start as the identity, and biases at 0. A score head is normal with
     standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores have
-    about unit variance. A value head starts at 0, so that the first advantages of a new critic are
-    the returns without noise.
+    about unit variance. A value head starts at 0, so that an untrained critic adds no noise to the
+    first advantages.
     """
     with torch.no_grad():
         parameter.copy_(compute_initial_values(name, tuple(parameter.shape), config, head, seed))
@@ -452,10 +452,10 @@ def save(
 ) -> None:
     """Write a model directory that `transformers` can load: weights and configuration files.
 
-    `parameters` have canonical names; they are written in `dtype`, or unchanged if it is None. In
-    an existing generation_config.json, only the special tokens are updated. Each file has a
-    temporary name until it is complete, and config.json is written last, so a directory with a
-    config.json is complete. Raises `RunError` if writing fails.
+    `parameters` have canonical names (weft's own); they are written in `dtype`, or unchanged if it
+    is None. In an existing generation_config.json, only the special tokens are updated. Each file
+    has a temporary name until it is complete, and config.json is written last, so a directory with
+    a config.json is complete. Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -490,7 +490,10 @@ def save_config(
     dtype: torch.dtype,
     pooling: Pooling = "last",
 ) -> None:
-    """Write config.json and generation_config.json as `save` does, without weights."""
+    """Write config.json and generation_config.json, but no weights.
+
+    The two files are the same as those that `save` writes.
+    """
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
     )

@@ -78,8 +78,8 @@ def read_shipped_configs() -> dict[str, dict[str, Any]]:
 def find_shipped_config(path: str) -> dict[str, Any] | None:
     """Return the built-in config.json values of a recipe's model, or None for other models.
 
-    The values are used to plan a run before the model is downloaded. The result is also None if the
-    model's own config.json is on this machine.
+    The values are used to plan a run before the model is downloaded. If the model's own config.json
+    is on this machine, the built-in values are not needed, and the result is None.
     """
     if path not in read_shipped_configs() or Path(path).exists():
         return None
@@ -127,7 +127,7 @@ def choose_backend(values: Mapping[str, Any]) -> str:
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
     """Return a one-line warning for a model type that weft has no family for.
 
-    It describes the disadvantages of the backend that runs such a model.
+    The warning names the backend that runs such a model, and its disadvantages.
     """
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "

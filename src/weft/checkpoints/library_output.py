@@ -17,8 +17,8 @@ LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 def hide_library_output() -> Iterator[None]:
     """Hide progress bars, warnings of future changes, and log records below the level ERROR.
 
-    Model classes of `transformers` should also be imported in this context, because the import also
-    loads torchao, whose log records are hidden too.
+    Import model classes of `transformers` in this context too: the import loads torchao, which
+    writes log records.
     """
     from transformers.utils import logging as bars
 

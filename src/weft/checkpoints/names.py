@@ -271,10 +271,10 @@ def _choose_newest(
 
 
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the checkpoint `began`, with which the resumed run began.
+    """Return the location of `began`, the checkpoint that the resumed run started from.
 
-    `more` is appended to the note for the user. Raises `CheckpointError` if the checkpoint has been
-    removed.
+    The result includes a note for the user, to which `more` is appended. Raises `CheckpointError`
+    if the checkpoint has been removed.
     """
     if not began.is_dir():
         raise CheckpointError(
@@ -381,7 +381,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _list_runs(fileroot: str) -> Iterator[Path]:
-    """Iterate over the runs that have checkpoints, up to `MAX_RUNS` of them."""
+    """Yield runs that have checkpoints. At most `MAX_RUNS` runs are listed, to limit the time."""
     root = Path(fileroot).expanduser()
     if not root.is_dir():
         return

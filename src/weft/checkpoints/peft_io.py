@@ -136,9 +136,8 @@ def _find_modules_to_save(
     head and, if `embeddings` is True, the embedding and the output matrix. An embedding that is
     also the output matrix is saved under both names.
 
-    The output matrix is saved under a further name, `lm_head`. PEFT looks for the name of the
-    module, which is `lm_head` for every family in transformers 5, even if checkpoints use another
-    name.
+    The output matrix is also saved as `lm_head`, because PEFT looks for the name of the module. In
+    transformers 5, this name is `lm_head` for every family, even if checkpoints use another name.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -165,11 +164,11 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """Return the matrix B of a fused adapter, assembled from the B matrices of the single layers.
+    """Return the B matrix of a fused adapter, such as that of one matrix for q, k and v.
 
-    `parts` are the B matrices of the layers that `keys` describe. Each is copied to the rows that
-    its layer has in the checkpoint's fused weight, and to columns that no other layer uses. All
-    other elements are 0.
+    `parts` are the B matrices of the separate layers, which `keys` describe. Each part is copied to
+    the rows that its layer has in the checkpoint's fused weight, and to columns that no other layer
+    uses. All other elements are 0.
     """
     first = keys[0].fused
     assert first is not None
@@ -311,7 +310,7 @@ def load_adapted(
     The vocabulary is resized to that of the saved embedding. A base model may use one matrix as
     embedding and as output matrix. If the adapter's files contain only one of the two, or if the
     values of the two differ, the network gets two separate matrices. With `exact`, the adapters
-    keep the dtype of their file.
+    keep the dtype of their file; otherwise they are converted to `dtype`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -493,7 +492,8 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
 def _compute_scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023).
 
-    A matching `alpha_pattern` in the settings determines alpha for the module.
+    Alpha is the setting `lora_alpha`, unless an entry of `alpha_pattern` matches the name of the
+    module. `rank` is r.
     """
     alpha = settings["lora_alpha"]
     for pattern, value in (settings.get("alpha_pattern") or {}).items():

@@ -28,9 +28,9 @@ HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in t
 
 
 class PrefixReader:
-    """Reader of a trained prefix, and of the score head that is saved with it, if any.
+    """Reader of a trained prefix and, if there is one, of the score head saved with it.
 
-    Parameters have canonical names (weft's own).
+    Parameters are read by their canonical names, which are weft's own.
     """
 
     def __init__(

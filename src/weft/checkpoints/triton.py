@@ -47,10 +47,12 @@ def write(
 ) -> Path:
     """Write a Triton model repository to `output`, and return the model's folder in it.
 
-    If `padding` is given, a reward model reads the score at the last token whose id is not
-    `padding`. Raises `UserError` if the model is not of the kind `mode` ("rm" for a reward model,
-    "sft" for a language model), has layers with windowed attention, or cannot be traced to
-    TorchScript with equal outputs.
+    `mode` is "rm" for a reward model and "sft" for a language model. If `padding` is given, a
+    reward model reads the score at the last token whose id is not `padding`.
+
+    Raises `UserError` if the model does not fit `mode`, if some of its layers use windowed
+    attention, if it cannot be traced to TorchScript, or if the traced model gives different
+    outputs.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -100,11 +102,12 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Wrapper that gives a reward model the inputs and outputs of the Triton model.
+    """Reward model with the inputs and outputs that the exported Triton model has.
 
-    It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is read at the
-    last token before padding or, if `mean` is True, from the mean over tokens. If `padding` is
-    given, trailing tokens with this id are treated as padding, too.
+    It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is computed
+    from the hidden state of the last token before padding or, if `mean` is True, from the mean of
+    the hidden states. If `padding` is given, it is the id of a token that, at the end of a row,
+    also counts as padding when the last token is chosen.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
@@ -134,7 +137,7 @@ class TracedRewardModel(nn.Module):
 
 
 class TracedLogProbs(nn.Module):
-    """Wrapper that gives a language model the inputs and outputs of the Triton model.
+    """Language model with the inputs and outputs that the exported Triton model has.
 
     It maps token ids and an attention mask, both [B, T], to log-probs [B, T] of the tokens and
     logits [B, T, V]. The log-prob is 0 for the first token of a row and for padding.

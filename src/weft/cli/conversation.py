@@ -240,8 +240,8 @@ class Conversation:
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        Turns are left out until the context has room for an answer of the maximum length. If this
-        length is more than a quarter of the context, room for a quarter is enough.
+        The conversation is too long if the model's context has no room for it and an answer of the
+        maximum length. At most a quarter of the context is kept free for the answer.
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)

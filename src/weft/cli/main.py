@@ -86,9 +86,9 @@ WORKER_THREAD = "weft-worker"  # thread that executes a run's model function cal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    If `argv` is None, the arguments of the process are used. The function may then end the process
-    instead of returning: if a supervisor has started the process, or if the run has failed while a
-    thread is still executing a model call.
+    If `argv` is None, the arguments of the process are used. In that case, the function ends the
+    process instead of returning if a supervisor has started the process, or if the run has failed
+    while a thread is still executing a model call.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):

@@ -161,7 +161,7 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
     """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
     `words` are the arguments of `weft quickstart`. With `as_json`, the output is JSON. Raises
-    `ConfigError` if nothing is left to search, as with a single device.
+    `ConfigError` if there is nothing to search, for example with a single device.
     """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment

@@ -214,8 +214,8 @@ def is_reporting() -> bool:
 def print_start(experiment: Experiment, *, several: bool) -> None:
     """Print that the run is starting.
 
-    This comes before torch is imported, which takes seconds. `several` is True if Ray starts the
-    processes of the run.
+    The message is printed before torch is imported, because the import takes seconds. `several` is
+    True if Ray starts the processes of the run.
     """
     from weft.observe.progress import make_view
 

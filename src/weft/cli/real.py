@@ -60,10 +60,10 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _ReaLTranslation:
-    """State of translating one command line from ReaL's option names to weft's.
+    """Translator of a command line from ReaL's option names to weft's.
 
-    `layouts` collects the parallel degrees that are set for each model call, from which the call's
-    layout is built.
+    `layouts` maps each model call to the parallel degrees that the command line sets for it. The
+    call's layout is built from these degrees.
     """
 
     config: RunConfig

@@ -98,8 +98,8 @@ def _is_run(name: str) -> bool:
 def _is_own(name: str, config: RunConfig) -> bool:
     """Return whether an option is specific to its algorithm.
 
-    The options of runs, roles, data, sampling and calls are not, because all algorithms share them.
-    The reference lists the shared options in separate tables.
+    All other options belong to runs, roles, data, sampling or calls, and are shared by all
+    algorithms. The reference lists the shared options in separate tables.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
@@ -126,7 +126,7 @@ def _list_calls(config: Any) -> list[str]:
 def _describe_differing_defaults(configs: dict[str, Any]) -> str:
     """Return a sentence on the roles whose default options differ from those of `ModelSpec`.
 
-    The sentence is empty if there are none.
+    The sentence is empty if there are no such roles.
     """
     usual = {leaf.name: leaf.default for leaf in iterate_options(ModelSpec())}
     names_by_default: dict[str, list[str]] = {}

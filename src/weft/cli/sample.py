@@ -229,8 +229,8 @@ def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
     """Return a path in `folder` for the report of the model `name`.
 
-    A number is added to the file name if the path is in `taken`, the paths of the other models'
-    reports.
+    `taken` has the paths of the other models' reports. If the path is one of these, a number is
+    added to the file name.
     """
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
@@ -243,7 +243,8 @@ def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, An
 def score_reports(given: argparse.Namespace) -> None:
     """Score every answer in the reports with a reward model.
 
-    The scores are written into the reports, and the mean of each model and setting is printed.
+    The scores are written into the reports. The mean score is printed for each model and each
+    sampling setting.
     """
     from weft.evaluation import rewards, sampling_report
 

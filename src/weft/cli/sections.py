@@ -72,7 +72,8 @@ class SectionFile:
 class SectionLibrary:
     """All available config sections, in the order in which they are searched by name.
 
-    These are the sections in `./configs`, those in given folders, and the built-in ones.
+    The sections in `./configs` come first, then those in the folders of `--config-dir`, then the
+    built-in ones.
     """
 
     # (folder, contents of a file), in search order

@@ -66,7 +66,8 @@ class SectionStack:
     Attributes:
         names: Names of the merged sections.
         overrides: Assignments to weft's options.
-        origins: For each option, the key that sets it, and the value with the place of the key.
+        origins: Origin of each option's value: the key that sets the option, as the user wrote it,
+            and the key's value with the place where it is set.
         notes: Notes for the user.
         deepspeed: Default file of the flag `--deepspeed`, or None.
     """

@@ -216,8 +216,8 @@ def _with_copies(
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
     If there is only one named source, `data_path` can be the copy itself. Otherwise, `data_path` is
-    a folder with one copy per dataset. Datasets in `placed` keep their paths, because the user has
-    set these individually. Raises `ConfigError` if the folder has no copies.
+    a folder with one copy per dataset. The datasets named in `placed` keep the paths that the user
+    has set for them. Raises `ConfigError` if the folder has no copies.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()

@@ -72,7 +72,7 @@ def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
     """Return a function that removes null keys from structs, for values of the Arrow type `kind`.
 
     Arrow adds such keys to give all structs the same keys. Returns None if the type contains
-    neither structs nor maps, so that values can be used as they are.
+    neither structs nor maps, because its values then need no change.
     """
     import pyarrow
     from pyarrow import types

@@ -82,9 +82,8 @@ Packed = tuple[TokenTable, list[Problem]]
 class SingleSampleEncoder(Protocol):
     """Row encoder that makes one sample, with at most one completion, from each row.
 
-    Only a row with a message tree can make several samples. The first token of a completion is
-    always trained, so truncation never leaves a sample without trained tokens (it would be
-    dropped).
+    Only a row with a message tree can make several. The first token of a completion must be
+    trained: truncation keeps that token, so it never leaves a sample without trained tokens.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -235,7 +234,11 @@ def _compute_top_level_kind(value: Any) -> Any:
 
 
 def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
-    """Return whether a row may have more than `most` tokens, or is invalid (to report it early)."""
+    """Return whether a row may have more than `most` tokens.
+
+    Also returns True for an invalid row, so that it is tokenized before training and reported
+    early.
+    """
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.bound_tokens(text)

@@ -256,13 +256,17 @@ class MapLoader:
         return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the `NUM_LARGE_BATCHES` batches with the most tokens, and as many others.
+        """Return the batches with the most tokens, followed by batches spread evenly over the
+        epoch.
 
-        The others are spread evenly over the epoch. They are included because the completions of a
-        row share the memory of their prompt, so a batch with fewer tokens but shorter prompts can
-        need more memory than the largest one. If some rows are not tokenized yet, fewer batches are
-        returned, and their token counts are estimated from bytes. If a source is not tokenized by
-        weft, its lengths are unknown, and only the first batch is returned.
+        There are up to `NUM_LARGE_BATCHES` of each sort. The evenly spread batches are included
+        because the largest batch does not always need the most memory. For example, the completions
+        of a row share the memory of their prompt, so a smaller batch with shorter prompts can need
+        more.
+
+        If some rows are not tokenized yet, fewer batches are returned, and their token counts are
+        estimated from bytes. If a source is not tokenized by weft, its lengths are unknown, and
+        only the first batch is returned.
         """
         (source, index), bounds = self._plan_epoch(0)
         if not all(isinstance(part.dataset, TokenizedDataset) for part in self._parts):

@@ -137,8 +137,9 @@ def mask_spans(
     """Tokenize a text and return (ids, mask); the mask is True on tokens that overlap a span.
 
     `offsets` returns ids with the character range of each one, or None if the tokenizer cannot
-    provide ranges. In that case, the text before each span boundary is tokenized separately. The
-    boundary is at the first token in which the result differs from the ids of the whole text.
+    provide ranges. Without ranges, the text before each span boundary is tokenized separately, and
+    its ids are compared with those of the whole text. The boundary is placed at the first token
+    that differs.
     """
     encoding = offsets(text)
     if encoding is None:
@@ -158,7 +159,7 @@ def mask_spans(
 def insert_eos(
     ids: list[int], mask: list[bool], eos: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[int], list[bool]]:
-    """Put EOS after the last trained token, replacing any white space that follows, and train EOS.
+    """Put a trained EOS after the last trained token, in place of any white space that follows.
 
     Returns (ids, mask). Both are unchanged if other text follows, if the last trained token is EOS,
     or if no token is trained.

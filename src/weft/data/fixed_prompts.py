@@ -23,8 +23,8 @@ TEXT = (".txt", ".text")
 def read_prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) for each prompt in a file.
 
-    The file is JSON, JSONL(.gz) or Parquet, has a JSON string on each line, or is a .txt file with
-    a prompt on each line.
+    The file is JSON, JSONL(.gz) or Parquet. A JSON row can be a single string, which is the prompt.
+    In a .txt file, each line is a prompt.
     """
     if path.endswith(TEXT):
         yield from _read_texts(path)

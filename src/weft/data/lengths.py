@@ -75,8 +75,8 @@ def fit_to_limits(
     """Truncate or drop a sample that exceeds its length limits, depending on `overlong`.
 
     Returns (sample, actions). `actions` contains "prompt" if the prompt was truncated, and "answer"
-    if a completion was. For a sample that is dropped, the result is (None, {"dropped"}). Raises
-    `RowTooLong` if `overlong` is "error".
+    if a completion was truncated. For a sample that is dropped, the result is (None, {"dropped"}).
+    Raises `RowTooLong` if `overlong` is "error".
 
     When truncating, the prompt is cut to `max_prompt_len`. If the prompt and the longest completion
     together exceed `max_seqlen`, the ends of the completions are cut. If the prompt leaves no room

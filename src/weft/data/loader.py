@@ -267,7 +267,7 @@ class SourceReader:
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def describe_limits(self, count: SourceCount) -> str:
-        """Return the options that limit the length of the rows in `count` as text, for messages."""
+        """Format the options that limit the length of the rows in `count`, for messages."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
@@ -316,7 +316,8 @@ class SourceReader:
     def read_source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples.
 
-        If there are `several` sources, sample ids begin with the name of their source.
+        `several` is True if the run has several sources. Sample ids then begin with the name of
+        their source.
         """
         # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
@@ -362,8 +363,9 @@ class SourceReader:
     ) -> tuple[SourceSubset, SourceSubset | None]:
         """Divide the samples of a source and return (training samples, held-out samples).
 
-        If validation has a different length limit, all rows are read a second time with that limit.
-        A row is never used for both purposes, even if the two limits drop different rows.
+        `share` is the fraction of the samples to hold out for validation. If validation has a
+        different length limit, all rows are read a second time with that limit. A row is never used
+        for both purposes, even if the two limits drop different rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.validation_reader.spec.limit != self.spec.limit
@@ -398,8 +400,9 @@ class SourceReader:
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor is called with the user's arguments, and with the weft options that its
-        parameters name. Raises `ConfigError` if arguments or options do not fit the dataset type.
+        The constructor is called with the user's arguments. It also gets those options of weft,
+        such as `max_seqlen`, for which it has a parameter. Raises `ConfigError` if arguments or
+        options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)

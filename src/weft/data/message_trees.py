@@ -256,7 +256,7 @@ def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
 
 
 def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
-    """Return the replies to a message that `wanted` accepts. With `all`, `top_k` is ignored."""
+    """Return a message's replies, without those that `wanted` rejects. `all` ignores `top_k`."""
     replies = []
     for reply in node.get("replies") or ():
         if wanted.accepts_message(reply):

@@ -234,7 +234,7 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Record the keys of `message` that are not in `read` as unread, if they have a value.
+    """Record as unread the keys of `message` that have a value but are not in `read`.
 
     The keys are added, with the prefix `where`, to the set that `track_unread_keys` yields. Nothing
     is recorded if no such context is active.

@@ -108,10 +108,10 @@ def compute_epoch_order(
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
     """Return a mask of the samples to hold out for validation, given the key of each sample.
 
-    About `share` of the distinct keys is held out: at least one, but never all. Nothing is held out
-    if `share` is 0 or there are fewer than two distinct keys. The choice depends only on hashes of
-    the keys, so it is the same in every run. Samples with the same key (such as those of one tree)
-    stay together.
+    `share` is the fraction of the distinct keys to hold out. At least one key is held out, but
+    never all. Nothing is held out if `share` is 0 or there are fewer than two distinct keys. The
+    choice depends only on hashes of the keys, so it is the same in every run. Samples with the same
+    key (such as those of one tree) stay together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()

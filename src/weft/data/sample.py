@@ -461,9 +461,9 @@ def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSam
 
 
 def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") -> SequenceSample:
-    """Return a sample with new ids, to which `new` assigns the sequences.
+    """Return the sample with its sequences regrouped under new ids, as described by `new`.
 
-    Each new id inherits the metadata of an old one, except for the metadata named `drop`.
+    Each new id inherits the metadata of an old id, except for the metadata named `drop`.
     """
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}

@@ -262,7 +262,8 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def find_named_problem(value: Any) -> str | None:
-    """Return the problem with a value of `dataset.named` in words, or None if it is valid."""
+    """Return a description of the problem with a value of `dataset.named`, or None if it is valid.
+    """
     try:
         parse_named(value)
     except ConfigError as error:
@@ -271,7 +272,7 @@ def find_named_problem(value: Any) -> str | None:
 
 
 def find_columns_problem(value: Any) -> str | None:
-    """Return the problem with a mapping of columns in words, or None if it is valid."""
+    """Return a description of the problem with a mapping of columns, or None if it is valid."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
     ):
@@ -280,7 +281,9 @@ def find_columns_problem(value: Any) -> str | None:
 
 
 def find_sources_problem(value: Any) -> str | None:
-    """Return the problem with a value of `dataset.sources` in words, or None if it is valid."""
+    """Return a description of the problem with a value of `dataset.sources`, or None if it is
+    valid.
+    """
     try:
         parse_sources(value)
     except ConfigError as error:

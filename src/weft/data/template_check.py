@@ -114,8 +114,9 @@ def _evaluate_constant(node: nodes.Expr) -> Any:
 class TimeLimitThread:
     """Thread that interrupts other threads when they exceed their time limits.
 
-    One thread serves all renderings, since starting a timer for each conversation would take longer
-    than rendering it with most templates. The thread ends after it has been idle for a while.
+    The same thread monitors all renderings of chat templates. Starting a timer for each rendering
+    would usually take longer than the rendering itself. The thread ends after it has been idle for
+    a while.
     """
 
     def __init__(self) -> None:

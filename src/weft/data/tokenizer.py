@@ -44,8 +44,8 @@ class Tokenizer:
         option: prefix of this tokenizer's options, for messages
         additions: system texts that are added to conversations for training
         draw: random generator for `additions` and bad replies; without it, nothing is random
-        most_tokens: if a text certainly has more tokens, `encode` raises `RowTooLong` at once; None
-            means no limit
+        most_tokens: maximum number of tokens of a text, or None; `encode` raises `RowTooLong` for a
+            text whose length in characters shows that it has more tokens
     """
 
     hf: PreTrainedTokenizerBase
@@ -482,7 +482,7 @@ class StreamDecoder:
         self._num_returned = 0  # number of tokens whose text was returned
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Add token ids and return the text that is now complete."""
+        """Add token ids and return the new text, up to the last complete character."""
         given = ""
         for id in ids:
             self._ids.append(id)

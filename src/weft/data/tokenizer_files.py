@@ -112,9 +112,9 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Read the tokenizer at `path`, which is a file, a directory or a hub name.
 
-    `own` states that `path` is the path of the model, because no tokenizer option is set; it only
-    affects messages. Raises `UserError`, naming the option that set the path, if no tokenizer can
-    be read.
+    `own` is True if no tokenizer option is set and `path` is therefore the path of the model; it
+    only affects messages. Raises `UserError`, naming the option that set the path, if no tokenizer
+    can be read.
     """
     # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
@@ -194,7 +194,8 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 def _describe_path(path: str, option: str, *, own: bool) -> str:
     """Format the option that set the tokenizer path, as `OPTION=PATH`, for error messages.
 
-    With `own`, the model's path option is named. If `option` is `COMMAND`, only PATH is returned.
+    `own` is True if the path was set as the model's path, whose option is then named. For commands
+    such as `weft chat`, `option` is `COMMAND`, and only PATH is returned.
     """
     if option == COMMAND:
         return path
@@ -207,7 +208,7 @@ def _describe_path(path: str, option: str, *, own: bool) -> str:
 def _check_tokenizer(hf: Hf) -> Hf:
     """Check a tokenizer's vocabulary, chat template and output for a test text, and return it.
 
-    Raises `ValueError` with the problem.
+    Raises `ValueError` with a description of the problem if a check fails.
     """
     hf("a", verbose=False)
     vocab = hf.get_vocab()
@@ -360,9 +361,9 @@ def encode_text(
 ) -> Mapping[str, Any]:
     """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` if the text cannot be encoded. Raises `RowTooLong` if the text certainly has
-    more than `most` tokens. Such a text is not encoded, since some tokenizers need time that is
-    quadratic in its length.
+    Raises `DataError` if the text cannot be encoded. Raises `RowTooLong`, without encoding the
+    text, if its number of characters proves that it has more than `most` tokens. This saves time,
+    since some tokenizers need time that is quadratic in the length of the text.
     """
     if most is not None and len(text) > MAX_UNCHECKED_CHARACTERS:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)

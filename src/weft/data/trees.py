@@ -14,7 +14,7 @@ Node = Mapping[str, Any]
 
 
 def iterate_threads(row: Row) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each leaf, ending with an assistant's message.
+    """Iterate over the paths from the root to each leaf, cut to end with an assistant's message.
 
     If the last message of a path is a prompter's (a human user's), it is removed. Paths that become
     equal in this way are yielded only once.
@@ -85,7 +85,7 @@ def _iterate_paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
 
 
 def _filter_replies(node: Node) -> list[Node]:
-    """Return the replies to a message that are neither deleted nor synthetic."""
+    """Return a message's replies, without the deleted and the synthetic ones."""
     result: list[Node] = []
     for reply in node.get("replies") or ():
         if _is_wanted(reply):

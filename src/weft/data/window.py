@@ -13,7 +13,7 @@ from weft.data.prefix import count_common_prefix
 
 @dataclass(frozen=True)
 class RandomWindow:
-    """Random cropping of sequences that are too long.
+    """Cropper that cuts sequences that are too long to a random window.
 
     Attributes:
         size: number of tokens to keep

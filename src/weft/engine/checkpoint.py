@@ -44,10 +44,11 @@ def write_tensors(
 
 
 class SavedTensors:
-    """Tensors in a file `{stem}.safetensors`, or in one file `{stem}-{rank}.safetensors` per rank.
+    """Reader of tensors that were saved by one process, or in slices by several ranks.
 
-    `names` are the names of all tensors. Raises `CheckpointError` for files that are missing or
-    truncated.
+    One process writes the file `{stem}.safetensors`; several ranks write one file
+    `{stem}-{rank}.safetensors` each. `names` are the names of all tensors. Raises `CheckpointError`
+    for files that are missing or truncated.
     """
 
     def __init__(self, directory: Path, stem: str) -> None:

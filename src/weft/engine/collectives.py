@@ -134,7 +134,10 @@ class Collectives(Protocol):
         ...
 
     def name_file(self, stem: str) -> str:
-        """Return the name of this rank's file for the tensors called `stem`, such as "optimizer"."""
+        """Return the name of this rank's file for a group of tensors.
+
+        `stem` is the name of the group, such as "optimizer"; the file's name begins with it.
+        """
         ...
 
 

@@ -175,8 +175,9 @@ def keep_sums_wide(device: torch.device) -> None:
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
     """Select the flash attention version `version`, the value of the option `flash_attention`.
 
-    Returns at most one note for the user, which names the selected version if the device is a
-    Hopper GPU. Raises `ConfigError` if the version is not available.
+    For "auto" and "fa3" on a Hopper GPU, returns one note for the user, which names the selected
+    version. In all other cases, returns no notes. Raises `ConfigError` if the version is not
+    available.
     """
     try:
         note = flash.choose(device, version)

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Sizes from which the number of operations per token of a network is computed.
+    """Sizes that determine how many operations a network needs per token.
 
     Attributes:
-        products: Number of parameters that a token is multiplied by. It includes the experts that
-            the token is routed to, but not the embedding, which is a look-up.
+        products: Number of matrix elements that multiply the states of a token. The experts to
+            which the token is routed are included; the embedding is not, because it is only looked
+            up.
         attention: Number of layers x number of heads x head size.
         backward: Cost of a backward pass relative to a forward pass: 2, or 1 if most weights are
             frozen and need no gradient.
@@ -67,7 +68,7 @@ class TokenCost:
 class BestMatmulRate:
     """Highest matmul rate known for a device, in operations per second.
 
-    This is the measured rate or, if that is higher, the rate of the fastest training step so far.
+    This is the measured rate, or the rate of the fastest training step so far if that is higher.
     """
 
     def __init__(self, measure: Callable[[], float]) -> None:

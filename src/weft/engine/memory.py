@@ -43,8 +43,8 @@ class NetworkShape:
         gated: Whether the MLP has a gate.
         tied: Whether the embedding is also the output matrix.
         adapters: Number of elements per token that a layer's adapters keep for the backward pass.
-        fused: Whether the MLP recomputes the activation, and the product of the activation with the
-            gated part, instead of keeping them.
+        fused: Whether the MLP recomputes activation(gate) and activation(gate) * up in the backward
+            pass instead of keeping them.
         capped: Whether logits have a soft cap.
         row_ranks: Number of ranks that divide the tokens of the residual stream (sequence
             parallelism); 1 if every rank has all tokens.
@@ -94,10 +94,12 @@ class NetworkShape:
         """Return the number of elements per token that a layer keeps for its backward pass.
 
         These are the hidden states before attention and before the MLP, the outputs of both norms,
-        q, k, v, the output of attention, the outputs of the MLP's first matrices and, if the MLP
-        isn't fused, as many again for the activation and the product. If ranks divide the tokens of
-        the residual stream, the outputs of the norms still have all tokens, because attention and
-        MLP read all of them.
+        q, k, v, the output of attention, the outputs of the MLP's first matrices, and what adapters
+        keep. If the MLP isn't fused, the activation and its product with the gated part are kept
+        too.
+
+        If ranks divide the tokens of the residual stream, each rank still keeps the outputs of the
+        norms for all tokens, because attention and MLP read all of them.
         """
         return (
             2 * (self.stream_width + self.hidden)
@@ -155,8 +157,8 @@ class MemorySettings:
             only).
         in_place: Whether weft's kernels replace logits by their statistics and gradients without a
             copy (float32 on CPUs only).
-        adds_rows: Whether the look-up of a tied embedding adds its rows to the head's gradient
-            (float32 on CPUs only).
+        adds_rows: Whether the backward pass of the embedding's look-up adds to an existing gradient
+            of the matrix, without a separate gradient (float32 on CPUs only).
         keeps_cache: Whether the KV cache stays allocated between calls.
         state_dtype: Name of the dtype of the optimizer state.
         fp8: Whether matrix products of blocks use 8-bit copies of their operands.
@@ -280,13 +282,14 @@ def estimate(
 
 
 def _count_gathered_bytes(shape: NetworkShape, settings: MemorySettings, *, adds_up: bool) -> int:
-    """Return the bytes that a rank of a sharded network needs for gathered parameters and
-    gradients.
+    """Return the bytes of gathered parameters and gradients on one rank of a sharded network.
 
-    With `reshards`, the embedding, the output matrix and two blocks (the current one and the next)
-    are gathered at the same time. Without it, all parameters are. Only one block has whole
-    gradients at a time. However, if the gradients of several micro-batches are summed before they
-    are scattered (`adds_up`), the whole network has them.
+    With `settings.reshards`, the embedding, the output matrix and two blocks (the current one and
+    the next) are gathered at the same time. Otherwise, all parameters are gathered.
+
+    Normally, whole gradients exist for only one block at a time. With `adds_up`, the gradients of
+    several micro-batches are summed before they are scattered, so whole gradients exist for all
+    parameters. Gradients are counted only if all parameters are trained.
     """
     if shape.shards == 1:
         return 0

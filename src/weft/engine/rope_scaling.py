@@ -34,7 +34,10 @@ def find_problem(value: Any) -> str | None:
 
 
 def read_factor(value: Mapping[str, Any]) -> float:
-    """Return the number that the option sets, which is called `factor` or `alpha`."""
+    """Return the scaling factor in a value of the option `rope_scaling`.
+
+    Its key is `factor` or `alpha`, depending on the type of scaling.
+    """
     return float(value[NUMBERS[value["type"]]])
 
 

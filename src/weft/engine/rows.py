@@ -166,9 +166,10 @@ class PackLayout:
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """Return the index of each row in the pack, and a mask that is False for missing rows.
 
-        Each completion has one row per token, followed by `extra` rows. Only the first token after
-        an empty prompt has no row, because no token before it predicts it. The index of such a
-        missing row is that of the token itself.
+        Each completion has one row per token, followed by `extra` rows. The row of a token is at
+        the token before it, which predicts it. Only the row of the first token after an empty
+        prompt is missing, because no token precedes it; the returned index is then that of the
+        token itself.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -241,9 +242,9 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Autograd function that sums the values of N rows over each of S sequences: `[N]` to `[S]`.
+    """Autograd function that sums row values `[N]` within each sequence, to `[S]`.
 
-    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, and
+    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, so
     their results are bitwise reproducible.
     """
 

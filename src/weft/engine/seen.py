@@ -21,7 +21,7 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return the ids, at most `IDS`, whose outputs are kept.
+    """Return the ids, at most `IDS`, whose outputs are kept for inspection.
 
     The ids with the smallest hashes are chosen. Each rank may first choose among its own ids:
     choosing among the results of all ranks then gives the same ids as choosing among all ids.
@@ -32,11 +32,12 @@ def choose_ids(ids: Iterable[str]) -> list[str]:
 def keep_outputs(
     part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
 ) -> SequenceSample | None:
-    """Return a micro-batch's outputs for the ids in `chosen`.
+    """Return a micro-batch's outputs for the ids in `chosen`, to be kept for inspection.
 
     Each completion of L tokens has `logprobs` [L] or `scores` [1], without gradients, on the device
-    of `out`. Ids with more than `TOKENS` tokens are left out. Returns None if no id is left, if the
-    completions of an id were divided, or if the loss uses neither of these outputs.
+    of `out`. Ids whose completions have more than `TOKENS` tokens in total are left out. Returns
+    None if no id is left, if the completions of an id were divided, or if the loss uses neither
+    log-probs nor scores.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

@@ -145,9 +145,10 @@ class ServiceClient:
         return candidates[0]
 
     def _ask(self, rows: list[Row], name: str, temperature: float) -> list[Any]:
-        """Send one request; return the scores of the rows, or the log-probs of their completions.
+        """Send one request for the model's output `name`, and return one answer per row.
 
-        Raises `RunError` if the shape of the answer does not match the request.
+        The answers are the scores of the rows, or the log-probs of their completions. Raises
+        `RunError` if the shape of the response does not match the request.
         """
         assert self._known is not None
         inputs = self._build_inputs(rows, self._known.inputs)

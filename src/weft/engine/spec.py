@@ -443,9 +443,9 @@ class ModelSpec:
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
-        """Return the spec of a copy of the role on another layout.
+        """Return the spec for copies of the role on other device meshes.
 
-        The copy gets its weights from the role and has no optimizer.
+        A copy gets its weights from the role and has no optimizer.
         """
         return replace(self, trained=False, mirrors=self.trained, schedule=None)
 

@@ -112,9 +112,9 @@ def write(
 ) -> AugmentationCounts:
     """Write the rows with the added bad replies to `file`, and return counts of the rows.
 
-    The rows are processed in parts, and finished parts are collected in an unfinished file. If an
-    interrupted command has left such a file, the parts in it are reused. `options` are the
-    command's options, which are written to the first line of the unfinished file. Raises
+    The rows are processed in parts, and each finished part is appended to the unfinished file
+    `{file}.part`. If an interrupted command has left such a file, its parts are reused. `options`
+    are the command's options, which are written to the first line of the unfinished file. Raises
     `ConfigError` if `file` exists, or if the unfinished file was written with other options.
     """
     if file.exists():
@@ -155,9 +155,9 @@ def write(
 def _read_unfinished(part: Path, first: str) -> list[str]:
     """Return the finished parts in the unfinished file `part`, one line per part.
 
-    The first line of the file has the options and is not returned; an incomplete last line is
-    removed. If there is no such file, a new one is started with the line `first`, which has the
-    options of this command. Raises `ConfigError` if the file has other options.
+    If the file does not exist, it is created with the line `first`, which contains the options of
+    this command. If it exists, its first line must equal `first`; otherwise, `ConfigError` is
+    raised. The first line is not returned, and an incomplete last line is removed from the file.
     """
     if not part.exists():
         writing.write(part, first + "\n")

@@ -164,8 +164,8 @@ def _has_tokenizer(folder: Path) -> bool:
 def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
     """Return the spec of an adapter's base model, with the adapter's tokenizer if it has one.
 
-    Raises `CheckpointError` if the adapter belongs to a reward model, or does not name its base
-    model.
+    All other settings are those of `model`, the spec that the user gave for the adapter. Raises
+    `CheckpointError` if the adapter belongs to a reward model, or does not name its base model.
     """
     from weft.checkpoints.peft_io import read_adapter_config
 
@@ -190,8 +190,9 @@ def _find_base_model(adapter: Path, model: ModelSpec) -> ModelSpec:
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     """Merge the adapter into the engine's weights.
 
-    `base` is the path of the base model. Raises `CheckpointError` if the adapter changes the shapes
-    of weights.
+    `base` is the path of the base model. Raises `CheckpointError` if the adapter changes the
+    network itself: the size of the vocabulary, or whether the output matrix is tied to the
+    embedding.
     """
     import torch
 

@@ -31,8 +31,9 @@ class EvaluationPrompt:
     ) -> list[int]:
         """Return the token ids of the prompt, formatted with the chat template if there is one.
 
-        With `plain`, or without a chat template, the text is encoded unchanged, after `system` if
-        given. With a template, a system message in the prompt takes precedence over `system`.
+        With `plain`, or without a chat template, the text of the prompt is encoded unchanged; if
+        `system` is given, it precedes the text. With a template, a system message in the prompt
+        takes precedence over `system`.
         """
         if plain or tokenizer.chat_template is None:
             return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
@@ -47,9 +48,10 @@ class EvaluationPrompt:
 def read_prompts(path: str, limit: int | None = None) -> list[EvaluationPrompt]:
     """Read up to `limit` prompts from a JSON, JSONL(.gz), Parquet or .txt file.
 
-    A .txt file has one prompt per line, and a JSONL file can have one quoted text per line. Other
-    rows have a prompt or messages, in the same columns as datasets. Raises `DataError` if a row has
-    no prompt (the message lists such rows), or if the file contains no prompts.
+    Each line of a .txt file is a prompt. In the other formats, a row has a prompt or messages, in
+    the same columns as a dataset; a row of a JSONL file can also be just a quoted text. Raises
+    `DataError` if a row has no prompt (the message lists such rows), or if the file contains no
+    prompts.
     """
     prompts = list[EvaluationPrompt]()
     wrong = list[str]()

@@ -146,9 +146,10 @@ def _count_pairs(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[PairCounts]:
-    """Return the pair counts of one row in a list, which is empty if the row has no pairs.
+    """Return a list with the pair counts of one row, or an empty list if the row has no pairs.
 
-    A pair consists of two replies of the same comparison that differ in rank.
+    A pair consists of two replies of the same comparison that differ in rank. The three arrays have
+    one element per reply: its score, its rank (0 is the best), and the index of its comparison.
     """
     better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
     if not better.any():

@@ -173,7 +173,8 @@ def _expand_paths(spec: ModelSpec) -> ModelSpec:
 def get_batch_size(dataset: DatasetSpec) -> int:
     """Return the number of dataset rows that a node processes per step.
 
-    Returns 0 if the number varies, because batches are formed by token count or samples are mixed.
+    Returns 0 if the number varies. It varies if batches are formed by token count, or if pairs of
+    short rows count as one row (`sample_mixing`).
     """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 

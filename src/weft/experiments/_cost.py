@@ -192,11 +192,11 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of its required parameters that a device already stores.
+    """Return the fraction of the parameters needed by device `rank` that it already stores.
 
-    Device `rank` requires its shard of the parameters for the mesh `target`, and already stores its
-    shard for the mesh `source`. The fraction is 1 if the device has the same position in the same
-    layout, and 0 if `source` does not include the device.
+    The device needs its shard of the parameters for the mesh `target`, and already stores its shard
+    for the mesh `source`. The fraction is 1 if the device has the same position in the same layout,
+    and 0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0

@@ -178,8 +178,8 @@ def _build_problem(
     """Return the search problem, and the placement in which every movable call uses all devices.
 
     Calls of the roles in `free` can be moved. Calls that must be on the same mesh form a unit (see
-    `_build_units`). The placement has one index for each unit: that of the unit's mesh in the list
-    of its candidates, `PlacementUnit.meshes`.
+    `_build_units`). A placement has one index per unit, which selects the unit's mesh from the list
+    `PlacementUnit.meshes`.
     """
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -280,9 +280,9 @@ def _build_layout_filter(
 ) -> Callable[[Layout], Layout | None]:
     """Return a function that adapts a layout to a role, or returns None to exclude the layout.
 
-    The function sets the number of pipeline stages per rank that the role's pipeline schedule uses.
-    A layout is excluded if the network or the role's options do not allow it, or if it has more
-    than `at_once` data-parallel ranks.
+    To adapt a layout, the function sets its number of stages per pipeline rank, which depends on
+    the role's pipeline schedule. A layout is excluded if the network or the role's options do not
+    allow it, or if it has more than `at_once` data-parallel ranks.
     """
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.network_source import check_layout
@@ -312,7 +312,7 @@ def _build_layout_filter(
 def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
     """Return the number of dataset rows per minibatch of a call.
 
-    This is also the maximum number of data-parallel ranks of the call.
+    This is also the call's maximum number of data-parallel ranks, because each needs a row.
     """
     if call.trains:
         updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))

@@ -221,7 +221,8 @@ class SamplingConfig(RunConfig):
     def missing(self) -> list[str]:
         """Return a description of each required option that is not set.
 
-        A reward function or a reward model is also required.
+        If there is no source of rewards, the list includes a description of the options that set
+        one.
         """
         model = (
             self.rew.path

@@ -429,7 +429,7 @@ class RLGraphBuilder:
 
 
 def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """Return arguments of the host function `reward`; `parts` lets it also output each reward."""
+    """Return the arguments of `reward`; with `parts`, it also outputs each function's reward."""
     chosen = {
         "column": config.reward_column,
         "by_token": config.reward_by_token or None,

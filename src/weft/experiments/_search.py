@@ -333,8 +333,9 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
 def list_layouts(size: int, per_node: int) -> Iterator[Layout]:
     """Yield the layouts of `size` devices with data, tensor and pipeline parallelism.
 
-    A tensor-parallel group has at most `per_node` devices, the number of devices per machine. Each
-    combination is yielded with fully sharded weights and with unsharded weights.
+    A tensor-parallel group has at most `per_node` devices, the number of devices per machine. If
+    there are several data-parallel ranks, each combination of degrees is yielded twice: once with
+    weights that are sharded over all of these ranks, and once with unsharded weights.
     """
     for t in _list_divisors(size):
         for p in _list_divisors(size // t):
@@ -420,10 +421,10 @@ class SearchResult:
 
 
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
-    """Search for the best placement, and return the result.
+    """Search for the best placement, starting from `start`, and return the result.
 
-    The search starts from the placement `start`, which has the index of the mesh of each unit
-    (group of calls to place together). The result is never worse than `start`. The search is
+    A placement has one index per unit (group of calls to place together): that of the unit's mesh
+    in its list of candidate meshes. The result is never worse than `start`. The search is
     deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}

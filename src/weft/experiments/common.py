@@ -454,8 +454,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     """Return the experiment that a configuration describes.
 
     Calls `initial_setup` if a user's class overrides it, and otherwise `build`. Raises
-    `ConfigError` if several required options are missing, if a class overrides both methods, or if
-    it defines methods of ReaL's configurations that weft never calls.
+    `ConfigError` if required options are missing, if a class overrides both methods, or if it
+    defines methods of ReaL's configurations that weft never calls.
     """
     if not isinstance(config, RunConfig):
         return config.build()

@@ -356,8 +356,8 @@ class _DistillationGraphBuilder:
     def _build_gkd(self) -> MFCDef:
         """Return the training call for GKD.
 
-        The loss includes the cross-entropy of the completions in the rows, unless all completions
-        are sampled, as in evaluation.
+        The loss also includes the cross-entropy of the dataset's completions, unless the student
+        samples all completions.
         """
         sft = self.options.sft_coef if self.share < 1.0 else 0.0
         keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))

@@ -28,8 +28,8 @@ class StateBlock(Generic[T]):
 class StateBlocks(Generic[T]):
     """Mapping from sample ids to states, in which all ids of a block share one state object.
 
-    `new` creates the state of newly added ids. `copy` copies a state when some ids are split off
-    from their block.
+    `new()` creates the state of newly added ids. `copy(state)` copies a state when some ids are
+    split off from their block.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:

@@ -152,10 +152,10 @@ class _GraphDrawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """Return the side of the drawing on which each side line runs: -1 (left) or 1 (right).
+        """Return the side, -1 (left) or 1 (right), of each line that is drawn beside the graph.
 
-        A line runs on the side that is nearer to its ends. If both sides are equally near, it runs
-        on the side with fewer lines.
+        A line is drawn on the side that is nearer to its ends. If both sides are equally near, it
+        is drawn on the side with fewer lines.
         """
         sides: list[int] = []
         for lane in self._side_lines:
@@ -325,9 +325,10 @@ def shorten_keys(keys: Sequence[str]) -> str:
 
 
 def _find_side_lines(graph: DataflowGraph) -> Iterator[_SideLine]:
-    """Yield a line for each version edge, which links a call to the node that updates its weights.
+    """Yield the line to draw for each version edge of the graph.
 
-    If a parameter sync updates the weights, the line is drawn as a sync.
+    A version edge links a call to the node that updates its weights. If a parameter sync updates
+    the weights, the line is drawn as a sync.
     """
     roles = {}
     for node in graph.nodes:

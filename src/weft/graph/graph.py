@@ -39,9 +39,9 @@ class VersionEdge:
         producer: Name of the node after which new weights are available: the node that trains them,
             or the node after which a parameter sync updates them.
         consumer: Name of the call that uses the weights.
-        max_staleness: Maximum age of the weights that the consumer used for a sample, at the time
-            when the producer processes that sample. Counted in firings (executions) of the
-            producer.
+        max_staleness: Maximum age of the weights that the consumer used for a sample, counted in
+            firings (executions) of the producer. The age is determined when the producer processes
+            the sample.
     """
 
     producer: str
@@ -137,7 +137,10 @@ class DataflowGraph:
         return tuple(name for name in self.order if name in producers)
 
     def find_version_edges(self, consumer: str) -> tuple[VersionEdge, ...]:
-        """Return the version edges whose consumer is the call `consumer`."""
+        """Return the version edges of the call `consumer`.
+
+        Each of them links the call to a node that updates the weights that the call uses.
+        """
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:

@@ -26,8 +26,8 @@ class FiringLaunch:
     Attributes:
         firing: The firing to start.
         version: Version of the weights that the call must use, counted in train steps since the
-            start of the run. An interruptible call may also use newer weights. None unless the call
-            uses a separate copy of the weights.
+            start of the run. An interruptible call may also use newer weights. None if the call
+            does not use a separate copy of the weights.
         needs_old_weights: True if the firing trains, and a call that is still queued needs the
             weights from before this train step.
     """
@@ -51,10 +51,11 @@ class _QueuedFiring:
 class LaunchQueue:
     """Queue of firings that have been scheduled but not started.
 
-    `over` maps each node to the number of its firings that have finished, including the parameter
-    syncs after them; the caller keeps it up to date. `lanes` maps each call that uses a separate
-    copy of the weights (`weft.runtime.separate_copies`) to the name of a lane. Calls in the same
-    lane start in order, independently of the other calls of their role.
+    `over` maps each node to the number of its finished firings, and the caller keeps it up to date.
+    A firing counts as finished when the parameter syncs after it have finished, too. `lanes` maps
+    each call that uses a separate copy of the weights (`weft.runtime.separate_copies`) to the name
+    of a lane. Calls in the same lane start in order, independently of the other calls of their
+    role.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ParamSync:
-    """Update of one role's parameters from another role's, after each firing of a node.
+    """Rule that updates one role's parameters from another role's after each firing of a node.
 
     The parameters become target = eta * source + (1 - eta) * target.
 
@@ -42,7 +42,8 @@ class ParamSync:
         source: Role whose parameters are read.
         target: Role whose parameters are updated.
         eta: Weight of the source, above 0 and at most 1. With 1, the parameters are copied.
-        after: Name of the node after which the sync runs. If empty, the node that trains `source`.
+        after: Name of the node after which the update runs. If empty, it runs after the node that
+            trains `source`.
     """
 
     source: str
@@ -68,10 +69,11 @@ def _rename_keys(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ..
 
 
 class EdgeKeyNames:
-    """Base class of nodes that translates their key names to those on the edges of the graph.
+    """Base class of nodes whose keys can have other names on the edges of the graph.
 
-    Fields such as `input_keys` contain the names that the node itself uses. The remap fields map
-    them to names on the edges.
+    Fields such as `input_keys` contain the names that the node itself uses. `input_key_remap` and
+    `output_key_remap` map these names to those on the edges; a key that they do not contain has the
+    same name on the edges.
     """
 
     input_keys: Sequence[str]
@@ -178,12 +180,11 @@ class HostFunction(EdgeKeyNames):
         tokenizer_role: Role whose tokenizer the function gets as `context.tokenizer`. By default,
             it gets the tokenizer of the data.
         deadline_s: Maximum duration of a firing in seconds; None for the default deadline.
-        refill_rounds: Maximum number of rounds of sampling per step. After the first round, each
-            further round samples at least a whole batch to replace the ids that this filter
-            removed, until the training node has a full batch. With 0, the number of rounds is not
-            limited, and a further round samples only as many ids as are still missing. The option
-            only has an effect if a call before the filter uses weights that are updated after the
-            filter.
+        refill_rounds: Maximum number of rounds of sampling per step, or 0 for no limit. Rounds
+            after the first one replace the ids that this filter removed, until the training node
+            has a full batch. With a limit, each of these rounds samples at least a whole batch;
+            without a limit, it samples only as many ids as are still missing. The option only has
+            an effect if a call before the filter uses weights that are updated after the filter.
     """
 
     name: str

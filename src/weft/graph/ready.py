@@ -54,7 +54,7 @@ class IdState:
 
 @dataclass
 class IdBuffer:
-    """Progress of all samples of the current epoch, in the order of the data loader.
+    """Record of the progress of all samples of the current epoch, in the order of the data loader.
 
     Attributes:
         entries: State of each sample id.
@@ -62,8 +62,8 @@ class IdBuffer:
         num_finished: Number of firings that each node has finished.
         closed: True if the loader has returned all samples of the epoch.
         num_batches: Number of batches that the loader has returned.
-        started_at_last_firing: For each node, a copy of `num_started` from when the node last
-            fired.
+        started_at_last_firing: For each node, a copy of `num_started` (for all nodes) from when the
+            node last started a firing. It is used to count how often other nodes have fired since.
         num_ids_started: Number of ids in `entries` that each node has started to process.
         num_ids_finished: Number of ids in `entries` that each node has finished processing.
     """
@@ -225,9 +225,10 @@ def needs_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Return whether the loader's next batch could let a node fire that reads only dataset keys.
+    """Return whether the loader's next batch could let a node start a firing (execution).
 
-    If `among` is given, only the nodes named in it are considered.
+    Only nodes that read nothing but dataset keys are considered. If `among` is given, only nodes
+    named in it are considered.
     """
     names = graph.order if among is None else among
     return any(_find_available_ids(graph, buffer, versions, name).needs_rows for name in names)
@@ -293,8 +294,8 @@ def _find_available_ids(
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
     """Return how many ids a call may process with the same weights before it needs newer ones.
 
-    These are the ids of `max_staleness` + 1 batches of the training node. Returns 0 if that node
-    has no fixed batch size, because the limit cannot be given in ids then.
+    This is the number of ids in `max_staleness` + 1 batches of the training node. Returns 0, which
+    means that there is no limit in ids, if the training node has no fixed batch size.
     """
     return (edge.max_staleness + 1) * graph.get_node(edge.producer).batch_size
 
@@ -314,9 +315,9 @@ def _count_allowed(
     loader's next batch is counted as well, to find out whether loading this batch would help.
 
     For each edge, the limit is the number of ids that the training node can still process before
-    the weights are older than `max_staleness`. Two things reduce this limit: ids that the node has
-    started to process but the training node has not, and firings of the training node whose new
-    weights are not available yet.
+    the node's weights are more than `max_staleness` firings old. Two things reduce this limit: ids
+    that the node has started to process but the training node has not, and firings of the training
+    node whose new weights are not available yet.
     """
     count = len(able) + another
     for edge in edges:
@@ -340,7 +341,7 @@ def _count_allowed(
 
 
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
-    """Return the blocks of ids that a call has started to process, but training has not.
+    """Return the blocks of ids that a call has started to process but the training node has not.
 
     The call is `edge.consumer`, because it uses weights. The training node is `edge.producer`,
     because it produces these weights.

@@ -108,10 +108,10 @@ class RewardWorker:
 
 @dataclass
 class RewardWorkerThread:
-    """State of a thread that sends tasks to one worker.
+    """Manager of one worker process: it starts the worker, sends it queued tasks, and kills it.
 
-    `lock` guards the fields that other threads also use; `start_lock` is held while the worker
-    starts.
+    The method `serve` runs in a thread of its own. `lock` guards the fields that other threads also
+    use; `start_lock` is held while the worker starts.
     """
 
     worker: RewardWorker | None = None

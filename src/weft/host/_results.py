@@ -33,7 +33,7 @@ class InvalidRewardResult(Exception):
 
 @dataclass(frozen=True)
 class RewardResultCheck:
-    """Validator for what a reward function returns for a list of completions.
+    """Validator of the result of a reward function for a list of completions.
 
     `texts` and `ids` are the texts and token ids of these completions. With `by_token`, the
     function may also return rewards for single tokens or steps of a completion.

@@ -21,7 +21,7 @@ class RoutedFunction:
     """One of the reward functions of a route, with its weight.
 
     `target` is the function's index in `RewardRoutes.targets`. `args` holds the keyword arguments
-    that the data's row sets for the function.
+    for the function that are given in the rows of the data.
     """
 
     target: int
@@ -40,7 +40,7 @@ class RewardRoute:
 
 
 class RewardRoutes:
-    """All reward functions of a run, and the choice of functions for each row of the data.
+    """Registry of a run's reward functions, which finds the functions for each row of the data.
 
     `targets` are the functions of the option `reward` and, if `column` is given, all registered
     verifiers, because rows can name verifiers in that column. `labels` are the names of the targets
@@ -74,11 +74,12 @@ class RewardRoutes:
     def find_routes(
         self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]
     ) -> list[RewardRoute]:
-        """Return the reward route of each id, as specified in the column `column` of the id's row.
+        """Return the route (set of reward functions) of each id, as specified in the id's row.
 
-        The functions of the option `reward` are used for rows with an empty value in this column.
-        They are used for all rows if `column` is None. Raises `DataError` if the column is missing,
-        if a value specifies anything but verifiers, or if a value is empty and `reward` is not set.
+        The specification is the row's value in the column `column`. If this value is empty, or if
+        `column` is None, the functions of the option `reward` are used. Raises `DataError` if the
+        column is missing, if a value specifies anything but verifiers, or if a value is empty and
+        `reward` is not set.
         """
         if self.column is None:
             return [self.default_route] * len(ids)

@@ -51,10 +51,10 @@ class GAEAdvantages:
         r_t = -kl_coef * KL_t (+ the completion's shaped reward at its last trained token)
 
     where KL_t is the estimated KL divergence from the reference model, and kl_coef is `kl_ctl`.
-    With `use_adaptive_kl_ctl`, kl_coef only starts at `kl_ctl`, and is then adapted to keep the KL
-    near a target. The advantages are computed from these rewards and the critic's values by
-    generalised advantage estimation (GAE) over the trained tokens. They are then whitened over the
-    whole batch if `adv_norm` is set.
+    With `use_adaptive_kl_ctl`, `kl_ctl` is only the initial value of kl_coef, which is adapted
+    after each batch to keep the KL near a target. The advantages are computed from these rewards
+    and the critic's values by generalised advantage estimation (GAE) over the trained tokens. They
+    are then whitened over the whole batch if `adv_norm` is set.
 
     Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
     `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` if `kl_ctl` is
@@ -191,13 +191,13 @@ class GAEAdvantages:
     ) -> Vector:
         """Return the reward of each token [T].
 
-        Every token gets its value in the key `token_rewards` (0 if it has none), scaled, minus its
-        KL `penalty`. The last trained token of a completion also gets the rest of the completion's
-        reward. The rest is the reward minus the sum of the token rewards, and is shaped
-        (`RewardShape`).
+        A token's reward is its value in the key `token_rewards` (0 if it has none) times
+        `reward_output_scaling`, minus its KL `penalty`. The last trained token of a completion also
+        gets the remainder of the completion's reward: the reward minus the sum of the token
+        rewards, shaped by `RewardShape`.
 
-        If `ended` is false for a completion, its last trained token does not get the rest. The
-        missing-eos penalty is subtracted from this token's reward instead.
+        If `ended` is false for a completion, its last trained token does not get the remainder.
+        Instead, `missing_eos_penalty` is subtracted from the reward of this token.
         """
         raw = rows.read_rewards()
         finished = rows.read_sequences("finished")
@@ -260,7 +260,8 @@ class GroupAdvantages(StatelessHostFunction):
     soft overlong penalty, minus `kl_coef` times the KL to the reference). Then `baseline` is
     subtracted, and the difference is divided by `scale` (both are described in
     `weft.algorithms.advantages`). The result is the advantage of all trained tokens of the
-    completion. If `whiten` is set, it is whitened over all trained tokens of the batch.
+    completion. If `whiten` is set, the advantages are whitened over all trained tokens of the
+    batch.
 
     Settings for known algorithms:
 

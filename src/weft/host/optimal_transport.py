@@ -23,12 +23,14 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Return the key `partner` [1] of each completion: the value that AOT compares its score with.
+    """Return the key `partner` [1] of each completion: the value that its score is compared with.
 
-    A score and its partner come from two lists of values, in which they have the same rank. With
-    `loss_type="aot"`, there is one score per pair, the margin: the log-prob of the better
-    completion minus that of the worse one. The margins of the policy are compared with those of the
-    reference. The better completion of each pair gets the partner, and the worse completion gets 0.
+    Scores are compared between two lists of values, which depend on `loss_type`. Both lists are
+    sorted; the partner of a score is the value at the same position in the other list.
+
+    With "aot", there is one score per pair, the margin: the log-prob of the better completion minus
+    that of the worse one. The margins of the policy are compared with those of the reference. The
+    better completion of each pair gets the partner, and the worse completion gets 0.
 
     With "aot_unpaired", the score of a completion is its log-ratio: its log-prob under the policy
     minus that under the reference. The partner of a better completion is a log-ratio of the worse

@@ -30,8 +30,8 @@ class PreferencesByReward(StatelessHostFunction):
     one (rank 1); every other completion gets a unique `comparison`, so that it is in no pair. If
     several completions are best, the first one is used; if several are worst, the last one. With
     `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
-    settings, completions with equal rewards form no pair. With two completions, the settings do not
-    differ.
+    settings, completions with equal rewards form no pair. If prompts have two completions each,
+    both settings form the same pairs.
 
     Rewards are first shaped with bias, scale and clip, and a penalty for truncated completions
     (`RewardShape`).

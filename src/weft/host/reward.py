@@ -44,9 +44,11 @@ class RewardFunction(StatelessHostFunction):
     It outputs the key `rewards`, one value per completion. If the batch has the `scores` of a
     reward model, they are added with the weight `scores_weight`.
 
-    `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
-    list. The entries of a list have one of these forms, or are `[NAME, WEIGHT]` or `{name, weight,
-    args}`. Each function contributes one part of the reward.
+    `reward` specifies one or more functions. A single function is given by a NAME, which is either
+    the name of a registered verifier, or `module:function`, or `FILE.py:function`. Several
+    functions are given by a mapping `{NAME: WEIGHT, ..}`, or by a list whose entries are NAME,
+    `[NAME, WEIGHT]`, `{NAME: WEIGHT, ..}` or `{name, weight, args}`. Each function contributes one
+    part of the reward.
 
     A function `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry
     per completion (all completions of a prompt in one call). It returns a list with one number per
@@ -67,9 +69,10 @@ class RewardFunction(StatelessHostFunction):
     apply, and the reward model's score last.
 
     `timeout_s` limits the time for the whole batch in seconds, measured from the moment when all
-    completions are available. A call that exceeds the limit stops the run, unless `on_timeout` is
-    set: then the call's completions get the reward `on_timeout` from this function, and are counted
-    in the metric `timeouts`. The process of such a call is killed with all its children.
+    completions are available. By default, a call that exceeds the limit stops the run. If
+    `on_timeout` is set, the function's reward is `on_timeout` for all completions of the call
+    instead, and the metric `timeouts` counts these completions. The process of such a call is
+    killed with all its children.
 
     Metrics:
 
@@ -121,7 +124,11 @@ class RewardFunction(StatelessHostFunction):
         self._num_batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
-        """Submit the reward calls for the ids in `batch`, unless `chunk_size` is set."""
+        """Submit a reward call for each prompt in `batch`, while other prompts are still being
+        sampled.
+
+        Does nothing if `chunk_size` is set, because the calls are then formed from the whole batch.
+        """
         if self.chunk_size is not None:
             return
         texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
@@ -196,9 +203,9 @@ class RewardFunction(StatelessHostFunction):
         """Return the reward calls for all completions; submit those that `begin` has not submitted.
 
         A call covers at most `chunk_size` prompts of the same route (set of reward functions), in
-        the order of the batch. A prompt whose call was submitted by `begin` keeps this call if its
-        inputs have not changed. Without a `chunk_size`, the size is chosen so that all workers are
-        busy.
+        the order of the batch. If `chunk_size` is not set, the prompts are divided into enough
+        calls to keep all workers busy. A prompt whose call was submitted by `begin` keeps this call
+        if its inputs have not changed.
         """
         # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
@@ -333,6 +340,7 @@ class PendingRewardCall:
 class RewardSums:
     """Rewards of a batch, accumulated over the calls to the reward functions.
 
+    In the shapes, S is the number of completions in the batch, and T is the number of their tokens.
     `parts` [parts, S] has the unweighted rewards of each function, NaN for completions to which the
     function does not apply. `total` [S] has the weighted sum of each completion's rewards.
     `by_token` [T] has the weighted rewards of tokens, NaN for tokens without a reward.

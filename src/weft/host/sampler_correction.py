@@ -17,16 +17,20 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(StatelessHostFunction):
-    """Host function that computes `sampler_weights`, importance weights in the policy loss.
+    """Host function that computes `sampler_weights`, importance weights for the policy loss.
 
     The weights correct for differences between the log-probs of the sampler and those of the
     trained network; see `weft.algorithms.sampler`.
 
     Input keys, with one value per completion token: `logprobs` by the sampler, `old_logprobs` by
-    the trained network with the same weights, and `loss_mask` and `prompt` if present. Metrics over
-    trained tokens: `weight` and `weight_max`, the mean and maximum before weights are bounded;
-    `bounded_fraction`, the fraction of weights that are truncated or set to 0; `effective_fraction`
-    = (sum of weights)^2 / (tokens * sum of squared weights).
+    the trained network with the same weights, and `loss_mask` and `prompt` if present.
+
+    Metrics over trained tokens:
+
+    - `weight`: mean of the weights before they are bounded
+    - `weight_max`: maximum of the weights before they are bounded
+    - `bounded_fraction`: fraction of weights that are truncated or set to 0
+    - `effective_fraction`: (sum of weights)^2 / (tokens * sum of squared weights)
     """
 
     correction: str = "token_truncate"

@@ -47,9 +47,9 @@ class RewardTarget:
         file: Python file that defines the function, or None if it is in `module`.
         attribute: Name of the function.
         args: Keyword arguments for the function, in addition to data columns.
-        verifier: Whether the function is a registered verifier. The parameters of a verifier that
-            have a default are options, which only `args` can set: a data column with the name of an
-            option is ignored. In other functions, a column can also fill such a parameter.
+        verifier: Whether the function is a registered verifier. Parameters of a verifier
+            with a default are options, which only `args` can set; a data column of the same name is
+            ignored. In other functions, a data column can also set such a parameter.
         by_token: Whether the function may return rewards of single tokens.
     """
 
@@ -135,10 +135,11 @@ def _is_number(value: Any) -> bool:
 def locate(part: RewardPart, *, checked: bool = True) -> RewardTarget:
     """Return the location of the function that `part` names, so that another process can import it.
 
-    The name is that of a registered verifier, `module:function` or `FILE.py:function`. Raises
-    `ConfigError` if the verifier, the package or the file does not exist, if the file does not
-    define the function, or if another process cannot import the verifier. With `checked`, also
-    raises `ConfigError` if `part.args` has an option that the verifier does not have.
+    `part.name` is either the name of a registered verifier, or has the form `module:function` or
+    `FILE.py:function`. Raises `ConfigError` if the verifier, the package or the file does not
+    exist, if the file does not define the function, or if another process cannot import the
+    verifier. With `checked`, also raises `ConfigError` if `part.args` has an option that the
+    verifier does not have.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:

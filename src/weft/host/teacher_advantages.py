@@ -34,10 +34,15 @@ class TeacherAdvantages(StatelessHostFunction):
 
     Input keys, with one value per completion token: `logprobs` of the sampler, `teacher_logprobs`
     and, if present, `teacher_top1` (1 if the token is the teacher's most likely) and `loss_mask`;
-    also the lengths of `completion`, and `prompt` if present. Metrics over trained tokens: `kl_k1`,
-    the mean of log pi_student - log pi_teacher, an unbiased estimate of the KL that can be
-    negative; `kl_k1_per_completion`, the mean of the completions' sums; `teacher_agreement`, the
-    mean of `teacher_top1`; `advantage_std`.
+    also the lengths of `completion`, and `prompt` if present.
+
+    Metrics over trained tokens:
+
+    - `kl_k1`: mean of log pi_student - log pi_teacher, an unbiased estimate of the KL that can be
+      negative
+    - `kl_k1_per_completion`: sum of the same differences in a completion, averaged over completions
+    - `teacher_agreement`: mean of `teacher_top1`
+    - `advantage_std`: standard deviation of the advantages
     """
 
     discount: float = 0.0

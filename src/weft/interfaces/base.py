@@ -42,8 +42,9 @@ class PendingUpdates(Protocol):
 class Model:
     """Handle through which the methods of a model interface use a role's model.
 
-    `tokenizer` is the role's own tokenizer, and `data_tokenizer` is the one that produced the token
-    ids of the batch. Both are the same object unless the role has a tokenizer of its own.
+    `tokenizer` is the role's tokenizer, and `data_tokenizer` is the one that produced the token ids
+    of the batch. Both are the same object unless the role's tokenizer differs from that of the
+    data.
     """
 
     role: str
@@ -98,8 +99,8 @@ class Minibatches:
     def count_requested(self, completions: int) -> int:
         """Return the number of minibatches per epoch for a batch of `completions` completions.
 
-        This is the number that the settings ask for, even if the batch is too small to be split so
-        often; see `count_for_batch`.
+        This is the number that the settings ask for. A small batch may be split into fewer
+        minibatches; see `count_for_batch`.
         """
         return self.count if self.size is None else -(-completions // self.size)
 

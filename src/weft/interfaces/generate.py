@@ -31,15 +31,15 @@ from weft.registry import register_interface
 class GenerateInterface:
     """Interface that samples `samples_per_prompt` completions of every prompt.
 
-    With `record_support`, the outputs also contain, for each token, the ids that the sampling
+    With `record_support`, the outputs also contain, for each token, the token ids that the sampling
     limits (such as top-k) allowed. The other keyword arguments are the fields of `GenerationSpec`
     (options `gen.*`).
 
-    With a `share` below 1, completions are sampled only for this share of the ids, chosen at
-    random; the other ids keep the completions of their dataset rows. If the call is interruptible,
-    new weights can be loaded between two tokens: completions continue at the same position, and
-    `versions` records the weights that sampled each token. Random draws depend only on the run's
-    seed, the index of the call, the id and the index of the completion.
+    With a `share` below 1, completions are sampled only for this share of the sample ids, chosen at
+    random; the other samples keep the completions of their dataset rows. If the call is
+    interruptible, new weights can be loaded between two tokens: completions continue at the same
+    position, and `versions` records the weights that sampled each token. Random draws depend only
+    on the run's seed, the index of the call, the sample id and the index of the completion.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 class InferInterface:
     """Interface that runs a role's network on completions and returns each of `outputs` as a key.
 
-    `temperature` divides the logits, as in the sampler. `top_k` is the number of ids per token in
-    the outputs `top_ids` and `top_logprobs`.
+    `temperature` divides the logits, as in the sampler. `top_k` is the number of token ids per
+    position in the outputs `top_ids` and `top_logprobs`.
 
     `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the format that
     the role's model was trained on. Without them, prompts that are messages are rendered with the
@@ -134,7 +134,7 @@ class OutputSums:
         scores: Score of each completion, or None if the call computes no scores.
         owners: Sample id that each score belongs to.
         ids: Number of sample ids.
-        cut: Number of ids whose prompt the role's template does not render completely, or None if
+        cut: Number of sample ids whose prompt has parts that the role's template omits, or None if
             there are none.
     """
 

@@ -139,7 +139,7 @@ def merge_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
 
     Metrics in `ADDED` are summed. The first value is kept for metrics in `FIRST`, the last value
     for metrics in `LAST`, and the maximum for names that end in `_max`. All other metrics are
-    averaged. The duration in seconds is replaced by `tokens_per_second`, if it is known. If any
+    averaged. If the duration in seconds is known, it is replaced by `tokens_per_second`. If any
     steps were skipped, their number is added as `skipped_updates`.
     """
     metrics: dict[str, float] = {}

@@ -36,10 +36,10 @@ def compile_by_rows(
     """Return a version of `function` that is compiled at its first call, for any number of rows.
 
     Rows are the first dimension of all tensor arguments, and of all tensors in dataclass arguments.
-    A single row is compiled separately. Callers in the same process share the compiled code if
-    their arguments have the same structure, for example modules with equal sizes. If `whole` is
-    False, the function may call code that cannot be compiled, and only the parts between such calls
-    are compiled.
+    Calls with a single row use a separate compiled version. Callers in the same process share the
+    compiled code if their arguments have the same structure, for example modules with equal sizes.
+    If `whole` is False, the function may call code that cannot be compiled, and only the parts
+    between such calls are compiled.
     """
 
     @functools.wraps(function)

@@ -104,7 +104,8 @@ class ImmediateCopyQueue:
     def follow_device(self) -> None:
         """Do nothing, because no copy can overtake the device's work.
 
-        The device has finished its work, or keeps copies and other work in order itself.
+        Either the device's earlier work is already done, as on a CPU, or the device runs copies and
+        other work in the order in which they were queued.
         """
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -35,7 +35,7 @@ class Fp8Product:
     The product is differentiable in x and weight. In each of the three products of a layer
     (forward, and the gradients with respect to x and to weight), the inputs are rounded to 8 bits.
     Scales are computed from the largest element of the whole tensor or of each row, depending on
-    the torchao `recipe`. Results and gradients are not rounded to 8 bits. With `emulate`, the
+    the torchao `recipe`. Results and gradients are not rounded to 8 bits. If `emulate` is True, the
     rounded inputs are multiplied in a wider dtype, which works on any device.
 
     Raises `ImportError` if torchao is not installed.

@@ -28,10 +28,10 @@ from weft.kernels.types import Activation
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), the RMS norm over the last dimension.
 
-    Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). For Gemma, whose weights
-    are stored minus 1, `offset` is 1, and the result is rounded to the dtype of x after scaling.
-    For other families, values are rounded before scaling, except in torch's own kernel, which
-    rounds only once.
+    Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). `offset` is 1 for Gemma,
+    because its checkpoints store each weight minus 1. With this offset, the result is rounded to
+    the dtype of x after scaling. Without an offset, values are rounded before scaling, except in
+    torch's own kernel, which rounds only once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]

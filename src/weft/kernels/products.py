@@ -43,7 +43,7 @@ class GradientSum:
         self._parameter = parameter
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """Add left [rows, n] times right [m, n] transposed to the sum.
+        """Add the product of left [rows, n] and the transpose of right [m, n] to the sum.
 
         Both matrices have half precision.
         """
@@ -66,7 +66,7 @@ class GradientSum:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None
 ) -> Tensor:
-    """Return x [..., in] times weight [out, in] transposed, plus bias [out]: [..., out].
+    """Return x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out].
 
     The result can be differentiated once with respect to `x`, `weight` and `bias`. If there is a
     `gradient_sum`, the gradient of the weight is added to it. Under torch's compiler, torch's own
@@ -85,7 +85,7 @@ def linear(
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times right [m, n] transposed, plus bias [m]: [..., m].
+    """Return left [..., n] times the transpose of right [m, n], plus bias [m]: [..., m].
 
     The result is not differentiable. Both matrices can be transposed views.
     """
@@ -140,7 +140,7 @@ def _widen(right: Tensor, rows: slice) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left [rows, n] times right [m, n] transposed to total [rows, m], in place.
+    """Add the product of left [rows, n] and the transpose of right [m, n] to total [rows, m].
 
     `total` must be contiguous. The sums are computed in the dtype of `total`.
     """

@@ -13,7 +13,9 @@ from weft.kernels.types import SoftmaxStatistics
 def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
     """Return the softmax statistics of logits [R, V].
 
-    If all logits of a row are minus infinity, the row's lse is minus infinity and its entropy is 0.
+    The entropy of each row is computed only if `entropy` is True, and the most likely id only if
+    `best` is True. If all logits of a row are minus infinity, the row's log-sum-exp is minus
+    infinity and its entropy is 0.
     """
     if library.serves(logits):
         return native.statistics(logits, entropy=entropy, best=best)

@@ -283,8 +283,8 @@ def format_start_line(experiment: Experiment) -> str:
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     """Return a copy of the experiment in which every role has a dtype.
 
-    Roles without a dtype get that of the role that reads the data, so that a policy and its
-    reference model have equal dtypes.
+    Roles without a dtype get the dtype of the role whose tokenizer encodes the data (`data_role`).
+    A policy and its reference model therefore have equal dtypes.
     """
     main = experiment.roles[experiment.data_role]
     if main.path is None or main.backend in NO_NETWORK:

@@ -130,8 +130,8 @@ def can_start_early(experiment: Experiment, mode: str) -> bool:
 def start_early(experiment: Experiment) -> RayCluster:
     """Start the private Ray cluster of a run, without its device processes.
 
-    Must only be called if `can_start_early` returns True. Raises `ConfigError` if the run has more
-    devices than this machine's cores can serve.
+    Must only be called if `can_start_early` returns True. Raises `ConfigError` if this machine has
+    too few cores for the run's devices.
     """
     return _start_cluster(find_local_resources(experiment.num_devices, "cpu", experiment.control))
 

@@ -14,7 +14,7 @@ def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:
     """Return an error that names a role whose weight files contain non-finite values.
 
     Returns None if the files of all roles are intact. Reads all weight files again, which can take
-    long, so it should be called only after a run has failed.
+    a long time, so it should be called only after a run has failed.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:

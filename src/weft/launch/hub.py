@@ -17,12 +17,14 @@ from weft.experiments._models import find_option_role
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Check that the hub has all missing models and data, and download missing config.json files.
+    """Check that missing models and datasets are on the hub, and download the models' config.json.
 
-    Missing means that this machine does not have them. Returns whether any file was downloaded. If
-    so, the caller must build the experiment again, with the values in the files. Without `data`,
-    only models are checked, not tokenizers and datasets. Raises `CheckpointError` or `DataError`,
-    naming the option, if the hub does not have the model or dataset or does not answer.
+    Models and datasets are missing if they are not on this machine. Returns whether any file was
+    downloaded. If so, the caller must build the experiment again, with the values in the files.
+
+    Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
+    for a model or `DataError` for a dataset if it is not on the hub or the hub does not answer. The
+    message names the option.
     """
     fileroot = experiment.control.fileroot
     fetched = False

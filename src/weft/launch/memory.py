@@ -131,9 +131,10 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Phrase that says in messages what the total covers.
+        """Phrase that follows the total in messages and says what it covers.
 
-        It is "at most" or, if there are incomplete roles, "without activations of" and their names.
+        Usually it is "at most". If the network sizes of some roles are unknown, it is "without
+        activations of" and the names of these roles.
         """
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"

@@ -50,7 +50,7 @@ class MetricGroup:
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts.
 
-    Each name is in exactly one chart. Only counters, such as the step, are in none.
+    Each name is in exactly one chart, except for counters such as the step, which are in no chart.
     """
     groups: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)

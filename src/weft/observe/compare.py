@@ -172,8 +172,8 @@ def read_values_until(run: RunFiles, name: str, step: float | None) -> list[floa
 def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> float | None:
     """Return a metric's value at `step`, or at the run's end; None if the run has no value.
 
-    For an evaluation metric, this is the last value. For a training metric, it is the mean over the
-    last steps.
+    For an evaluation metric, this is the last value up to `step`. For a training metric, it is the
+    mean over the last steps up to `step`.
     """
     values = read_values_until(run, name, step)
     if not values:

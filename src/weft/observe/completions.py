@@ -159,7 +159,9 @@ def render_group(
 
 
 def choose_num_columns(count: int) -> int:
-    """Return the number of columns for `count` answers that leaves little of the last row empty."""
+    """Return the number of columns for `count` answers, so that few places in the last row are
+    empty.
+    """
     if count <= 4:
         return count
     if count in (5, 6, 9):

@@ -95,10 +95,11 @@ class RunDiagnosis:
 
 @dataclass(frozen=True)
 class DiagnosedRun:
-    """Data of a run that the diagnostic checks read.
+    """Run to diagnose, with the data that the diagnostic checks read.
 
-    `config` returns the run's options, and is called only if a check needs one. `columns` maps each
-    metric that the checks use to the steps at which it is finite, and its values at these steps.
+    `config` returns the run's options, and is called only if a check reads an option. `columns`
+    maps each metric that the checks use to the steps at which it is finite, and its values at these
+    steps.
     """
 
     lines: Lines
@@ -140,7 +141,7 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric whose last part is `last`, such as `actor_train/kl`."""
+        """Return the first training metric with the last part `last`: `actor_train/kl` for "kl"."""
         return next(
             (
                 n

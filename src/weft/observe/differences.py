@@ -101,9 +101,10 @@ def _format_option_name(name: str, real: Sequence[str | None]) -> str:
 def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     """Return the options that determine what the metric `name` measures, with their values.
 
-    Values of two runs can be compared if these options are equal. A loss depends on the algorithm
-    and the algorithm's options, and a reward on the source of rewards. Both also depend on the rows
-    of the dataset. Metrics such as times, memory and lengths depend on none of these options.
+    The metric can be compared between two runs if these options are equal. A loss depends on the
+    algorithm and the algorithm's options, and a reward on the source of rewards. Both also depend
+    on the rows of the dataset. Metrics such as times, memory and lengths depend on none of these
+    options.
     """
     about = find(name)
     last = get_last_part(name)

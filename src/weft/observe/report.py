@@ -141,10 +141,10 @@ def _render_machine(run: RunFiles) -> str:
 
 
 def _embed_graph(svg: str) -> str:
-    """Embed the graph as images, isolating the page from its scripts and styles.
+    """Embed the graph as images, so that scripts and styles in the graph cannot affect the page.
 
-    There is one image for light and one for dark backgrounds, since not every browser passes the
-    page's colour scheme to an image. Both images have a transparent background.
+    There are two images, one for light and one for dark backgrounds, because not every browser
+    passes the page's colour scheme to an image. Both images have a transparent background.
     """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
     light, dark = (

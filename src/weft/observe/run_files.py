@@ -213,7 +213,8 @@ def is_quiet(directory: Path) -> bool:
 def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return the metric names of a line, and whether all values can be converted without checks.
 
-    Such values are floats, or integers whose absolute value is below `LARGEST`.
+    Floats can be converted without checks, and so can integers whose absolute value is below
+    `LARGEST`.
     """
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(

@@ -66,8 +66,8 @@ def pick(values: Sequence[T], count: int) -> list[T]:
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Return the rows of at most `steps` evenly spaced training steps from samples.jsonl.
 
-    If some training steps have per-token values, only these and the last one are considered. Only
-    the rows that are returned are parsed, because the file of a long run is large.
+    If some training steps have per-token values, only these steps and the last training step are
+    considered. Only the rows that are returned are parsed, because the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
     detailed_steps: set[int] = set()

@@ -72,12 +72,12 @@ def format_noise(noise: float) -> str:
 
 
 def count_last(count: int) -> int:
-    """Return the number of values that are averaged at the end of a curve of `count` values."""
+    """Return how many of the last values of a curve are averaged, for a curve of `count` values."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
 def count_first(count: int) -> int:
-    """Return the number of values that are averaged at the start of a curve of `count` values.
+    """Return how many of the first values of a curve are averaged, for a curve of `count` values.
 
     The number is small, because curves are steep at the start.
     """
@@ -120,9 +120,9 @@ def compute_change(
     """Return the change of a metric over its steps; `values` must not be empty.
 
     `name` is the metric's name, and `rows` is the number of rows on which the metric was evaluated.
-    If `name` and `rows` are given and the metric is a proportion of these rows, the estimated noise
-    is at least the sampling error for `rows` rows, because repeated evaluations of the same rows do
-    not reduce that error.
+    Both are needed only for a validation metric that is a proportion of these rows, such as an
+    accuracy. The noise of such a metric is at least the sampling error for `rows` rows, because
+    repeated evaluations of the same rows do not reduce this error.
     """
     few = count_first(len(values))
     many = count_last(len(values))
@@ -151,8 +151,9 @@ def compute_end_noise(values: Sequence[float]) -> float | None:
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
     """Return the half-width of the 95% confidence interval of an evaluated proportion.
 
-    The half-width is 1.96 sqrt(p (1 - p) / n). Two successes and two failures are added, so that
-    the half-width is not 0 for p = 0 or p = 1 (Agresti and Coull 1998). Returns None for metrics
+    The half-width is 1.96 sqrt(p (1 - p) / n) for a proportion p of n rows. Before p and n are
+    computed, two successes and two failures are added to the evaluated rows, so that the half-width
+    is not 0 if all rows or none are successes (Agresti and Coull 1998). Returns None for metrics
     that are not proportions of the `rows` evaluated rows.
     """
     if (
@@ -179,13 +180,13 @@ def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CurveNoise:
-    """Noise of a curve, as half-widths of 95% confidence intervals.
+    """Estimated noise of a curve.
 
     Attributes:
-        single: half-width for a single value
+        single: half-width of the 95% confidence interval for a single value
         dependence: correlation between the noise of neighbouring values
-        of_end: half-width for the mean at the curve's end, including noise that lasts for several
-            steps; 0 if the curve is too short to estimate such noise
+        of_end: half-width of the 95% confidence interval for the mean at the curve's end, including
+            noise that lasts for several steps; 0 if the curve is too short to estimate such noise
     """
 
     single: float
@@ -219,10 +220,12 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
     if the noise of neighbouring steps is correlated. In a short curve, it is therefore corrected
     with the lag-1 autocorrelation.
 
-    In a long curve, the noise at the end is estimated from the means of blocks of `count_last`
-    consecutive values: it is the scatter of these means around the line that fits them best. Only
-    the last `LATER` blocks are used, because a curve is steep at its start. All half-widths use
-    Student's t distribution.
+    A long curve is divided into blocks, each as long as the curve's end (see `count_last`). The
+    noise at the end is the scatter of the block means around the straight line that fits them best.
+    Only the last `LATER` = 6 blocks are used, because a curve is steep at its start.
+
+    The result has the half-widths of 95% confidence intervals. Each is a standard deviation
+    multiplied by a quantile of Student's t distribution.
     """
     count = len(values)
     many = count_last(len(values))
@@ -251,8 +254,8 @@ def _estimate_noise(values: Sequence[float]) -> CurveNoise:
 def _compute_autocorrelation(values: Sequence[float]) -> float:
     """Return the lag-1 autocorrelation of the residuals of a linear fit, in [0, `MOST_DEPENDENT`].
 
-    Because of the fit, the estimate of the correlation r is too low by (2 + 4 r) / n on average.
-    The result is corrected for this bias.
+    For n values, the fit makes the estimate of the correlation r too low by (2 + 4 r) / n on
+    average. The result is corrected for this bias.
     """
     rest = _compute_residuals(values)
     spread = sum(each * each for each in rest)

@@ -48,7 +48,7 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GroupExpertExchange:
-    """Exchange of tokens between the ranks of a process group, which compute different experts.
+    """Exchange of tokens between the ranks of a process group, which each have some experts.
 
     Implements the protocol `ExpertExchange` (see `weft.models.network.moe`).
     """

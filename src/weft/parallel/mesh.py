@@ -42,7 +42,8 @@ def choose_backend(device: torch.device) -> str:
 class ProcessGroups:
     """Cache of the process groups to which this process belongs, keyed by their ranks.
 
-    If some ranks belong to several common groups, they must request these groups in the same order.
+    All ranks of a group create it together. Ranks that are together in several groups must
+    therefore request these groups in the same order.
     """
 
     def __init__(self, seconds: float | None = None) -> None:

@@ -164,7 +164,8 @@ class Pipeline:
         """Broadcast the outputs of the last stage, and return them on every rank.
 
         `outputs` has the outputs of each micro-batch, and is None on ranks without the last stage.
-        Outputs with the same name are concatenated over all micro-batches and broadcast at once.
+        Outputs with the same name are concatenated over all micro-batches and sent in one
+        broadcast.
         """
         if self.group is None:
             return list(outputs or ())
@@ -217,7 +218,7 @@ class _StagePass:
 
 
 class _PipelineRun:
-    """Execution of one rank's actions for a sequence of micro-batches.
+    """Executor of one rank's pipeline actions for a sequence of micro-batches.
 
     Tensors that are sent or received are stored under the key (source stage, target stage,
     micro-batch).

@@ -56,7 +56,7 @@ class ComputeAction:
 
 @dataclass(frozen=True)
 class TransferAction:
-    """Sending or receiving of a stage's result for one micro-batch.
+    """Transfer of a stage's result for one micro-batch to or from another rank.
 
     `source` and `target` are neighbouring stages on different ranks. If `target` is the next stage,
     the tensor has hidden states; if it is the previous stage, the tensor is the gradient of hidden
@@ -139,7 +139,7 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     RECV. Actions are placed in the order of a simulated run, in which every rank computes one
     action at a time and begins it once its inputs exist. A SEND and its RECV happen at the same
     time in this run, so the lists of all ranks agree with one global order. Therefore ranks cannot
-    deadlock, even if a send returns only once it is received, and the messages between two ranks
+    deadlock, even if a send returns only once it is received. The messages between two ranks also
     keep one order, which NCCL needs.
 
     Raises `ValueError` for an order that cannot be run.

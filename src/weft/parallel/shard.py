@@ -89,7 +89,7 @@ class LocalShards:
 
     `stored` maps canonical names to parameters that share memory with the network's shards.
     Parameters of which this rank has no rows are left out. Backward passes add gradients to the
-    network's parameters; `take_gradients` moves these to `stored`.
+    network's parameters; `take_gradients` moves these gradients to the parameters in `stored`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -146,9 +146,9 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
-    If a parameter is shared with another network, its memory can be allocated after FSDP2 has
-    looked it up. If the parameter's rows also do not divide evenly among the ranks, FSDP2 would
-    allocate new memory for it in the first pass. `LocalShards.stored` would then not share memory
+    The memory of a parameter that is shared with another network can be allocated after FSDP2 first
+    looked it up. If the rows of such a parameter do not divide evenly among the ranks, FSDP2 would
+    allocate other memory for it in the first pass, and `LocalShards.stored` would not share memory
     with the network.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -248,9 +248,10 @@ def finish_backward(network: nn.Module, *, sums: bool) -> None:
 def unshard(network: nn.Module) -> None:
     """Gather the parameters of a sharded network, except those in its blocks.
 
-    Used by a rank with the first and the last stage of a pipeline: the last stage uses the tied
-    embedding matrix of the first stage without calling it, so FSDP2 does not gather the matrix.
-    Does nothing if the network is not sharded.
+    Used by a rank that has both the first and the last stage of a pipeline whose embeddings are
+    tied. The last stage reads the embedding matrix of the first stage. FSDP2 would not gather the
+    matrix, because it gathers only before the `forward` of the network that owns it. Does nothing
+    if the network is not sharded.
     """
     if isinstance(network, FSDPModule):
         network.unshard()

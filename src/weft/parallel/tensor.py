@@ -91,7 +91,7 @@ def join(
 
 @dataclass(frozen=True)
 class ConsecutiveRowSharing:
-    """Sequence parallelism's split of the tokens: each rank gets a run of consecutive tokens.
+    """Split of the tokens for sequence parallelism: each rank gets a run of consecutive tokens.
 
     Implements the protocol `RowSharing` (see `weft.models.network.shared_rows`).
     """

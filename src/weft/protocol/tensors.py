@@ -70,9 +70,9 @@ def pack(
 
 
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
-    """Return the JSON text of an object with all `values` and a further `key`.
+    """Return the JSON text of an object that has all `values` and, as its last entry, `key`.
 
-    `text` is the value of this key, which is already encoded as JSON and is inserted unchanged.
+    `text` is the value of `key`. It is already encoded as JSON and is inserted unchanged.
     """
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
@@ -152,8 +152,8 @@ def read_object(text: bytes) -> dict[str, Any]:
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
     """Return the tensor stored in `raw` as little-endian numbers.
 
-    Raises `DataError` if the number of bytes does not match the shape; the message has the tensor's
-    `name`.
+    Raises `DataError`, naming the tensor by its `name`, if the number of bytes does not match the
+    shape.
     """
     dtype = DATATYPES[check_datatype(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:

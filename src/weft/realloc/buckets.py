@@ -65,7 +65,8 @@ class BucketMessage:
 
     @property
     def seal_offset(self) -> int:
-        """Offset in bytes of the seal, which follows the last piece."""
+        """Offset in bytes of the seal (version, round and checksum), which follows the last piece.
+        """
         return self.parts[-1].end if self.parts else 0
 
     @property
@@ -74,7 +75,9 @@ class BucketMessage:
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:
-        """Return the size in bytes of the message if a piece of `num_bytes` bytes were added."""
+        """Return the size in bytes that the message would have with another piece of `num_bytes`
+        bytes.
+        """
         return align(self.seal_offset + align(num_bytes) + SEAL)
 
 

@@ -94,10 +94,11 @@ def move(
 class Reallocation:
     """Executor of a reallocation plan on one rank.
 
-    `move` can be called repeatedly, and reuses the schedule of messages. Every rank of `group`,
-    which includes the ranks of both layouts, must have the same plan and bucket size. Without a
-    group, only this process takes part. If ranks on the same host share memory, shared memory of
-    two buckets stays allocated for the lifetime of this object.
+    `move` can be called repeatedly, and reuses the schedule of messages. `group` includes all ranks
+    of the source and target engines, and every rank of the group must have the same plan and bucket
+    size. Without a group, only this process takes part. If messages between ranks on the same host
+    are passed in shared memory, a shared buffer with the size of two buckets stays allocated for
+    the lifetime of this object.
     """
 
     def __init__(

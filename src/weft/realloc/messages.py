@@ -101,10 +101,11 @@ class _StepInFlight:
 
 
 class MessageExchange:
-    """Exchange of all messages of one rank in one reallocation.
+    """Sender and receiver of all messages of one rank in one reallocation.
 
     `steps` are the rounds in which this rank has messages, and `dtypes` maps each parameter to the
-    dtype in which it is sent. `version` is the expected version of the source's weights.
+    dtype in which it is sent. `version` is the version of the source's weights, which every
+    received message must have.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ MILESTONES = "milestones.json"
 class CheckpointStore:
     """Store of the model checkpoints of `roles`.
 
-    It keeps all milestones and the newest `limit` other checkpoints of each role. If `limit` is
-    None, it keeps all checkpoints.
+    It keeps all checkpoints that were saved as milestones, and the newest `limit` other checkpoints
+    of each role. If `limit` is None, it keeps all checkpoints.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class CheckpointStore:
         return directories
 
     def prune(self) -> None:
-        """Remove each role's oldest checkpoints that exceed the limit, but no milestones.
+        """Remove each role's oldest checkpoints if there are more than the limit.
 
-        A restart does not need checkpoints, because it reads recovery points.
+        Milestones are kept and do not count. A restart reads recovery points, so it does not need
+        the removed checkpoints.
         """
         if self._limit is None:
             return

@@ -246,8 +246,8 @@ class PendingCommands:
         """Return the job number of the last pending command that all ranks of the mesh can run now.
 
         A command can run if it was sent to all of these ranks and comes before the next generation
-        call. `DiscardSamples` does not count, because it is no reason to stop the call. Returns
-        None if no command can run.
+        call. `DiscardSamples` commands are ignored, because the running call need not stop for
+        them. Returns None if no command can run.
         """
         last = None
         for queued in self._process.list_pending():

@@ -82,7 +82,8 @@ class CommandReport:
     """Report on the progress or result of a command, sent to the driver.
 
     Attributes:
-        number: Number that identifies the command's job (one command for each of several ranks).
+        number: Index of the job to which the command belongs. A job consists of one command for
+            each of several ranks.
         kind: Type of the report.
         value: Result of a finished command, error of a failed one, or event with early outputs.
         num_bytes_received: Size in bytes of the tensors that were received to run the command.

@@ -19,10 +19,10 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """Recorder of the model's completions of a few fixed prompts, which show its progress.
+    """Recorder of completions of a few fixed prompts, to show how the model changes.
 
-    The `prompts` are samples with the key `prompt`. In the worker group, their ids get a prefix, so
-    that they cannot collide with training ids.
+    `prompts` has one sample with the key `prompt` for each of them. In the worker group, the ids of
+    these samples get a prefix, so that they cannot collide with training ids.
     """
 
     def __init__(

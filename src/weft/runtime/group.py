@@ -106,7 +106,8 @@ class WorkerGroup(Protocol):
         ...
 
     def announce_outputs(self, mfc: str) -> None:
-        """Request `OutputsAnnounced` events for early outputs of the call `mfc`."""
+        """Request `OutputsAnnounced` events for outputs that are ready before the call `mfc` ends.
+        """
         ...
 
     def fetch(

@@ -37,8 +37,9 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 class HostFunctionRunner:
     """Runner of a graph's host functions.
 
-    `by_node` maps node names to functions. `prefix` is put before the names of the graph's calls to
-    get their names in the worker group.
+    `by_node` maps node names to functions. The worker group identifies each call of the graph by
+    `prefix` followed by the node's name. The prefix distinguishes the calls of the evaluation graph
+    ("eval/") from those of the training graph ("").
     """
 
     def __init__(

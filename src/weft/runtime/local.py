@@ -39,7 +39,7 @@ T = TypeVar("T")
 class _QueuedFunction:
     """Function that is waiting to run.
 
-    A function with `is_generation` must not run during another generation call.
+    `is_generation` is true for a generation call, which must not run during another one.
     """
 
     function: Callable[[], None]

@@ -13,7 +13,9 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 
 @dataclass(eq=False)
 class _KeyLocations:
-    """Locations of the tensors of a group of ids, which are the same for all of these ids.
+    """Ranks that have the tensors of a group of sample ids, or will receive a copy of them.
+
+    All ids of the group have their tensors on the same ranks.
 
     Attributes:
         holders: Ranks that have each key.
@@ -45,8 +47,9 @@ class TensorLocations:
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has computed new values of these keys for these ids.
 
-        Copies on other ranks become invalid. A key that the rank is already recorded to have is
-        left unchanged, because the same values were announced during the call.
+        Copies on other ranks become invalid. If the rank announced a key during the call, the key
+        is already recorded for this rank. Such a key is left unchanged, because its values are the
+        same.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -70,7 +73,7 @@ class TensorLocations:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return the keys in `keys` for which the tensors of all ids exist on some rank."""
+        """Return those of `keys` whose tensors exist for all ids, each on at least one rank."""
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:
@@ -104,8 +107,9 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove `ids` from the record. Returns, for each rank, the ids whose tensors it has or
-        receives.
+        """Remove `ids` from the record, and return a list of ids for each rank.
+
+        The list has those of the removed ids whose tensors the rank has or receives.
         """
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):

@@ -80,8 +80,9 @@ class RunPosition:
         step: Number of completed steps.
         epochs_done: Number of completed epochs.
         ids_done: Number of sample ids of the current epoch that no node needs any more.
-        versions: Number of finished firings (executions) of each node, including the syncs after
-            them.
+        versions: Number of finished firings (executions) of each node. A firing counts as finished
+            when the parameter syncs after it have finished, too. For a node that trains, the number
+            serves as the version of the weights.
     """
 
     step: int = 0
@@ -299,7 +300,8 @@ class Master:
     def _run_scheduled_firings(self, stepped: Sequence[str] = ()) -> None:
         """Finish all firings of the current step, then remove the ids that no firing needs.
 
-        `stepped` are the ids that the step used. The listener gets them before any ids are removed.
+        `stepped` are the ids that the step used. They are passed to the listener's
+        `on_step_finished` before any ids are removed.
         """
         while self._ledger.has_open_firings(self._ahead_ids):
             self._launch_ready_and_wait()

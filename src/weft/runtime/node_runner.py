@@ -52,7 +52,9 @@ class _RunningFiring:
 class NodeRunner:
     """Runner of the nodes of one graph.
 
-    `prefix` is put before the names of the graph's calls to get their names in the worker group.
+    The worker group identifies each call of the graph by `prefix` followed by the node's name. The
+    prefix distinguishes the calls of the evaluation graph ("eval/") from those of the training
+    graph ("").
     """
 
     def __init__(

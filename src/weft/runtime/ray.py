@@ -169,7 +169,9 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the transport; `where` and `nodes` are the processes and machine ids by rank."""
+        """Create the transport; `where` has each rank's process, and `nodes` each rank's machine
+        id.
+        """
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)
@@ -326,7 +328,8 @@ class RayCluster:
         self.check_not_lost()
 
     def check_not_lost(self) -> None:
-        """Raise `DevicesLost` if part of Ray is lost, after telling the supervisor process."""
+        """Raise `DevicesLost` if part of Ray is lost; the supervisor process gets a report first.
+        """
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
             raise DevicesLost(self.lost_part)
@@ -399,7 +402,9 @@ class RayCluster:
             ) from error
 
     def list_nodes(self) -> list[RayNode]:
-        """Return the machines that are up: this one, for device 0, then the others by address."""
+        """Return the machines that are up: this one first (for device 0), the others sorted by
+        address.
+        """
         up = [RayNode.from_listing(node) for node in ray.nodes() if node["Alive"]]
         return sort_nodes(up, ray.get_runtime_context().get_node_id())
 
@@ -450,10 +455,11 @@ class RayCluster:
 
 
 class DeviceLaunch:
-    """Start of device processes in the background.
+    """Handle of device processes that are being started in the background.
 
-    Each process uses its device's share of the machine's CPUs as threads, unless `OMP_NUM_THREADS`
-    is set. To cancel the launch, close the `cluster`.
+    Unless `OMP_NUM_THREADS` is set, a machine's CPUs are divided equally among its device
+    processes, and each process uses as many threads as it has CPUs. To cancel the launch, close the
+    `cluster`.
     """
 
     def __init__(
@@ -471,9 +477,9 @@ class DeviceLaunch:
             self._start_actors()
 
     def wait_for_devices(self) -> RayDevices:
-        """Return the devices, after waiting until all processes have joined the process group.
+        """Wait until all processes have joined the process group, and return the devices.
 
-        Raises `RunError` if the processes are late.
+        Raises `RunError` if this takes too long.
         """
         if not self._actors:
             if not self._wait_for_placement(PLACE_SECONDS):

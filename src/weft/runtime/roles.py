@@ -110,9 +110,9 @@ class RoleEngines:
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:
-        """Return whether both roles are on the same mesh, which must include this rank.
+        """Return whether both roles are on the same mesh and this rank belongs to it.
 
-        If so, parameters can be copied between them without a transfer.
+        If so, parameters can be copied between the roles without a transfer.
         """
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)

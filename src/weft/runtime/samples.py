@@ -32,10 +32,10 @@ PAIRS = ("rank", "comparison")
 
 
 def is_detailed_step(step: int) -> bool:
-    """Return whether the samples of a step are shown as whole groups, with values per token.
+    """Return whether the samples of a step are shown in detail.
 
-    All steps below 10 are detailed, then every 2nd step below 100, every 20th step below 1000, and
-    so on.
+    Detailed samples have values per token, and several completions per id instead of one. All steps
+    below 10 are detailed, then every 2nd step below 100, every 20th step below 1000, and so on.
     """
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
@@ -74,8 +74,8 @@ class SampleReader:
     ) -> list[dict[str, Any]]:
         """Return rows that show samples of a step, given the ids that the step used.
 
-        In a detailed step (`is_detailed_step`), whole groups are shown, with one row per completion
-        and values per token. In other steps, rows are returned only if the graph generates: the
+        In a detailed step (`is_detailed_step`), several completions of each shown id have a row,
+        with values per token. In other steps, rows are returned only if the graph generates: the
         first completion of each of up to `SHOWN_SAMPLES` ids. `seen` has the log-probs or scores of
         a few ids from the training call.
         """
@@ -256,7 +256,8 @@ class SampleReader:
 
 
 def _shorten(text: str) -> str:
-    """Return the text, with its middle replaced if it is longer than `TEXT` characters."""
+    """Return the text, with its middle replaced by `[...]` if it is longer than `TEXT` characters.
+    """
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"

@@ -107,7 +107,7 @@ class RunLength:
 class ActionFrequency:
     """Frequency of an action in steps, epochs or seconds.
 
-    If several of these are set, the action is due whenever it is due by any of them.
+    If several of these are set, the action is due when at least one of the intervals ends.
 
     Attributes:
         steps: Number of steps between two actions.
@@ -125,7 +125,7 @@ class ActionFrequency:
 
     @property
     def wanted(self) -> bool:
-        """True if any of the three frequencies is set."""
+        """True if the action has a frequency in steps, epochs or seconds."""
         return self.steps is not None or self.epochs is not None or self.secs is not None
 
     def check_due(self, step: int, epochs_done: int) -> bool:

@@ -82,10 +82,10 @@ class SessionParts:
 
 
 class Session:
-    """Work of one process on a run.
+    """Part of a run that lasts from a start or restart until the run ends or its devices are lost.
 
-    It runs the master's steps. Between them, it evaluates, and writes checkpoints and recovery
-    points as scheduled (`_finish_step`).
+    A session lets the master run the steps. Between steps, it evaluates, and writes checkpoints and
+    recovery points as scheduled (`_finish_step`).
     """
 
     def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:
@@ -205,9 +205,9 @@ class Session:
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
         """Remove partial files, and return the newest intact recovery point of the directory.
 
-        Returns None if there is none, or if `resume_from` names a point of this run, which the
-        caller then uses. If `own` is True, an earlier session of this process has written newer
-        points, so `resume_from` is ignored.
+        Returns None if there is none. Also returns None if `resume_from` names a point of this run,
+        because the caller then uses that point. If `own` is True, an earlier session of this
+        process has written newer points, so `resume_from` is ignored.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()

@@ -46,8 +46,8 @@ def split(
 def split_minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
     """Split a batch into `count` minibatches of consecutive ids, as equal in size as possible.
 
-    Groups of completions stay whole if `unit` is "group", or if their number is divisible by
-    `count`. Otherwise they are first split into single completions.
+    The completions of an id stay together if `unit` is "group", or if the number of ids is
+    divisible by `count`. Otherwise, the batch is first split into single completions.
     """
     if count == 1:
         return [batch]
@@ -121,7 +121,8 @@ def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
     """Return the samples in `parts` with their tensors, which are taken from `batch`.
 
-    The samples in `parts` have only metadata, and may be single completions of those in `batch`.
+    The samples in `parts` have only metadata. A sample can also be a single completion of a sample
+    in `batch`.
     """
     if any(OWNER in part.metadata for part in parts):
         single = split_completions(batch)

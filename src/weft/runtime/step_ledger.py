@@ -39,11 +39,11 @@ class _LedgerEntry:
 
 
 class StepLedger:
-    """Record of running and finished firings (executions), in the order of their scheduling.
+    """Record of running and finished firings (node executions), in the order of their scheduling.
 
-    When a step ends, the metrics of its firings are logged. Other firings in the record may already
-    belong to later steps: those that read ids on which later steps will train. The methods get
-    these ids as `ahead`.
+    When a step ends, the metrics of its firings are logged. A firing that reads ids on which later
+    steps will train belongs to a later step, and stays in the record. Callers pass these ids to the
+    methods as `ahead`.
     """
 
     def __init__(self) -> None:

@@ -37,9 +37,10 @@ class _StoredBatch:
 
 @dataclass(eq=False)
 class _StoredBlock:
-    """Location of the data of a group of ids, which is the same for all of these ids.
+    """References from a group of sample ids to the stored batches that contain their data.
 
-    Stored batches are identified by numbers.
+    All ids of the group have their data in the same batches. Each stored batch has a number that
+    identifies it.
 
     Attributes:
         keys: For each key, the number of the batch that has its values.
@@ -52,7 +53,8 @@ class _StoredBlock:
     def read(self) -> tuple[set[int], set[int]]:
         """Return the numbers that identify the batches to which this block refers.
 
-        The result has two sets: batches with its keys, and batches with its metadata columns.
+        The result has two sets: the batches with the values of keys, and the batches with the
+        values of metadata columns.
         """
         return set(self.keys.values()), set(self.columns.values())
 
@@ -158,11 +160,10 @@ class TensorStore:
         return new
 
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
-        """Update how many blocks (groups of ids) refer to each batch, after the block `held` has
-        changed.
+        """Update how many blocks refer to each batch, after the block `held` has changed.
 
-        `before` is what `held.read()` returned before the change. Batches that no block needs any
-        more are freed.
+        A block is a group of ids whose data are in the same batches. `before` is what `held.read()`
+        returned before the change. Batches that no block needs any more are freed.
         """
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)

@@ -35,7 +35,8 @@ class AddressWatch:
         threading.Thread(target=self._poll_addresses, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
-        """Try to connect to the addresses with these names now; without names, to all addresses.
+        """Try to connect to the addresses with these names, or to all addresses if no name is
+        given.
 
         Sets `lost_part` if an address does not respond.
         """

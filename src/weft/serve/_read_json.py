@@ -44,9 +44,9 @@ def main() -> None:
 class CompactConverter:
     """Converter of parsed JSON, which turns long lists of numbers into arrays.
 
-    Only lists under the keys in `ARRAYS` are converted. The items of all other lists and of all
-    objects are counted, and `convert_value` raises `ValueError` if a body has more than
-    `MOST_VALUES` of them.
+    Only lists under the keys "prompt" and "data" (the constant `ARRAYS`) are converted. The items
+    of all other lists and of all objects are counted. If a body has more of them than the limit
+    `MOST_VALUES`, `convert_value` raises `ValueError`.
     """
 
     def __init__(self) -> None:

@@ -286,10 +286,10 @@ def _map_texts(token: EmittedToken) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CompletionRun:
-    """Processing of one completion request.
+    """Completion request that is being answered.
 
-    The answer has n completions of each prompt. The choice with index `p * n + k` is completion k
-    of prompt p.
+    The answer has n completions of each prompt. Completion k of prompt p is the choice with index
+    `p * n + k` in the answer.
     """
 
     endpoints: CompletionEndpoints

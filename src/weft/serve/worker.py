@@ -149,7 +149,7 @@ class ServingWorker:
         self._commands.put(job)
 
     def cancel(self, id: str) -> None:
-        """Stop the completions of the job `id`, and do not call the job's `tell` again."""
+        """Stop the completions of the job `id`, and do not call its callback `tell` again."""
         self._commands.put(id)
 
     def score(
@@ -157,8 +157,8 @@ class ServingWorker:
     ) -> Future[list[Vector]]:
         """Queue rows to be scored, and return a future with one float32 vector per row.
 
-        If `want` is "logprobs", a vector has the log-probs of the row's tokens from the index in
-        `starts` to the end. If `want` is "scores", it has the row's score.
+        If `want` is "logprobs", the vector of row i has the log-probs of the row's tokens from
+        index `rows.starts[i]` to the end. If `want` is "scores", the vector has the row's score.
         """
         future: Future[list[Vector]] = Future()
         self._change_load(len(rows.tokens))

@@ -30,10 +30,10 @@ class MappedOption:
 
 @dataclass
 class KeyMapping:
-    """Translation of an Open-Assistant configuration to weft's options, filled key by key.
+    """Collector of the weft options that the keys of an Open-Assistant configuration set.
 
     The configuration is merged from several config sections, and later sections override earlier
-    ones. `ranks` maps each key to the position of its section.
+    ones. `ranks` maps each key to the position of the section that sets it.
     """
 
     config: RunConfig

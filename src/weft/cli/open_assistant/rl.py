@@ -154,8 +154,9 @@ TOTAL_STEP_KEYS = ("total_steps", "trlx.train.total_steps")
 def _find_latest_key(done: KeyMapping, keys: Sequence[str]) -> str:
     """Return the key in `keys` that was set last, or `IMPLIED` if none of the keys is set.
 
-    Config sections set keys in their order, followed by the command line. If one section sets
-    several of the keys, the first of these in `keys` is returned.
+    Config sections are applied in the order in which the user names them, and the command line is
+    applied last. If one section sets several of the keys, the one that comes first in `keys` is
+    returned.
     """
     return max(
         (key for key in keys if done.get(key) is not None), key=done.get_rank, default=IMPLIED

@@ -294,8 +294,8 @@ def encode_replies(
 
     Each sequence consists of the prompt, a reply and EOS. A prompt of messages is rendered by the
     chat template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered
-    too. If a dialogue in the `\n\nHuman:` format is rendered, surrounding whitespace is stripped
-    from the reply, as it is from the earlier turns. `more` are other fields of `EncodedSample`.
+    too. If that text is a dialogue in the `\n\nHuman:` format, its turns are stripped of
+    surrounding whitespace, and so is the reply. `more` are other fields of `EncodedSample`.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]

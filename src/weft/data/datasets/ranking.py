@@ -120,7 +120,7 @@ class RankingEncoder:
 def _build_values(count: int) -> dict[str, list[float]]:
     """Return the values `rank`, `comparison` and `margin` for `count` replies, sorted best first.
 
-    The replies form one comparison without margins.
+    All replies belong to the same comparison, and their margins are 0.
     """
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}

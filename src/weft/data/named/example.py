@@ -65,7 +65,7 @@ class ReaderContext:
     def truncate_turns(self, turns: Sequence[str], most: int) -> list[str]:
         """Return the turns, truncated to `most` characters each.
 
-        The row is counted in `cut` if a turn was longer.
+        If a turn was longer, the row is counted in the attribute `cut`.
         """
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
@@ -74,7 +74,8 @@ class ReaderContext:
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
         """Record that the reader ignores `columns`.
 
-        Each of these columns that has a value in the row is counted in `cut`.
+        For each of these columns that has a value in the row, the row is counted in the attribute
+        `cut`.
         """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 

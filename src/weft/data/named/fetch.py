@@ -121,9 +121,9 @@ def _advise_on_path(entry: CatalogueEntry, path: str) -> str:
 
 
 def choose_files(entry: CatalogueEntry, place: Path) -> DatasetFiles:
-    """Return the training and validation files of an entry at `place`.
+    """Return an entry's training and validation files in the folder `place`.
 
-    `place` is a folder, or a single training file. Raises `DataError` if the folder has no training
+    `place` can also be a single training file. Raises `DataError` if the folder has no training
     files of the entry.
     """
     if place.is_file():

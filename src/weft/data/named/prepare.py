@@ -44,7 +44,7 @@ Reader = Callable[..., Iterator[Example]]
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Choice of the validation rows of a named dataset.
+    """Rule for choosing the validation rows of a named dataset.
 
     If `own` is set and the dataset has a validation split, that split is used. Otherwise, a
     fraction `share` of the training rows is held out. Rows of the same group are held out together.
@@ -208,7 +208,7 @@ def _read_report(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _DatasetConversion:
-    """Conversion of a named dataset to rows for one mode (sft, rm or rl)."""
+    """Converter of a named dataset to rows for one mode (sft, rm or rl)."""
 
     entry: CatalogueEntry
     reader: Reader

@@ -34,6 +34,9 @@ PHRASES = (
 
 
 def find_unwanted_phrase(text: str) -> str | None:
-    """Return the first of `PHRASES` that a text contains, ignoring case, or None."""
+    """Return an unwanted phrase that a text contains, or None if it contains none.
+
+    The phrases are listed in `PHRASES`, and the first one found is returned. Case is ignored.
+    """
     low = text.lower()
     return next((phrase for phrase in PHRASES if phrase in low), None)

@@ -224,8 +224,8 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 def choose_reading_dtype(spec: ModelSpec) -> torch.dtype:
     """Return the dtype to which weights are converted when they are read.
 
-    If all weights are trained, the dtype is at least float32, because the weights become the master
-    weights. If weights are frozen, it is the role's dtype.
+    A trained role without adapters or a prefix uses at least float32, because the weights become
+    the master weights. Any other role uses its own dtype.
     """
     dtype = DTYPES[choose_dtype(spec)]
     if spec.trained and not spec.has_adapters:

@@ -27,9 +27,9 @@ class NullEngine:
     """Engine of a role that runs no network in this process.
 
     The role's outputs can come from elsewhere, such as a server: `forward` returns the result of
-    `compute(batch, want, temperature)`. It raises `ConfigError` if `compute` is None, or if it is
-    called with `top`. Methods that need weights always raise `ConfigError`. `family` is the name of
-    the engine in reports.
+    `compute(batch, want, temperature)`. `forward` raises `ConfigError` if there is no `compute`, or
+    if its argument `top` requests the most likely ids. Methods that need weights always raise
+    `ConfigError`. `family` is the engine's name in reports.
     """
 
     def __init__(

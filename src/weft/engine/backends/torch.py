@@ -197,9 +197,9 @@ def _count_adapter_elements(network: Transformer) -> int:
 
     The result is an average over layers, rounded up. Each adapter keeps its low-rank product. An
     adapter with dropout also keeps its input after dropout, and the dropout mask of one byte per
-    element. An adapter without dropout on the last matrix of an MLP keeps its input, which would
-    otherwise be recomputed. Norm outputs that need not be kept are subtracted
-    (`_count_dropped_elements`).
+    element. On the last matrix of an MLP, an adapter without dropout keeps the matrix's input;
+    without the adapter, this input would be recomputed. Norm outputs that need not be kept are
+    subtracted (`_count_dropped_elements`).
     """
     experts = network.config.experts
     num_elements = 0
@@ -290,8 +290,10 @@ def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     """Return the computing cost per token of this rank's part of the network.
 
     Each token is multiplied by the matrices of `top_k` experts and by all matrices outside the
-    experts. `frozen` means that the matrices need no gradient. A load-balancing loss passes all
-    tokens through the whole last layer; this additional work is not counted.
+    experts. `frozen` means that the matrices need no gradient.
+
+    Usually the last layer is computed completely only for tokens whose outputs are needed. A
+    load-balancing loss needs it for all tokens; this additional work is not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])

@@ -63,7 +63,7 @@ class BlockManager(Protocol):
 
 
 class SlotManager:
-    """Accounting of a KV cache in slots of equal size; implements `BlockManager`.
+    """Manager of KV-cache memory in slots of equal size; implements `BlockManager`.
 
     Each sequence has one slot (see `weft.models.kv.slots`). There are at most `max_slots` slots,
     and each has room for `capacity` tokens, a multiple of `unit`. The limit for slots and shared
@@ -75,9 +75,10 @@ class SlotManager:
     whenever their number changes, some are allocated in advance for later sequences. These spare
     slots are freed if their memory is needed for something else.
 
-    With `ahead`, slots have room for the longest expected sequence from the start, so that they
-    need not be enlarged later. This is done only if `max_slots` slots of this size use at most half
-    the limit. It costs little on operating systems that provide memory only when it is written.
+    If `ahead` is True, slots have room for the longest expected sequence from the start, so that
+    they need not be enlarged later. This is done only if `max_slots` slots of this size use at most
+    half the limit. The unused room costs little on operating systems that provide memory only when
+    it is written.
 
     The length of a running sequence is stored relative to a common step counter. A step only
     increments the counter, so its cost does not depend on the number of sequences.

@@ -352,7 +352,7 @@ class PageCaches:
         """Return the token and the log-prob of each row, float64 [B, 2] in host memory.
 
         The values are valid once the device has finished its work. The first four int32 columns of
-        `step` are each row's random number and temperature, as two float64 values.
+        `step` hold the bytes of two float64 values: the row's random number and its temperature.
         """
         uniforms, temperatures = (
             step[:, :SAMPLING_COLUMNS]

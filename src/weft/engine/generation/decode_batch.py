@@ -68,15 +68,15 @@ class DecodeBatch:
 
     @property
     def min_remaining(self) -> int:
-        """Smallest number of tokens that any row may still sample before it reaches its limit."""
+        """Minimum, over all rows, of the number of tokens left before the row reaches its limit."""
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def compute_uniforms(self, most: int) -> npt.NDArray[np.float64]:
         """Return random numbers [m, n] in [0, 1) for the next m tokens of each of the n rows.
 
         m is at least 1 and at most `most`. It can be less than `most`, because random numbers are
-        computed in blocks. They are drawn with `weft.randomness` for the row's key at positions
-        `count`, `count` + 1, ...
+        computed in blocks. The number for a token depends only on the row's key and on the token's
+        index in the completion (`weft.randomness`).
         """
         count = self.count[: len(self)]
         if self._steps_ahead < 1:

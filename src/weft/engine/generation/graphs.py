@@ -50,7 +50,7 @@ def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """Captured graph with its input and output buffers, and a copy of the input in host memory."""
+    """CUDA graph with its input and output buffers, and a copy of the input in host memory."""
 
     inputs: Tensor
     host: Tensor
@@ -83,7 +83,8 @@ class DecodeGraphs:
         capture: Function that captures a graph, or None to run all steps without graphs.
         sizes: Numbers of rows that a graph can have. Larger graphs have a multiple of
             `LARGE_SIZE_STEP` rows.
-        after: Number of steps of one size that run in a larger graph before the size gets its own.
+        after: Number of steps of one size that run in a larger graph before a graph of
+            this size is captured.
 
     Attributes:
         counts: Numbers of "eager" and "replayed" steps, and of "captured" graphs.
@@ -114,7 +115,10 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Discard all graphs, because addresses may have changed."""
+        """Discard all graphs.
+
+        Must be called when memory that the graphs read may have moved.
+        """
         self._graphs.clear()
 
     def __call__(self, kind: str, step: StepArray, *, form: Hashable, expected: int = 0) -> Tensor:

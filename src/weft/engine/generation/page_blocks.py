@@ -13,10 +13,11 @@ from weft.engine.generation.blocks import Key
 
 
 class PageManager:
-    """Accounting of a KV cache in pages of `page` tokens; implements `BlockManager`.
+    """Manager of KV-cache memory in pages of `page` tokens; implements `BlockManager`.
 
     The pages have room for `max_tokens` tokens in total. Sequences are grouped by the step (modulo
-    `page`) at which they need another page, so the cost of a step does not depend on their number.
+    `page`) at which they need another page, so the cost of a step does not depend on the number of
+    sequences.
     """
 
     def __init__(
@@ -83,17 +84,18 @@ class PageManager:
     def _count_pages(self, length: int) -> int:
         """Return the maximum number of pages that `length` tokens can occupy.
 
-        The tokens occupy most pages if the first of them takes the last place of a page, as can
-        happen after a shared prefix.
+        The number is highest if the first token takes the last place of a page, as can happen after
+        a shared prefix.
         """
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
-        """Return the step counter modulo `page` at which a sequence needs another page.
+        """Return the step counter, modulo `page`, at which a sequence needs another page.
 
-        According to `_count_pages`, this is when the sequence's length reaches 2, page + 2, 2 page
-        + 2, and so on. `distance` is the length minus the step counter. It stays the same while the
-        sequence runs, because each step increases both by 1.
+        According to `_count_pages`, a sequence needs another page when its length reaches 2, page +
+        2, 2 page + 2, and so on. The length is the step counter plus `distance`. Each step
+        increases both the length and the counter by 1, so `distance` is constant while the sequence
+        runs.
         """
         return (2 - distance) % self.page
 

@@ -100,9 +100,10 @@ class _PreparedForward:
 
 
 class DecoderPasses:
-    """Forward passes of one network, without gradients.
+    """Runner of a network's forward passes over cached sequences, without gradients.
 
-    The addresses of weights and caches are stored until `forget` is called.
+    If the CPU kernel supports the network, it computes the passes, and keeps the addresses of
+    weights and caches between them. `forget` must therefore be called when weights change or move.
     """
 
     def __init__(self, network: Decoder) -> None:
@@ -209,9 +210,9 @@ class DecoderPasses:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the rotation tables cos and sin, and the index of each token's row in both tables.
 
-        `cos` and `sin` are [P, 1, half]: P rows, enough for `steps` decode steps, of half the
-        rotated dimensions. The row indices are int64 [T] for T tokens. Returns None for a network
-        without rotary positions.
+        `cos` and `sin` are [P, 1, half]. The P rows are enough for `steps` decode steps, and `half`
+        is half the number of rotated dimensions. The row indices are int64 [T] for T tokens.
+        Returns None for a network without rotary positions.
         """
         settings = self._network.config.rope
         dtype = context.cache.dtype

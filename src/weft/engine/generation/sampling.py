@@ -35,7 +35,7 @@ class SampledTokens:
     """Sampled tokens of R rows.
 
     `tokens` is int64 [R] and `logprobs` float32 [R]. `support_mask` is a bool mask [R, V] of the
-    ids that the sampling limits kept, or None without limits.
+    ids left by sampling limits such as top-k, or None without limits.
     """
 
     tokens: Tensor
@@ -177,10 +177,10 @@ def _scale_logits(logits: Tensor, spec: GenerationSpec) -> Tensor:
 
 
 def _sample_tokens(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens sampled from the softmax of `allowed`, and their log-probs in that of `scores`.
+    """Sample tokens from the softmax of `allowed`, and return them with their log-probs.
 
-    The two differ if ids are banned: `allowed` is then minus infinity for these ids, but `scores`
-    is not.
+    The log-probs are those of the softmax of `scores`. If ids are banned, `allowed` is minus
+    infinity for these ids, but `scores` is not; otherwise, both are equal.
     """
     if not kernels.serves(allowed):
         return (tokens := invert_cdf(allowed.softmax(dim=-1), uniforms)), _compute_logprobs(
@@ -205,10 +205,10 @@ def _compute_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one id per row with a probability proportional to its weight, and return ids int64 [R].
 
-    `weights` [R, V] >= 0 are float32 or float64 and need not be normalized. `uniforms` [R] are
-    random numbers in [0, 1). The id is the first whose cumulative weight exceeds `uniform * total`,
-    in float64. Cumulative sums are computed over blocks of ids first, and then within the block
-    that contains the id, so that no row needs a running sum over the vocabulary.
+    `weights` [R, V] are float32 or float64. They must not be negative, and need not be normalized.
+    `uniforms` [R] are random numbers in [0, 1). The id is the first whose cumulative weight exceeds
+    `uniform * total`, in float64. Cumulative sums are computed over blocks of ids first, and then
+    within the block that contains the id, so that no row needs a running sum over the vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % CDF_BLOCK:
@@ -258,9 +258,10 @@ def list_supports(mask: Tensor) -> list[list[int]]:
 def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the scores of each row's likeliest ids, and how many of these ids are kept.
 
-    Scores are [R, w], best first; the counts of kept ids are [R]. `limit` is the value of top-k.
-    The `RANKED_IDS` likeliest ids nearly always have a total probability of at least `top_p`; whole
-    rows are sorted only if they do not.
+    Scores are [R, w] for the w likeliest ids, best first; the counts of kept ids are [R]. `limit`
+    is the value of top-k. To avoid ranking the whole vocabulary, only the `RANKED_IDS` likeliest
+    ids are ranked first, because their total probability is nearly always at least `top_p`. If it
+    is not in some row, the `limit` likeliest ids are ranked.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values

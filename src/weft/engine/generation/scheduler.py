@@ -39,9 +39,9 @@ class GenerationBudget:
 class Sequence:
     """Completion in progress, with its prompt and the tokens sampled so far.
 
-    `limit` is the maximum number of new tokens. While the sequence runs, its new tokens can be
-    recorded elsewhere (`DecodeBatch`); they are copied to this object before the sequence waits
-    again.
+    `limit` is the maximum number of new tokens. The new tokens of a running sequence can be
+    recorded in a `DecodeBatch` instead; they are copied to this object when the sequence is
+    preempted.
     """
 
     id: str
@@ -68,8 +68,8 @@ class Prefill:
     """Tokens whose keys and values must be computed before the sequences that contain them can run.
 
     The tokens come after those of `parent_prefix`, if there is one. They are either a new shared
-    prefix, `new_prefix`, or the remaining tokens of `sequences`, which are the same for all these
-    sequences. The computation takes one or more steps; `num_done` tokens are done.
+    prefix, `new_prefix`, or the remaining tokens of `sequences`; the sequences of one prefill have
+    identical remaining tokens. The computation takes one or more steps; `num_done` tokens are done.
     """
 
     tokens: tuple[int, ...]
@@ -98,7 +98,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Work of one decoding step.
+    """Plan of the work in one decoding step.
 
     First the memory of the `preempted` sequences is freed. Then the network computes the last
     tokens of the sequences in `decodes` and the prompt tokens in `chunks`. Each sequence in

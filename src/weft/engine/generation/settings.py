@@ -44,8 +44,8 @@ def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], S
 class GraphSampling:
     """Sampling parameters of a captured graph.
 
-    With `greedy`, the likeliest token of each row is chosen. Otherwise each row is sampled from the
-    whole vocabulary at its temperature in `temperatures` [R].
+    If `greedy` is True, the likeliest token of each row is chosen. Otherwise each row is sampled
+    from the whole vocabulary at its temperature in `temperatures` [R].
     """
 
     greedy: bool
@@ -165,11 +165,12 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return the likeliest ids with their log-probs, as one tuple for each of `count` rows.
+        """Return, for each of `count` rows, a tuple of the likeliest ids with their log-probs.
 
-        The last call of `sample` stored them for its own rows, which are the last of the `count`
-        rows. This call returns and discards them. The tuple is empty for other rows, and for rows
-        whose settings do not request likely alternatives.
+        The last call of `sample` stored these tuples for the rows that it sampled; this call
+        discards them. If `count` is larger, the sampled rows are the last of the `count` rows, and
+        rows before them get an empty tuple. The tuple is also empty for rows whose settings do not
+        request likely alternatives.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None

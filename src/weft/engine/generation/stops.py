@@ -10,8 +10,8 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 class StopTextDetector:
     """Detector of stop texts in one completion.
 
-    A stop text or a character can span several tokens, so text is decoded once later tokens cannot
-    change it. Special tokens are part of the text.
+    A stop text or a character can span several tokens. Text is therefore decoded only when later
+    tokens cannot change it. Special tokens are part of the text.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:

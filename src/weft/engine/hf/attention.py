@@ -46,10 +46,10 @@ class AttentionPass:
 
 @dataclass
 class AttentionRecorder:
-    """Stand-in for an `AttentionPass` that records the attention calls during a decoder's trial.
+    """Stand-in for an `AttentionPass` that records attention calls in the trial run of a decoder.
 
-    `callers` are the attention modules in call order. `shapes` contains the numbers of query and
-    key-value heads and the sizes of key and value heads for each of them.
+    `callers` are the attention modules in call order. For each module, `shapes` contains the
+    numbers of query and key-value heads, and the sizes of key and value heads.
     """
 
     context: AttentionContext

@@ -196,7 +196,7 @@ def _initialize_head(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | None = None) -> None:
-    """Write a Hugging Face directory of the module, with `state` as its weights if given.
+    """Write the module to a Hugging Face directory, with `state` as its weights if given.
 
     Raises `RunError` if writing fails.
     """

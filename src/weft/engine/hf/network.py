@@ -240,10 +240,11 @@ def _get_trunk(module: PreTrainedModel) -> nn.Module:
 
 
 def record_attention(module: PreTrainedModel, x: Packed) -> tuple[Tensor, AttentionRecorder]:
-    """Compute a pack with weft's attention, and record the calls of the attention modules.
+    """Run the decoder on a pack with weft's attention, and record its attention calls.
 
-    Returns the hidden states `[T, hidden]` and the recorder. Raises `UnsupportedAttention` if a
-    module needs something that weft's attention does not compute.
+    Returns the hidden states `[T, hidden]` and a recorder with the calls of the attention modules.
+    Raises `UnsupportedAttention` if a module needs something that weft's attention does not
+    support.
     """
     assert isinstance(x.attention, Dense)
     recorder = AttentionRecorder(x.attention, [], [])

@@ -58,10 +58,11 @@ class DecoderTrial:
 
 @torch.no_grad()
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
-    """Run the decoder on a pack and on single sequences, compare the results, and describe it.
+    """Run the decoder on a pack and on single sequences, and return a description of the decoder.
 
-    If the results agree, the decoder uses weft's attention afterwards; otherwise it is not changed.
-    Raises `ConfigError` if a token attends to later tokens, or if weft does not support the head.
+    If the results of the pack and of the single sequences agree, the decoder uses weft's attention
+    afterwards; otherwise the decoder is not changed. Raises `ConfigError` if a token attends to
+    later tokens, or if weft does not support the head.
     """
     register()
     own = module.config._attn_implementation
@@ -141,9 +142,10 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
 def _check_head(
     module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]
 ) -> HeadLayer:
-    """Return the output layer, so that log-probs can be computed in chunks of rows.
+    """Return the head's layer, after checking that weft can compute the head's outputs with it.
 
-    Raises `ConfigError` if the head is not a linear layer followed by a known function.
+    With this layer, log-probs can be computed in chunks of rows. Raises `ConfigError` if the head
+    is not a linear layer followed by a known function.
     """
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")

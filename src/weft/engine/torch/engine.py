@@ -83,8 +83,8 @@ class BuiltNetwork:
     Attributes:
         network: Network on the device, called as `network(x: Packed, want, temperature, support) ->
             {output: tensor}`. For generation, it also has the methods `compute_hidden` and
-            `next_token_logits`. If the role is trained, the network is float32, and the parameters
-            to train require gradients; otherwise, it has the role's dtype.
+            `next_token_logits`. The parameters to train require gradients. They are at least
+            float32, unless the role has adapters; other parameters can have the role's dtype.
         save: Function that writes a Hugging Face directory.
         cost: Computing cost per token.
         facts: Facts for the engine's description, such as the size of the vocabulary.
@@ -476,9 +476,10 @@ class TorchEngine:
         self.version = values["version"]
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
-        """Return this rank's slice of every tensor in the files called `stem` in the directory `d`.
+        """Return this rank's slice of every saved tensor of the group `stem`, such as "optimizer".
 
-        The result may contain names that this role doesn't have; the caller handles them.
+        `d` is the directory of the saved files. The result may contain names that this role doesn't
+        have; the caller handles them.
         """
         if self._built.part is None:
             elsewhere: Mapping[str, Any] = {}

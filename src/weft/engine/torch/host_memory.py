@@ -45,10 +45,10 @@ class _TensorStorage:
 class HostMemory:
     """Copies of device tensors in pinned host memory, in groups that are fetched separately.
 
-    The tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
-    gathered parameters, so views, optimizers and hooks stay valid. The values of `constant` tensors
-    are copied to the host only once, until `mark_changed` is called. Host memory is allocated once
-    and kept.
+    To offload a tensor, its storage is resized to 0, as FSDP2 does with gathered parameters. The
+    tensor object stays the same, so views, optimizers and hooks stay valid. Tensors in `constant`
+    are assumed not to change, so they are copied to the host only the first time; after
+    `mark_changed`, they are copied every time. Host memory is allocated once and kept.
 
     A group must not be read on the device while it is offloaded or being copied: call `hold` or
     `wait` first.
@@ -86,7 +86,7 @@ class HostMemory:
         return bool(self._away)
 
     def mark_changed(self) -> None:
-        """Mark constant tensors as changed, so that the next `leave` copies them again."""
+        """Treat constant tensors as variable from now on: every `leave` copies them again."""
         for group in self._groups:
             for block in group:
                 block.constant = False
@@ -176,15 +176,15 @@ class HostMemory:
 
 
 class BlockFetcher:
-    """Fetcher of a network's tensors, block by block while the forward pass runs.
+    """Fetcher of a network's offloaded tensors, block by block while the forward pass runs.
 
-    The first group of tensors in `memory` contains those needed before the first block. Then follow
-    one group for each block, and a group of tensors that the forward pass doesn't need. After
-    `come`, each block waits only for its own group, the first time that it runs.
+    The groups of tensors in `memory` are, in this order: the tensors needed before the first block,
+    one group for each block, and the tensors that the forward pass doesn't need. `come` starts the
+    copies of all groups. Each block then waits only for its own group, the first time that it runs.
 
-    `gathered` means that parameters are sharded, and are gathered on a separate stream ahead of the
-    pass. The host then waits for each group, after which every stream can use it. Otherwise only
-    the device's current stream waits.
+    `gathered` must be True if parameters are sharded. FSDP2 gathers them on a separate stream,
+    ahead of the pass. The host therefore waits for each group, after which every stream can use the
+    group. If `gathered` is False, only the device's current stream waits.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

@@ -33,20 +33,22 @@ HALF = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
-    Parameters that require gradients are trained. In `network` they must be float32, or `dtype` if
-    adapters were added to frozen weights. Public methods use canonical names
-    (`weft.models.network.parameters`); the optimizer uses parameters as they are stored.
+    Parameters that require gradients are trained. In `network`, they must be at least float32. If
+    adapters were added to frozen weights, they may instead have the dtype `dtype`. Public methods
+    use canonical names (`weft.models.network.parameters`); the optimizer uses parameters as they
+    are stored.
 
     Args:
         network: Network on the device. Its parameters become the compute copies.
         dtype: Dtype of the compute copies.
         lane: Queue that performs the copies between device and host.
-        home: Device of the masters, such as the CPU, or None for the network's device. With a
-            `home`, every trained parameter has a master there, whatever its dtype and even while
-            the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+        home: Device of the masters, such as the CPU, or None for the network's device. If it is
+            set, every trained parameter has a separate master there, even if it is float32 (Ren et
+            al. 2021, "ZeRO-Offload", arXiv:2101.06840).
         places: Slice of each parameter that this rank has (default: the whole parameter).
-        shards: Sharded parameters of the network, or None. With shards, parameters are this rank's
-            rows. Trained rows are float32; FSDP2 casts them when it gathers them.
+        shards: Sharded parameters of the network, or None. If they are set, masters and copies have
+            only this rank's rows. Trained rows are at least float32; FSDP2 casts them when it
+            gathers them.
         blocks: Modules of the forward pass in order. When offloaded parameters are fetched back,
             those of each block arrive before the block is called, and those outside all blocks
             before the pass starts.
@@ -235,10 +237,11 @@ class MasterWeights:
         self._values.hold()
 
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
-        """Start copying `masters`, which the optimizer has just updated, to the device.
+        """Start copying the new values of `masters` to the compute copies on the device.
 
-        This is only for masters with a `home`. The copies overlap with the update of other masters;
-        `refresh` must be called after the last update.
+        The optimizer calls this when it has updated some masters, if the masters are on another
+        device (the argument `home` of the class). The values are transferred while the optimizer
+        updates other masters. After the last update, `refresh` must be called.
         """
         names = {id(master): name for name, master in self._masters.items()}
         for name in (names[id(master)] for master in masters):
@@ -250,7 +253,7 @@ class MasterWeights:
     def leave(self) -> None:
         """Move all parameters from the device to host memory and free the device memory.
 
-        Masters with a `home` are already on the host and are not affected.
+        Masters that are always on the host (the argument `home` of the class) are not affected.
         """
         if not self._lane.has_separate_memory:
             return

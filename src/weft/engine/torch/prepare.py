@@ -43,8 +43,8 @@ class PassSettings:
         aux_loss: Collector of the data for the experts' auxiliary loss, filled during the pass.
         trained_only: Whether rows whose loss mask is 0 are skipped.
         gradient: Function that computes the loss's gradient with respect to the outputs, for losses
-            with `by_row`.
-        top: Selection of the ids of the outputs `top_ids` and `top_logprobs`.
+            whose gradient at a row depends only on that row's outputs (`Loss.by_row`).
+        top: Request for the most likely ids, which are returned as `top_ids` and `top_logprobs`.
     """
 
     want: Want
@@ -83,10 +83,10 @@ def share_training_prefixes(
     """Return the layout in which sequences share prefixes, for training on `sample`.
 
     Sequences of different ids share prefixes too, such as a template or system prompt, if this
-    saves enough tokens for the type of the device. However, if `keys` (the keys of the batch)
-    include log-probs or values, another pass has already scored the same tokens. Then only
-    completions of the same id share their prompt, as in that pass, so that both passes round in the
-    same way.
+    saves a large enough share of the tokens; the threshold depends on the type of the device.
+    However, if `keys` (the keys of the batch) include log-probs or values, another pass has already
+    scored the same tokens. Then only completions of the same id share their prompt, as in that
+    pass, so that both passes round in the same way.
     """
     if not any(key in keys for key in SCORED):
         across = layout.share_by_prefix(sample)

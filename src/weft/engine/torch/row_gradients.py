@@ -27,7 +27,7 @@ def build_row_gradient(
     """Return a function that maps outputs to the gradients of the loss with respect to them.
 
     The gradients are multiplied by `scale`. The network's head calls the function after each chunk
-    of rows; the outputs of later chunks are then still 0.
+    of rows. The outputs of later chunks, which are not computed yet, are 0 in such a call.
     """
 
     def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
@@ -42,15 +42,15 @@ def build_row_gradient(
 def is_row_separable(
     loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
 ) -> bool:
-    """Return whether the gradient of each row is shown not to depend on other rows' outputs.
+    """Return whether a check shows that no row's gradient depends on other rows' outputs.
 
-    This checks a loss that declares `by_row`, whose gradients are computed before the outputs of
-    all rows are known. The gradient over all rows is compared with gradients for which the outputs
-    of half of the rows are set to 0. If they differ, training would silently be wrong, so
+    The check is for a loss that declares `by_row`, whose gradients are computed before the outputs
+    of all rows are known. The gradient over all rows is compared with gradients for which the
+    outputs of half of the rows are set to 0. If they differ, training would silently be wrong, so
     `ConfigError` is raised with the loss's name.
 
-    Returns False if nothing can be concluded from these rows: if only one row has a gradient, if
-    none has, or if a gradient is not finite.
+    Returns False if these rows allow no conclusion: if fewer than two rows have a gradient, or if a
+    gradient is not finite.
     """
     plain = {}
     for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():

@@ -38,8 +38,8 @@ class _PendingGradient:
 class HostGradientAccumulator:
     """Accumulator of gradients in host memory.
 
-    `add` starts a copy, and `finish` waits for all copies. Sums are computed in the dtype of the
-    target.
+    `add` starts copying a gradient from the device, and `finish` waits until all gradients have
+    been added to their target tensors on the host. Sums are computed in the dtype of the target.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
@@ -92,10 +92,10 @@ class HostGradientAccumulator:
 
 
 class MasterUploader:
-    """Uploader of masters to the device, which rounds them on the host to the target's dtype.
+    """Uploader of master weights from the host to the device.
 
-    `put` starts a copy, and returns as soon as all values are in buffers. `hold` makes later work
-    on the device wait for the copies.
+    `put` rounds the values to the dtype of the target on the device, and returns as soon as all
+    rounded values are in host buffers. `hold` makes later work on the device wait for the copies.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:

@@ -174,8 +174,8 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 class AuxLoss:
     """Load-balancing loss of the experts: its weight, and the number of ranks that compute it.
 
-    The loss is a mean over sequences. All `ranks` ranks compute the same loss, and their gradients
-    are summed.
+    The loss is a mean over sequences. All `ranks` ranks compute the same loss. Each rank divides
+    its gradient by `ranks`, because the gradients of all ranks are summed.
     """
 
     weight: float = 0.0
@@ -419,7 +419,7 @@ class _TrainingProcessor:
 
 
 def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
-    """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
+    """Return the imbalance of expert use in a micro-batch, summed over sequences and layers.
 
     Returns None without an auxiliary loss. The data that the layers recorded is discarded
     afterwards: layers that are recomputed in the backward pass record it again, and must not be

@@ -87,7 +87,10 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _normalize_spelling(text: str) -> str:
-    """Normalise minus signs, superscript digits and fractions, and remove exponents of units."""
+    """Return a text with normalized minus signs, superscript digits and fractions.
+
+    Exponents of units are removed, such as the 2 in `cm^2`.
+    """
     text = text.replace("\u2212", "-")
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
     text = UNIT_POWER.sub(" ", text)

@@ -197,9 +197,9 @@ def hide_memory() -> None:
 def enter(wanted: IsolationSettings) -> None:
     """Apply the protections to this process. Raises `OSError` if the system refuses one.
 
-    With the protection `namespaces`, the caller continues in a grandchild of this process. The
-    grandchild's parent is the first process of the new PID namespace; when it ends, the kernel
-    kills all processes in the namespace. The processes above the grandchild wait for it.
+    With the protection `namespaces`, this function returns in a grandchild of this process. This
+    process and its child wait for the grandchild and exit after it. The child is the first process
+    of the new PID namespace: when it ends, the kernel kills all processes in the namespace.
     """
     # Namespaces and files
     if "namespaces" in wanted.protections:

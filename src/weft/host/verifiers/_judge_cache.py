@@ -26,9 +26,9 @@ FORM = 1  # version of the keys' format, part of each key
 def find_cache_file(cache: str | bool | None) -> Path | None:
     """Return the file that the option `cache` specifies, or None for no cache.
 
-    With None or True, the file is in the folder `weft/judge` of `$XDG_CACHE_HOME` or else of
-    `~/.cache`. A string is the path of a folder or a file. False and "" disable the cache. Raises
-    `ConfigError` for anything else.
+    With None or True, the file is in `$XDG_CACHE_HOME/weft/judge`, or in `~/.cache/weft/judge` if
+    the variable is not set. A string is the path of the file or of its folder. False and "" disable
+    the cache. Raises `ConfigError` for anything else.
     """
     if cache is False or cache == "":
         return None
@@ -60,7 +60,7 @@ def open_cache(file: Path) -> JudgeCache:
 
 
 class JudgeCache:
-    """Persistent mapping from keys to strings.
+    """Persistent mapping from keys to strings, stored in an SQLite file.
 
     If the file cannot be used, a warning is issued once; after that, lookups return None and
     nothing is stored.

@@ -113,7 +113,7 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Raised if all attempts of a request fail.
 
-    `what`, stored as `cause`, is the reason of the last failure, without the server's response.
+    `what`, stored as `cause`, is the reason for the last failure, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:

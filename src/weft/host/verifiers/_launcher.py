@@ -117,9 +117,9 @@ def launch(given: int, out: int) -> None:
 def _read(descriptor: int) -> Any:
     """Read and return the next message, which consists of its size in 8 bytes, followed by JSON.
 
-    Reads no byte after the end of the message. The bytes after the first message are the tests,
-    which must not be in this process when it forks the program's process: the program could find
-    them in its memory.
+    Reads no byte after the end of the message, because the next message may be the tests. This
+    process must not read them before it forks the program's process. Otherwise, the program could
+    find the tests in its memory.
     """
     content = b""
     left = 8

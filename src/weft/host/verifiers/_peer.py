@@ -205,8 +205,8 @@ class ObjectPeer:
 
     - request: ["?", operation, object number, arguments, keyword arguments]
     - result: ["!", value, printed output, changed arguments]
-    - error: ["x", name of its built-in base class, printed output, arguments of the error, class of
-      the error or None if it is built in]
+    - error: ["x", name of the error's built-in base class, printed output, arguments of the error,
+      class of the error or None if this class is built in]
     """
 
     def __init__(self, descriptor: int, *, guarded: bool) -> None:

@@ -79,8 +79,10 @@ class SandboxLimits:
 class SandboxTask:
     """Program to run, with its tests.
 
-    Names that the tests use but do not define are taken from `prompt` if it is code that defines
-    them. All other names, and always `entry_point`, are taken from the program.
+    `entry_point` is the name of the function to test, which is always taken from the program. If it
+    is given and `prompt` is code, the tests use the helper functions that the prompt defines. All
+    other names that the tests use but do not define are taken from the program, except for modules
+    and built-ins.
     """
 
     program: str

@@ -186,16 +186,21 @@ def is_fully_parsed(
 
 
 def wrap_formula(formula: str) -> str:
-    """Return the formula between dollar signs."""
+    """Return the formula with a dollar sign before and after it: `x` becomes `$x$`."""
     return f"${formula}$"
 
 
 def extract_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
     """Return the formula that states the answer of a text, without the unit.
 
-    This is the content of the last box or, without a box, the last marked formula. A text with
-    neither is itself the formula, apart from introductory words, if it contains LaTeX commands.
-    Otherwise, the formula is the last expression that `math_verify` finds in the text, if any.
+    The formula is the first of these that exists:
+
+    - the content of the last box;
+    - the last marked formula, such as `$x$`;
+    - the text without introductory words, if it contains LaTeX commands;
+    - the last expression that `math_verify` finds in the text;
+    - the whole text.
+
     `parsed` is a function that returns the expressions that `math_verify` finds in a text.
     """
     inside = extract_boxed(text)
@@ -264,12 +269,13 @@ def _are_all_tokens_needed(
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
-    """Return whether replacing any one token of `formula` makes it differ from `other`.
+    """Return whether each token of `formula` is needed to make the formula equal to `other`.
 
-    Tokens are letters, numbers, signs and marks. `same` and `parsed` are those of
-    `is_fully_parsed`. Returns True without trying the replacements if the parsed expression has all
-    of the tokens. Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter
-    is left as a replacement.
+    Tokens are letters, numbers, signs and marks. A token is needed if the formula differs from
+    `other` after this token is replaced. `same` and `parsed` are those of `is_fully_parsed`.
+    Returns True without trying the replacements if the parsed expression has all of the tokens.
+    Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter is left as a
+    replacement.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
@@ -322,7 +328,8 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
     """Return whether the letters and numbers in a parsed expression are exactly those in `tokens`.
 
     The tokens are those of the formula from which the expression was parsed. Returns False if the
-    expression contains operations other than those in `SIMPLE` and `BOUND`.
+    expression has an operation that is neither in `SIMPLE` (operations that `math_verify` compares
+    by all their operands) nor in `BOUND` (operations with a bound variable, such as sums).
     """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()

@@ -39,7 +39,7 @@ SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
 def mark_formula(text: str) -> str:
-    """Put a text between dollar signs, unless it already contains a marked formula or a box."""
+    """Enclose a text in dollar signs, unless it already contains a marked formula or a box."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
@@ -78,10 +78,11 @@ def _create_engine(pid: int) -> AlgebraProcess:
 class AlgebraProcess:
     """Process that compares answers with `math_verify` within a time budget.
 
-    The process is started for the first comparison. One answer can use at most `SECONDS`. In
-    addition, all answers share a budget: n answers can use at most `ALLOWANCE + REFILL * n`
-    seconds. The first slow answers therefore get the full time, and later ones only a little. All
-    times are processor times, so that verdicts do not depend on the load of the machine.
+    The process is started for the first comparison. Three constants of the module limit its time in
+    seconds. One answer can use at most `SECONDS`. In addition, all answers share a budget: it
+    starts at `ALLOWANCE`, and each new answer refills it by `REFILL`, up to `ALLOWANCE`. The first
+    slow answers therefore get the full time, and later ones only a little. All times are processor
+    times, so that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:
@@ -94,9 +95,9 @@ class AlgebraProcess:
         self._answer_seconds = SECONDS
 
     def begin(self) -> None:
-        """Prepare for the next answer: reset its time limit, and refill the shared budget.
+        """Give the next answer its full time limit, and refill the budget that all answers share.
 
-        The shared budget grows by `REFILL` seconds, up to `ALLOWANCE`.
+        The budget grows by `REFILL` seconds of processor time, but to at most `ALLOWANCE` seconds.
         """
         with self._lock:
             self.allowance_seconds = min(ALLOWANCE, self.allowance_seconds + REFILL)

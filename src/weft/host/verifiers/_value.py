@@ -147,9 +147,9 @@ class _ComplexValue:
         real: Real part.
         imaginary: Imaginary part.
         size: Largest absolute binary exponent of all rounded (floating-point) numbers in the
-            computation, or -1 if all numbers were exact fractions. A fraction that was rounded
-            counts with the number of bits of its numerator or denominator, whichever is larger.
-            The larger `size` is, the more bits of precision are needed.
+            computation, or -1 if all numbers were exact fractions. If a fraction is converted to a
+            rounded number, the numbers of bits of its numerator and denominator count as exponents,
+            too. The larger `size` is, the more bits of precision are needed.
     """
 
     real: Fraction
@@ -161,8 +161,8 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if no value can be computed within the limits.
 
-    Each letter has a fixed value that depends on `seed`. The precision is chosen such that it
-    suffices for rounded numbers whose `_ComplexValue.size` is at most `size`.
+    Each letter has a fixed value that depends on `seed`. The precision suffices for computations
+    whose `_ComplexValue.size` is at most `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -192,10 +192,11 @@ def _get_context() -> Any:
 class _TreeCalculator:
     """Calculator of the value of an expression tree.
 
-    Values are exact fractions as long as possible. Others are rounded numbers: floating-point
-    numbers of `mpmath` with a precision of `bits` bits. With `real`, square roots of negative
-    numbers and complex exponents raise `_UndecidedValue`. `size` is the largest absolute binary
-    exponent of the rounded numbers so far, or -1 if all numbers so far were exact.
+    Values are exact fractions where possible. All other values are rounded numbers, which means
+    floating-point numbers of `mpmath` with a precision of `bits` bits. `seed` selects the values
+    that are used for the letters of the expression. With `real`, square roots of negative numbers
+    and complex exponents raise `_UndecidedValue`. `size` is the largest absolute binary exponent of
+    the rounded numbers so far, or -1 if all numbers so far were exact.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
@@ -234,10 +235,10 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Check that a number is within the limits, and return it.
+        """Return a number if it is within the limits. Raise `_UndecidedValue` if it is not.
 
-        For a rounded number, `size` is updated. Raises `_UndecidedValue` if the number exceeds the
-        limits.
+        If the number is rounded, `size` is updated, the largest exponent of the rounded numbers so
+        far.
         """
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:

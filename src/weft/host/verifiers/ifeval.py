@@ -17,10 +17,10 @@ def is_followed(
 ) -> bool:
     """Return whether a response follows one instruction with the given arguments.
 
-    An empty response follows none. With `loose`, it is enough that one of eight variants follows
-    the instruction (the paper's loose accuracy): the response, its copies without the first line,
-    the last line or both, and each of these four texts without asterisks. Raises `DataError` for an
-    unknown instruction or missing arguments.
+    An empty response follows no instruction. With `loose`, it is enough that one of eight variants
+    follows the instruction (the loose accuracy of the IFEval paper): the response, its copies
+    without the first line, the last line or both, and each of these four texts without asterisks.
+    Raises `DataError` for an unknown instruction or missing arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))

@@ -283,7 +283,7 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class JudgeCall:
-    """State of one call of the verifier: the session with the server, and metric counts."""
+    """One call of the judge as a verifier, which holds the server session and the metric counts."""
 
     judge: Judge
     session: JudgeSession
@@ -345,9 +345,10 @@ class JudgeCall:
 
 
 def _average_votes(verdicts: Sequence[VoteResult]) -> float:
-    """Return the mean reward of the votes that have a score, or the fallback if none has one.
+    """Return the mean reward of the votes that have a score.
 
-    Raises `UserError` if no vote has a score and one of them has no fallback.
+    If no vote has a score, returns their fallback reward. Raises `UserError` if one of them has no
+    fallback reward either.
     """
     rewards = []
     for verdict in verdicts:

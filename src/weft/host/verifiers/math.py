@@ -42,9 +42,9 @@ MOST_MEMBERS = 30  # maximum number of differently spelled members that are comp
 
 
 def are_equal(answer: str, reference: str) -> bool:
-    """Return whether an answer equals the reference as mathematics.
+    r"""Return whether an answer is mathematically equal to the reference.
 
-    For example, 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1 and {1,2} = {2,1}, but [0,1) differs from
+    For example, 1/2 = 0.5 = \frac12, (x+1)^2 = x^2+2x+1 and {1,2} = {2,1}, but [0,1) differs from
     (0,1].
 
     Cases that can be decided with certainty (numbers, lists, tuples, intervals, equal spelling,
@@ -256,7 +256,7 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""Return 1 for completions whose answer equals the reference as mathematics, else 0.
+    r"""Return 1 for completions whose answer is mathematically equal to the reference, else 0.
 
     The reward is None for rows without a reference.
 

@@ -32,10 +32,12 @@ def attend(
     segments: VarlenSegments,
     scale: float,
 ) -> Tensor:
-    """Return attention [T, queries, dim] of a pack's queries over the keys and values of the pack.
+    """Return the attention of a pack's tokens over the keys that `segments` assigns to them.
 
-    `heads` [T, queries + 2 kv, dim] contains queries, keys and values, in this order. Queries and
-    keys are first rotated by `rotation`. The result can be differentiated once.
+    `heads` [T, q_heads + 2 kv, dim] contains the queries, keys and values of each token, in this
+    order; `kv` is the number of key-value heads. Queries and keys are first rotated by `rotation`,
+    the pair (cos, sin), unless it is None. The result is [T, q_heads, dim] and can be
+    differentiated once.
     """
     out: Tensor = _AttendSegments.apply(heads, kv, rotation, segments, scale)
     return out
@@ -46,10 +48,11 @@ def attend_rows(
 ) -> Tensor:
     """Return attention [R, heads, dim] of R queries over T keys and values.
 
-    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated. Only
-    the field `own` of each of the `parts` is used: it assigns ranges of queries to ranges of keys.
-    Over all parts, each query is in exactly one segment. Segments of different parts can have keys
-    in common. The result can be differentiated once.
+    q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated.
+
+    The field `own` of each of the `parts` lists segments, which assign ranges of queries to ranges
+    of keys; the other fields are ignored. Each query is in exactly one segment of one part.
+    Segments of different parts can have keys in common. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
@@ -67,8 +70,8 @@ def attend_to(
 ) -> AttentionState:
     """Return the attention of each row of `q` over the keys of its segment, without a gradient.
 
-    `segments` assigns ranges of queries to ranges of keys. Attention is causal in all segments if
-    `causal`, otherwise in none.
+    `segments` assigns ranges of queries to ranges of keys. `causal` sets whether attention is
+    causal; it applies to all segments.
 
     k and v can also be views of a cache [..., kv_heads, keys, dim], because the kernel uses only
     their strides and not their number of rows. In this case, the key indices in `segments` count

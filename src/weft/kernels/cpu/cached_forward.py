@@ -36,8 +36,9 @@ class LinearWeights(NamedTuple):
 class BlockWeights:
     """Parameters of one block, and the cached keys and values of the block.
 
-    `keys` and `values` are [slots, kv_heads, room, head_dim]. `scale` is the factor by which q k^T
-    is multiplied. `window` is the number of keys to which a token attends; None means no limit.
+    `keys` and `values` are [slots, kv_heads, room, head_dim], with `room` tokens per slot. `scale`
+    is the factor by which q k^T is multiplied. `window` is the number of keys to which a token
+    attends; None means no limit.
     """
 
     norm1: Tensor
@@ -89,12 +90,13 @@ class NetworkWeights:
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass whose sequences begin with the same prefix, stored in another cache.
+    """Rows of a pass whose sequences begin with the same prefix; a separate cache stores the
+    prefix.
 
     Attributes:
         rows: Indices of these rows, int64 [n].
         used: Length of the prefix in tokens.
-        room: Number of tokens for which the cache of the prefix has room.
+        room: Capacity of the cache of the prefix, in tokens.
         stored: Keys and values of the prefix: the keys of block 0, the values of block 0, the keys
             of block 1, and so on.
     """
@@ -132,8 +134,8 @@ class DrawParameters:
             [steps, R].
         is_stop: True for each stop token, bool [V]. Decoding ends after the first step in which any
             row draws a stop token or has a log-prob that is not finite.
-        early: Number of first steps in which each row cannot draw a stop token, int64 [R]. In these
-            steps, log-probs are still normalized over all tokens.
+        early: Number of initial steps in which each row cannot draw a stop token, int64 [R]. In
+            these steps, log-probs are still normalized over all tokens.
         temperature: Number by which the logits are divided.
     """
 
@@ -151,11 +153,11 @@ def serves(weights: NetworkWeights) -> bool:
 
 @dataclass
 class CachedForward:
-    """Forward passes of a network over one cache.
+    """Runner of a network's forward passes over one key-value cache.
 
-    The memory of the parameters and of the cache must not move while this object is used. The C
-    structure `_step` contains the values that all passes share, and the arguments of the latest
-    pass.
+    The kernel keeps the addresses of the parameters and of the cache, so their memory must not move
+    while this object is used. The C structure `_step` contains the values that all passes share,
+    and the arguments of the latest pass.
     """
 
     weights: NetworkWeights

@@ -80,9 +80,10 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _choose_variant() -> str | None:
-    """Return the variant that `WEFT_NATIVE` selects, or None if it is 0; the default is `native`.
+    """Return the kernel variant that the environment variable `WEFT_NATIVE` selects.
 
-    Raises `ConfigError` for an unknown variant and for one that the processor does not support.
+    Returns `native` if `WEFT_NATIVE` is not set, and None if it is 0. Raises `ConfigError` for an
+    unknown variant and for one that the processor does not support.
     """
     variant = os.environ.get(SWITCH, "").strip().lower()
     if variant in ("", "1", "native"):
@@ -244,7 +245,10 @@ def _compute_fingerprint(version: str, flags: tuple[str, ...]) -> str:
 
 
 def _read_processor() -> list[str]:
-    """Return the lines of /proc/cpuinfo on which the compiled code depends."""
+    """Return the lines of /proc/cpuinfo that describe the processor's model and instruction sets.
+
+    The compiled code depends on them.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     wanted = ("model name", "flags", "Features", "CPU part")

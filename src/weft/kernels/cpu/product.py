@@ -26,7 +26,7 @@ def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
+    """Return left [..., n] times the transpose of right [m, n], plus bias [m]: [..., m].
 
     The result of a row does not depend on the other rows.
     """
@@ -44,7 +44,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left [rows, n] times right [m, n] transposed to total [rows, m], in place.
+    """Add the product of left [rows, n] and the transpose of right [m, n] to total [rows, m].
 
     `total` must be contiguous.
     """

@@ -16,7 +16,7 @@ def in_vectors(length: int, device: torch.device) -> int:
     """Return the number of keys that attention reads for a sequence of `length` keys.
 
     On a CPU, `length` is rounded up to a multiple of `VECTOR`, the number of floats in a vector
-    register. The sums then do not depend on what follows in memory. On other devices, the result is
-    `length`.
+    register, so that sums do not depend on the values that follow in memory. On other devices, the
+    result is `length`.
     """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

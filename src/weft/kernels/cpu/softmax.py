@@ -10,7 +10,11 @@ from weft.kernels.types import SoftmaxStatistics
 
 
 def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
-    """Return the softmax statistics of float32 logits [R, V]."""
+    """Return the softmax statistics of float32 logits [R, V].
+
+    The entropy of each row is computed only if `entropy` is True, and the most likely id only if
+    `best` is True.
+    """
     logits, (rows, size) = logits.contiguous(), logits.shape
     lse = logits.new_empty(rows)
     entropies = logits.new_empty(rows) if entropy else None

@@ -177,9 +177,9 @@ def attend_paged(
     has each row's pages in order. `used`, int32 [R], has each row's number of tokens, including the
     new one. Call this only if `find_features().block_table` is True.
 
-    The query is the last token of its row and attends to all keys of the row, so no causal mask is
-    needed without a window. Without a mask, the kernel computes all query heads of a key head
-    together and reads its keys only once.
+    The query is the last token of its row. Without a window, it attends to all keys of the row, so
+    no mask is used. The kernel can therefore compute all query heads of a key head together, and
+    reads the keys only once.
 
     The keys are never split among thread blocks. With splits, some builds of torch leave rows
     unwritten (pytorch issue 194167), and the result of a row depends on the other rows of the

@@ -83,9 +83,10 @@ class KeySpans:
     ) -> KeySpans:
         """Return the spans of keys for a pack of `length` tokens.
 
-        `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. Each of the `joins`
-        is a pair of spans: a prefix and the tokens that continue it. `window` limits the number of
-        keys in the near span; None means no limit. Padding tokens attend only to themselves.
+        `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. A query attends to
+        its own segment up to itself, and only to the last `window` of these keys if there is a
+        window. Each of the `joins` is a pair of token ranges: a prefix, and the tokens that
+        continue it and also attend to it. Padding tokens attend only to themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device

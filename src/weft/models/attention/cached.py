@@ -93,9 +93,8 @@ def _attend_prefixes(
     """Return the attention of one query per row over the prefix of the row.
 
     A row without a prefix gets an output of 0 and a log-sum-exp of minus infinity. The queries
-    `grouped` are [R, kv_heads, group, dim], with `group` query heads per key-value head. The
-    queries of all rows with the same prefix are multiplied with the keys of the prefix at once, so
-    that these keys are read only once.
+    `grouped` are [R, kv_heads, group, dim], with `group` query heads per key-value head. Rows with
+    the same prefix are computed together, so that the keys of the prefix are read only once.
     """
     lse_dtype = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)

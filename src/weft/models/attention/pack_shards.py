@@ -29,11 +29,14 @@ Piece = tuple[int, int, int, int]
 class PackShard:
     """Attention context of one rank's tokens, for a pack whose tokens are split over ranks.
 
-    `whole` is the context of the whole pack. The rank has the tokens in `runs`, each given as
-    (first, one past the last) in the pack. Runs are in ascending order and not empty. `gather`
-    collects the local keys or values [n, ...] of all ranks and returns those of the whole pack [T,
-    ...]; all ranks must call it. `last_tokens` are the local indices, int64, of the tokens on this
-    rank at which a sequence's score is read.
+    Attributes:
+        whole: Context of the whole pack.
+        runs: This rank's runs of consecutive tokens, each given as (first, one past the last) in
+            the pack. Runs are in ascending order and not empty.
+        gather: Function that collects the local keys or values [n, ...] of all ranks and returns
+            those of the whole pack, [T, ...]. All ranks must call it.
+        last_tokens: Local indices, int64, of the tokens on this rank from which the score of a
+            sequence is read.
     """
 
     whole: Dense
@@ -94,7 +97,11 @@ class PackShard:
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """Pieces of each run, as in `pieces`, as an int64 tensor [pieces, 4] on the host."""
+        """Tensor with the pieces of each run, int64 [number of pieces, 4] on the host.
+
+        A piece is the part of one sequence that lies within the run. The columns are its first
+        local row, its number of rows, its first key in the pack and its number of keys.
+        """
         return tuple(torch.tensor(pieces) for pieces in self.pieces)
 
     @cached_property
@@ -122,8 +129,8 @@ def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
 def attend_by_torch(given: AttentionInputs, context: PackShard) -> Tensor:
     """Return attention of this rank's tokens, [n, heads, dim], computed by torch.
 
-    Pieces are computed one after the other, so only the scores [heads, rows, keys] of one piece are
-    in memory at once.
+    The pieces in `context.pieces` are computed one after the other. This saves memory, because the
+    attention scores [heads, rows, keys] exist for only one piece at a time.
     """
     k, v = _gather_keys_values(given, context)
     outputs = []
@@ -164,8 +171,9 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return the empty attention result of a rank without tokens.
 
-    The result depends on the gathered `k` and `v`, so that the backward pass of this rank also
-    reaches the gathering, which communicates and needs all ranks.
+    The result depends on the gathered `k` and `v`, so that this rank's backward pass also runs
+    through the gathering. All ranks must take part in it, because its backward pass communicates
+    too.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

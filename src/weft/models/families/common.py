@@ -97,9 +97,9 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
 ) -> Rope:
-    """Return the rotary positions that are described in config.json.
+    """Return the settings of the rotary positions that config.json contains.
 
-    transformers 5 stores their settings as `rope_parameters`, and earlier versions as `rope_theta`
+    transformers 5 stores these settings as `rope_parameters`, and earlier versions as `rope_theta`
     and `rope_scaling`. `positions` is the maximum number of positions. `theta` and `partial` are
     default values: the base of the frequencies, and the share of each head's dimensions that is
     rotated. Raises `CheckpointError` for settings that the decoder does not support.

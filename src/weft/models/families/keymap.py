@@ -114,9 +114,11 @@ class CheckpointRectangle:
 def list_rectangles(
     key: Key, shape: Shape, where: Slice | None = None
 ) -> list[CheckpointRectangle]:
-    """Return disjoint rectangles that together cover the slice `where` of a parameter.
+    """Return where the checkpoint stores the slice `where` of a parameter, as a list of rectangles.
 
-    `shape` is the shape of the parameter. By default, the rectangles cover the whole parameter.
+    Each element names a rectangle of the parameter and the rectangle of a checkpoint tensor with
+    the same values. The rectangles of the parameter are disjoint and together cover `where`, which
+    is the whole parameter by default. `shape` is the shape of the parameter.
     """
     where = where or build_whole_slice(shape)
     if key.experts:

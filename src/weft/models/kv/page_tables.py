@@ -159,9 +159,9 @@ class PageTables:
     ) -> PageCopies:
         """Make room for `after[i]` tokens in row `rows[i]`, which contains `before[i]` tokens.
 
-        The rows must be distinct. If the last page of a row is partly filled and other rows also
-        use it, it is replaced by a new page in this row. Returns the page copies that must be made
-        before the rows are written.
+        The rows must be distinct. If a row's last page is partly filled and shared with other rows,
+        the row gets a new page in its place, to which the old page must be copied. Returns these
+        copies, which must be made before the rows are written.
         """
         page = self.pages.page_size
         wanted = -(-after // page)

@@ -141,7 +141,7 @@ class Cached:
 
     @cached_property
     def tokens_by_prefix(self) -> list[tuple[KVCache, Tensor]]:
-        """Pairs (prefix, int64 indices [n] of the new tokens that follow this prefix)."""
+        """New tokens that follow each prefix, as pairs (prefix, token indices int64 [n])."""
         if self.max_len == 1:
             return [(group.prefix, group.rows) for group in self.groups]
         tokens: dict[int, tuple[KVCache, list[int]]] = {}
@@ -459,9 +459,10 @@ class KVCache:
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the rows of `context`, each [R, kv_heads, n, head_dim].
 
-        `layer` is an index into the cached layers, as in `row_of`. n is `kernels.in_vectors` of the
-        largest number of tokens in a row. Values after the end of a row are finite but meaningless.
-        This is for attention by torch: weft's kernels read the slots directly.
+        `layer` is the index of the layer among the cached layers, a value of `row_of`. n is the
+        number of tokens in the longest row, rounded up by `kernels.in_vectors`. Values after the
+        end of a shorter row are finite but meaningless. Only attention by torch uses this method:
+        weft's kernels read the slots directly.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
@@ -491,11 +492,11 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs of slices (indices into `places`, memory indices) that select the same slots.
+    """Return pairs of slices: indices into `places`, and the memory indices of the same slots.
 
-    `places` contains the memory index of each slot. A slice selects a view, so slots can be copied
-    directly. One pair covers all slots if their memory indices are consecutive. Otherwise, there is
-    one pair per slot.
+    `places` contains the memory index of each slot. If these indices are consecutive, one pair
+    covers all slots; otherwise, there is one pair per slot. Slices are used because they select
+    views, so slots can be copied directly.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

@@ -42,12 +42,15 @@ class MoEAuxLoss:
     ) -> None:
         """Create a loss for the sequences of a pack.
 
-        `lengths`, int64 [S], are the lengths of the sequences. `num_layers` is the number of layers
-        with experts in the whole network; it is needed only if the pass computes only some of them.
-        `layers` is the list to which the values of the layers are added, by default an empty list.
-        If the sequences are split over ranks, `lengths` has the number of this rank's tokens in
-        each sequence, `whole` has the number of all tokens, and `reduce` sums a tensor over the
-        ranks.
+        Args:
+            lengths: Number of tokens of each sequence, int64 [S]. If the sequences are split over
+                ranks, only this rank's tokens are counted.
+            num_layers: Number of layers with experts in the whole network. Needed only if the pass
+                computes only some of the layers.
+            layers: List to which each layer's values are added, by default a new list.
+            whole: Number of tokens of each whole sequence, int64 [S]. Needed only if the sequences
+                are split over ranks.
+            reduce: Function that sums a tensor over these ranks.
         """
         self.lengths = lengths
         self.num_layers = num_layers

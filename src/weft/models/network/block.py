@@ -317,7 +317,11 @@ class Block(nn.Module):
     def compute_heads(
         self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None
     ) -> Tensor:
-        """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does."""
+        """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does.
+
+        `dropped` is the dropout of the tokens for adapters, or None. If the ranks divide the rows
+        of the residual stream, x has only this rank's rows, and `share` gathers the others.
+        """
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)
         else:
@@ -336,9 +340,9 @@ class Block(nn.Module):
         """Return the block's output [N, hidden].
 
         x [N, hidden] is the block's input, and `mixed` is the result of `Attention.attend` for the
-        same rows. `late` is the dropout inside attention and MLP, and `stream` is the dropout of
-        the outputs of attention and MLP before they are added to x. `share` is this rank's share of
-        the rows, or None if every rank has all rows.
+        same rows. `late` is the dropout of the adapters in attention and MLP. `stream` is the
+        dropout of the outputs of attention and MLP, before they are added to x. `share` is this
+        rank's share of the rows, or None if every rank has all rows.
         """
         attended = _drop(
             self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT

@@ -19,8 +19,8 @@ def compile_blocks(
     The compiled parts are used in passes without cached keys. They are compiled at the first use,
     once for all blocks of the same structure and for any number of tokens. Attention and experts
     keep their own kernels, so only the part before attention is compiled in a block with experts.
-    Autograd computes the gradients of the matrices in compiled parts, which are therefore not added
-    directly to master weights (`weft.models.network.gradient_sums`).
+    For matrices in compiled parts, autograd computes the gradients as usual. These gradients are
+    not added directly to master weights (see `weft.models.network.gradient_sums`).
 
     If layers are split over ranks, the ranks communicate between the compiled parts, not in them.
     With `fp8`, compiled products use fp8 if the sizes of the matrix allow this.

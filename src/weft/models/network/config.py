@@ -33,11 +33,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts in place of the MLP, which sends each token to `top_k` of `num` experts.
+    """Mixture of experts that replaces the MLP; each token is sent to `top_k` of the `num` experts.
 
-    No token is dropped. `intermediate_size` is the width of each expert. With `normalize`, the
-    probabilities of the chosen experts are scaled so that their sum is 1. `layers` says for each
-    layer whether it has experts; if it is empty, all layers have them.
+    No token is dropped. `intermediate_size` is the width of each expert. If `normalize` is True,
+    the probabilities of the chosen experts are scaled so that their sum is 1. `layers` says for
+    each layer whether it has experts; if it is empty, all layers have them.
     """
 
     num: int

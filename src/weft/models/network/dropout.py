@@ -36,9 +36,10 @@ ADAPTERS = 2
 
 
 def compute_site(layer: int | Tensor, place: int) -> int | Tensor:
-    """Return the index in the whole network of a dropout site, a place where dropout is applied.
+    """Return the index of a dropout site among all sites of the network.
 
-    Site 0 is the embedding. `place` is the index of the site within layer `layer`.
+    A site is a step of the computation at which dropout is applied. Site 0 is the embedding.
+    `place` is the index of the site within layer `layer`.
     """
     return 1 + layer * SITES_A_LAYER + place
 

@@ -42,8 +42,9 @@ def compute_outputs(
 ) -> dict[Output, Tensor]:
     """Return the outputs `want` for the rows of `x`, given their hidden states `hidden` [N, H].
 
-    A `support` restricts only the outputs for one label. The log-probs of several ids per row
-    (`given_logprobs` and `top_logprobs`) are always normalized over the whole vocabulary.
+    With a `support`, the label log-probs, the entropy and top1 are computed over only the ids in
+    the support. The log-probs of several ids per row (`given_logprobs` and `top_logprobs`) are
+    always normalized over the whole vocabulary.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
@@ -90,9 +91,10 @@ def compute_top_outputs(
 ) -> dict[Output, Tensor]:
     """Return the most likely ids of each row and their log-probs, as `top_ids` and `top_logprobs`.
 
-    `top_ids` is int32 [N, K], with the most likely id first. `top_logprobs` is [N, K + 1]: the
-    log-probs of these ids, followed by the log-prob of all other ids together. `hidden` is [N, H].
-    The log-probs are those of softmax(logits / temperature), in float32 (float64 for float64
+    `top` specifies how many ids are returned per row. `top_ids` is int32 [N, K], with the most
+    likely id first. `top_logprobs` is [N, K + 1]: the log-probs of these ids, followed by the
+    log-prob of all other ids together. `hidden` is [N, H], and is processed in chunks of `chunk`
+    rows. The log-probs are those of softmax(logits / temperature), in float32 (float64 for float64
     networks), without a gradient.
     """
     size = projection.vocab_size

@@ -79,9 +79,10 @@ class ValueHead(nn.Module):
 def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
-    `weight` is [1, H]. In bfloat16, two thousand different rewards would be rounded to about half
-    as many values. The result is a copy and not a view, because writing to a view in place would
-    bypass the hooks that FSDP2 attaches to the outputs of a network, and FSDP2 warns of this.
+    `weight` is [1, H]. bfloat16 would be too coarse: of two thousand distinct rewards, only about a
+    thousand would remain distinct. The result is a copy and not a view, because FSDP2 attaches
+    hooks to the outputs of a network. Writing to a view in place would bypass these hooks, and
+    FSDP2 warns of this.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()

@@ -146,9 +146,10 @@ class Linear(nn.Module):
     def _apply_adapters(
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
     ) -> Tensor:
-        """Return the outputs of all fused layers, each of which is computed separately.
+        """Return the outputs of all fused layers, [T, sum of out].
 
-        The output of one layer then does not depend on whether the other layers have adapters.
+        Each layer is computed separately, so that its output does not depend on whether the other
+        layers have adapters.
         """
         outputs = []
         for part in self.parts:
@@ -188,7 +189,12 @@ class DownLinear(Linear):
     def forward(
         self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
     ) -> Tensor:
-        """Return the output [T, out]; x is up [T, in], or gate and up side by side [T, 2 in]."""
+        """Return the output of the MLP, [T, out].
+
+        x is the output of the layer before, and the activation is not yet applied: up [T, in], or
+        gate and up side by side [T, 2 in]. If the layer is split over ranks and a `share` is given,
+        only this rank's rows of the output are returned.
+        """
         if (
             len(self.adapters)
             or self.is_quantized

@@ -18,9 +18,10 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Location of a canonical parameter, which can be part of a larger stored parameter.
+    """Location of a parameter with a canonical name, inside the parameter that the network stores.
 
-    For example, the canonical weights of q, k and v are stored as the rows of one matrix.
+    For example, the weights of q, k and v are separate canonical parameters, but the network stores
+    them as rows of one matrix.
 
     Attributes:
         name: Name of the stored parameter in the network.

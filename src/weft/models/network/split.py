@@ -34,8 +34,8 @@ class VocabularySplit(Protocol):
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return, for each row, the id of the largest value on any rank.
 
-        `values` and `ids` contain this rank's largest value in each row, and its id. If the values
-        of several ranks are equal, the first of these ranks wins.
+        `values` contains this rank's largest value in each row, and `ids` the ids of these values.
+        If the values of several ranks are equal, the first of these ranks wins.
         """
         ...
 
@@ -46,9 +46,8 @@ class VocabularySplit(Protocol):
     def gather_candidates(self, own: Tensor) -> Tensor:
         """Return the values of all ranks side by side, in rank order, without a gradient.
 
-        `own` is [R, K], and the result is [R, ranks * K]. For example, `own` contains the K largest
-        logits of each row on this rank. The largest logits of the whole vocabulary are then among
-        the result.
+        `own` is [R, K], for example the K largest logits of each row on this rank. The result is
+        [R, ranks * K]. In the example, it includes the K largest logits of the whole vocabulary.
         """
         ...
 

@@ -45,7 +45,7 @@ class OutputProjection:
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed at once; all ranks return the same."""
+        """Return the number of rows whose logits are computed together, equal on all ranks."""
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
@@ -53,7 +53,7 @@ class OutputProjection:
     def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, V] of the whole vocabulary, not divided by a temperature.
 
-        All R rows are computed at once. `wide` is the result of `kernels.prepare_wide` for the
+        The rows are not computed in chunks. `wide` is the result of `kernels.prepare_wide` for the
         weight.
         """
         own = self.compute_local_logits(hidden, wide)
@@ -81,10 +81,10 @@ def compute_token_outputs(
     restricted to the `support` if one is given. `top1` is 1 if the label is the most likely id,
     else 0. Log-probs and entropy are differentiable in the hidden states and the projection.
 
-    `chunk` is the number of rows computed at once; the default keeps the logits of a chunk small.
-    `gradient` is a function from the outputs to the gradients with respect to these outputs. It can
-    be given if the gradients of a row depend only on that row. The backward pass then does not
-    compute the logits again.
+    Rows are computed in chunks of `chunk` rows; the default keeps the logits of a chunk small.
+    `gradient` is a function from the outputs to the gradients with respect to these outputs. It
+    saves the backward pass from computing the logits a second time. It can be used only if the
+    gradients of a row depend only on that row.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.count_chunk_rows()
@@ -103,7 +103,10 @@ def compute_token_outputs(
 
 
 def count_chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Return the number of rows whose logits are computed at once, to limit memory."""
+    """Return the number of rows whose logits are computed together.
+
+    It is limited so that the logits of these rows need little memory.
+    """
     return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
@@ -218,8 +221,8 @@ class _RowSoftmax:
         """Return an unscaled gradient [R, V] and a factor for each of its rows, [R].
 
         A row times its factor is the gradient with respect to the row's logits before they are
-        divided by the temperature. The logits or log-probs are overwritten. A label below 0 is in
-        another rank's part of the vocabulary.
+        divided by the temperature. The attributes `logits` and `logp` may be overwritten, so this
+        can be called only once. A label below 0 is in another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.

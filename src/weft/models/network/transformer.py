@@ -67,7 +67,7 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 
 class Embedding(nn.Module):
-    """Embedding matrix [V, width] that is looked up at tokens, int64 [T].
+    """Embedding matrix [V, width], which maps tokens, int64 [T], to hidden states [T, width].
 
     If the vocabulary is split over ranks, `first` is the first id of this rank. The rank computes
     zeros for the ids of other ranks, and `reduce` sums the results over the ranks. If the ranks

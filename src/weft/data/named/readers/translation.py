@@ -93,9 +93,9 @@ def translation(
 ) -> Iterator[Example]:
     """Read translation pairs from rows `{translation: {de: .., en: ..}}`.
 
-    `source` and `target` are the language codes of the pair. With probability `mix_probability`, a
-    pair is preceded by a nearby pair, as an earlier turn of the same conversation. At most
-    `maximum_size` pairs are read.
+    `source` and `target` are the language codes of the pair. Each pair makes one conversation. With
+    probability `mix_probability`, the conversation begins with another pair from nearby rows. At
+    most `maximum_size` pairs are read.
     """
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows
@@ -107,11 +107,10 @@ def translation(
 def divemt(
     rows: Iterable[Row], use: ReaderContext, *, mix_probability: float = 0.2
 ) -> Iterator[Example]:
-    """Read translations from English, from rows `{src_text, tgt_text, subject_id: tur_t1}`.
+    """Read translations from English in rows `{src_text, tgt_text, subject_id: tur_t1}`.
 
-    The beginning of `subject_id` is the code of the language that `tgt_text` is in. Rows in a
-    language that has no translation prompts are left out. `mix_probability` is described in
-    `translation`.
+    `subject_id` begins with the language code of `tgt_text`. Rows in a language that has no
+    translation prompts are left out. `mix_probability` is described in `translation`.
     """
     pairs = []
     for row in rows:
