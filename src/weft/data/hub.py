@@ -31,8 +31,7 @@ Found = TypeVar("Found")
 
 
 def is_cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Return whether the hub's local cache has at least one of the given files of the model `name`.
-    """
+    """Return whether the hub's local cache has at least one of the given files of the model `name`."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files

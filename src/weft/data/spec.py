@@ -262,8 +262,7 @@ def _parse_named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def find_named_problem(value: Any) -> str | None:
-    """Return a description of the problem with a value of `dataset.named`, or None if it is valid.
-    """
+    """Return a description of the problem with a value of `dataset.named`, or None if it is valid."""
     try:
         parse_named(value)
     except ConfigError as error:

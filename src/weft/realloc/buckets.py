@@ -65,8 +65,7 @@ class BucketMessage:
 
     @property
     def seal_offset(self) -> int:
-        """Offset in bytes of the seal (version, round and checksum), which follows the last piece.
-        """
+        """Offset in bytes of the seal (version, round and checksum), which follows the last piece."""
         return self.parts[-1].end if self.parts else 0
 
     @property

@@ -106,8 +106,7 @@ class WorkerGroup(Protocol):
         ...
 
     def announce_outputs(self, mfc: str) -> None:
-        """Request `OutputsAnnounced` events for outputs that are ready before the call `mfc` ends.
-        """
+        """Request `OutputsAnnounced` events for outputs that are ready before the call `mfc` ends."""
         ...
 
     def fetch(

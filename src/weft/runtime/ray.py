@@ -328,8 +328,7 @@ class RayCluster:
         self.check_not_lost()
 
     def check_not_lost(self) -> None:
-        """Raise `DevicesLost` if part of Ray is lost; the supervisor process gets a report first.
-        """
+        """Raise `DevicesLost` if part of Ray is lost; the supervisor process gets a report first."""
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
             raise DevicesLost(self.lost_part)

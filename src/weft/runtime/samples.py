@@ -256,8 +256,7 @@ class SampleReader:
 
 
 def _shorten(text: str) -> str:
-    """Return the text, with its middle replaced by `[...]` if it is longer than `TEXT` characters.
-    """
+    """Return the text, with its middle replaced by `[...]` if it is longer than `TEXT` characters."""
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
