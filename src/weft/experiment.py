@@ -212,9 +212,9 @@ class Experiment:
     def build_meshes(self) -> dict[str, Mesh]:
         """Return the device mesh of each role's primary weights, by role name.
 
-        A trained role has its primary weights on the mesh of the call that trains it. For any other
-        role, this is the mesh of its first call if each of its calls specifies a mesh, and
-        otherwise the mesh that the role specifies. Raises `ConfigError` if the devices of a mesh do
+        A trained role has its primary weights on the mesh of the call that trains it. An untrained
+        role has them on the mesh of its first call if all its calls specify meshes. If not, they
+        are on the mesh that the role specifies. Raises `ConfigError` if the devices of a mesh do
         not fit its layout, or if two calls train the same role on different meshes.
         """
         meshes = {}

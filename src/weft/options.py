@@ -147,8 +147,8 @@ class UnparsedValue:
     others raise `error`.
 
     Attributes:
-        text: whole text, for an option of type string, or as the only element of a list of strings
-            unless the text is a sweep; None if the text is a bracketed list
+        text: whole text, or None if it is a bracketed list. An option of type string uses it as its
+            value. A list of strings uses it as its only element, unless `sweep` is True.
         items: elements of a bracketed list, for an option that is a list of strings; else None
         sweep: True if the text would be parsed as a sweep
         error: error to raise for an option that cannot use the text
@@ -301,7 +301,8 @@ def to_plain(value: Any) -> Any:
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the visible options as nested plain values.
 
-    The result can be written to YAML, compared with another run, or passed to `read`.
+    The result can be written to YAML, compared with the options of another run, or passed to
+    `read`.
     """
     mapping = {}
     for spec in list_visible_fields(config):
@@ -314,7 +315,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def find_problem(spec: Field[Any], value: Any) -> str | None:
-    """Return a description of the rule of field `spec` that `value` breaks, or None if it is valid.
+    """Return a description of what is wrong with a field's value, or None if it is valid.
 
     The description can include a fix after a semicolon.
     """

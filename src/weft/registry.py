@@ -226,8 +226,8 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
     """Register the description of a public dataset under a short name.
 
     Example: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`.
-    The keywords are those of a dataset in the file that the option `dataset.named_file` sets
-    (docs/named-datasets.md).
+    The keyword arguments are the keys of a dataset's entry in a YAML file of named datasets (see
+    the option `dataset.named_file` and docs/named-datasets.md).
     """
     return named_datasets.register(name, entry)
 

@@ -39,7 +39,8 @@ class Layout:
         context: Number of ranks that share each sequence.
         expert: Number of data-parallel ranks over which the experts are distributed.
         stages_a_rank: Number of pipeline stages per pipeline rank.
-        turns: Whether every second group of stages is assigned in reverse order of ranks (V shape).
+        turns: If True, every second group of `pipeline` stages is assigned to the ranks in reverse
+            order (V shape).
     """
 
     data: int = 1
@@ -171,9 +172,9 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def has_same_parts(self, other: Mesh) -> bool:
-        """Return whether every rank processes the same part of batch and network in both meshes.
+        """Return whether every rank has the same part of the batch and the network in both meshes.
 
-        Differences in `fsdp` are ignored, since sharding affects only where parameters are stored.
+        The degree `fsdp` may differ, since sharding affects only where parameters are stored.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1

@@ -55,8 +55,8 @@ def resolve_destination(path: Path) -> Path:
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield an empty temporary file that replaces `path` at the end of the context.
 
-    If the body fails, the temporary file is removed and `path` is unchanged. A file that is
-    replaced keeps its permissions.
+    If the body fails, the temporary file is removed and `path` is unchanged. If `path` exists, the
+    new file gets the permissions of the old one.
     """
     target = resolve_destination(path)
     # several processes can write the same file at once, such as the ranks of a role

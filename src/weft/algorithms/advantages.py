@@ -20,8 +20,9 @@ SCALES = ("group", "batch", "none")
 
 
 def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
-    """Return the index of each completion's first row in an array with the rows of all completions,
-    [S].
+    """Return the index of each completion's first row, [S].
+
+    The rows of all completions are stored one after another in one array.
     """
     return np.cumsum(lengths) - lengths
 

@@ -5,8 +5,9 @@ frameworks, such as numpy and torch.
 
 A loss reads one micro-batch, laid out in rows. Each of the [N] rows is one trained position. Rows
 belong to sequences ([S], one completion each), and sequences to groups ([G], one sample id each). A
-loss returns a sum over samples divided by `total`, the denominators of the whole minibatch over all
-ranks, so that gradients do not depend on how the minibatch was split into micro-batches.
+loss returns a sum over samples, divided by a total over the whole minibatch on all ranks
+(`Loss.denominators`). Gradients therefore do not depend on how the minibatch was split into
+micro-batches.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class Loss(Protocol):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the totals by which `__call__` divides the loss, as a mapping from name to total.
 
-        For example, `tokens` is the number of trained tokens. The totals depend only on the data of
-        the minibatch, and each is a sum over its sample ids.
+        For example, `tokens` is the number of trained tokens. Each total is a sum over the sample
+        ids of the minibatch, and depends only on their data.
         """
         ...
 

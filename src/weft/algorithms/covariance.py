@@ -1,11 +1,12 @@
 """Selection of tokens whose log-prob and advantage have a high covariance (Cui et al. 2025).
 
-The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The
-Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a
-few tokens account for most of it. Clip-Cov removes some of these tokens from the loss, and KL-Cov
-adds a penalty to their loss. Since the covariance is a statistic of the whole batch, the tokens are
-selected before the first update, from the log-probs of the policy that sampled them. (The
-implementations of the authors and of verl select within each micro-batch.)
+The higher the covariance of log pi(token) and advantage, the faster the entropy of a softmax policy
+falls ("The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models",
+arXiv:2505.22617), and a few tokens account for most of the covariance. Clip-Cov removes some of
+these tokens from the loss, and KL-Cov adds a penalty to their loss. Since the covariance is a
+statistic of the whole batch, the tokens are selected before the first update, from the log-probs of
+the policy that sampled them. (The implementations of the authors and of verl select within each
+micro-batch.)
 """
 
 from __future__ import annotations

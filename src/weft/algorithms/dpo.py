@@ -29,9 +29,9 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 class PairwiseLoss(Loss):
     """Preference loss on pairs of completions: DPO and its variants.
 
-    A pair is two completions of one comparison, the better one first. The value of a pair is its
-    loss of the type `loss_type` (a key of `preferences.KINDS`), plus `rpo_alpha` times the
-    cross-entropy of the better completion. Values are averaged over pairs.
+    A pair consists of two completions of one comparison, the better one first. `loss_type` (a key
+    of `preferences.KINDS`) selects the preference loss of a pair. To this, `rpo_alpha` times the
+    cross-entropy of the better completion is added, and the sum is averaged over pairs.
 
     The cross-entropy is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning
     Preference Optimization", arXiv 2404.19733, eq. 1). TRL's loss type `sft` is a mean over all

@@ -199,7 +199,7 @@ def compute_policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds on policy drift; a minibatch that exceeds a bound takes no optimizer step.
+    """Bounds on policy drift. If a minibatch exceeds a bound, its optimizer step is skipped.
 
     `imp_ratio` bounds the mean importance ratio, and `kl` the metric `approx_kl`; None means no
     bound.
@@ -235,9 +235,9 @@ class PPOActorLoss(Loss):
     `covariance` is none.
 
     The mean is over tokens, as in ReaLHF, OpenRLHF and verl; the GRPO paper averages over
-    sequences. A minibatch whose mean importance ratio exceeds `early_stop_imp_ratio` takes no
-    optimizer step. (ReaLHF multiplies the loss of such a minibatch by 0, so that momentum and
-    weight decay still change the parameters.)
+    sequences. If the mean importance ratio of a minibatch exceeds `early_stop_imp_ratio`, its
+    optimizer step is skipped. (ReaLHF multiplies the loss of such a minibatch by 0, so that
+    momentum and weight decay still change the parameters.)
     """
 
     eps_clip: float = 0.2

@@ -35,10 +35,11 @@ def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "
 def is_above(one: Array, other: Array, terms: Array) -> Array:
     """Return whether `one` exceeds `other` by more than rounding error, elementwise.
 
-    `terms` is the magnitude of the numbers from which both were computed by sums and differences.
-    The tolerance is 8 units in the last place of `terms`. It matters at the first step, when the
-    policy equals its reference: the difference of their log-probs then depends on the order of
-    summation, not on which answer is preferred.
+    `terms` has the magnitude of the operands from which `one` and `other` were computed, which
+    determines the rounding error. The tolerance is 8 eps |terms|, where eps is the machine epsilon
+    of the dtype. The tolerance matters at the first step, when the policy equals its reference: the
+    difference of their log-probs then depends on the order of summation, not on which answer is
+    preferred.
     """
     xp = array_api_compat.array_namespace(one, other, terms)
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)

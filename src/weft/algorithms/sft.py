@@ -51,8 +51,8 @@ class SFTLoss(Loss):
 
     If `average` is "token", all trained tokens of the minibatch have the same weight, as in TRL
     since 2025. If it is "sequence", all answers have the same weight, regardless of their length.
-    Older trainers do neither: they average within each micro-batch and then over micro-batches, so
-    that their result depends on the micro-batch size.
+    Older trainers do neither: they average within each micro-batch and then over micro-batches,
+    which makes the result depend on the micro-batch size.
 
     With `loss_type=poly`, the loss of each token also has the term `poly_eps` * (1 - p(token)). The
     metric `nll` remains the cross-entropy.

@@ -86,10 +86,10 @@ class ModelQuery:
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that the name `given` refers to, without looking up hub names.
 
-    If nothing on this machine matches `given`, but it has the form of a hub name, it is returned
-    unchanged. `wanted` defaults to a checkpoint of a policy. Raises `CheckpointError` if there is
-    no such model. The message names the option, lists the accepted names and suggests a similar
-    one.
+    If `given` matches nothing on this machine but has the form of a hub name, the path of the
+    result is `given` itself. By default, `wanted` asks for a policy. Raises `CheckpointError` if
+    the name refers to no model. The message names the option, lists the accepted names and suggests
+    a similar one.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -195,9 +195,9 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return a checkpoint of a suitable role in the newest run that has one.
 
-    `step` names the step of the checkpoint. None and "latest" mean the newest checkpoint or, when a
-    run is resumed, the checkpoint that this run began with. Raises `CheckpointError` if no run has
-    a suitable checkpoint.
+    `step` is a step such as "step40". None and "latest" mean the newest checkpoint. In a resumed
+    run, they mean the checkpoint that the run began with (`wanted.initial_checkpoint`). Raises
+    `CheckpointError` if no run has a suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None

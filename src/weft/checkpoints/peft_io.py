@@ -307,10 +307,10 @@ def load_adapted(
 ) -> Transformer:
     """Load `base` with the adapters in the directory `adapter`, as PEFT would.
 
-    The vocabulary is resized to that of the saved embedding. A base model may use one matrix as
-    embedding and as output matrix. If the adapter's files contain only one of the two, or if the
-    values of the two differ, the network gets two separate matrices. With `exact`, the adapters
-    keep the dtype of their file; otherwise they are converted to `dtype`.
+    The vocabulary is resized to that of the saved embedding. A base model may use its embedding
+    also as the output matrix. The network gets two separate matrices if the adapter's files contain
+    only the embedding, only the output matrix, or different values for the two. With `exact`, the
+    adapters keep the dtype of their file; otherwise they are converted to `dtype`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)

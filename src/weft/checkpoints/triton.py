@@ -106,8 +106,8 @@ class TracedRewardModel(nn.Module):
 
     It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is computed
     from the hidden state of the last token before padding or, if `mean` is True, from the mean of
-    the hidden states. If `padding` is given, it is the id of a token that, at the end of a row,
-    also counts as padding when the last token is chosen.
+    the hidden states. If `padding` is given, tokens with this id at the end of a row are also
+    skipped when the last token is chosen.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:

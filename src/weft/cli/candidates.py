@@ -328,8 +328,8 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
     """Iterate over paths that begin with `begun`: first the runs in ./runs, then files and folders.
 
-    Among the files and folders, these runs and their parent folders are left out, so that the shell
-    offers the runs themselves.
+    The files and folders do not include the folders of these runs or their parent folders, because
+    the runs are already listed.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

@@ -374,7 +374,7 @@ def _read_checked_stack(
 
 
 def _check_named_objects(config: RunConfig) -> None:
-    """Check that the files, models, interfaces and functions that the options name exist.
+    """Check that the files, models, interfaces and functions named in the options exist.
 
     Raises `UserError` for the first one that is missing.
     """

@@ -240,8 +240,9 @@ class Conversation:
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        The conversation is too long if the model's context has no room for it and an answer of the
-        maximum length. At most a quarter of the context is kept free for the answer.
+        A conversation is too long if it does not leave enough of the model's context free for the
+        answer. Enough is the maximum length of an answer or a quarter of the context, whichever is
+        less.
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)

@@ -419,7 +419,7 @@ def _load_with_template(
 
 
 def _load_changed_tokenizer(config: DataConfig, **options: Any) -> Tokenizer:
-    """Change the given tokenizer options in `config`, and load the tokenizer."""
+    """Update the tokenizer options in `config` with `options`, and load the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _load_tokenizer(config)
 

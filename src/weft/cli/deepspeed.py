@@ -196,11 +196,11 @@ def _find_batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _format_values(names: Sequence[str], values: Mapping[str, object]) -> str:
-    """Format the values that weft uses in place of the value "auto" of a DeepSpeed key.
+    """Format the values that weft uses for a DeepSpeed key whose value is "auto".
 
-    `names` are weft's options for the key, and `values` maps names of options to their values. If
-    none of the key's options is set, the text says that weft chooses the value. For keys without an
-    option, such as warmup_min_lr, weft always uses 0, and the text is "0".
+    `names` are weft's options that correspond to the key, and `values` maps option names to values.
+    If none of these options has a value, the text says that weft chooses the value. A key without
+    corresponding options, such as warmup_min_lr, is always 0 in weft.
     """
     if not names:
         return "0"

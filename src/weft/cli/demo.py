@@ -231,8 +231,7 @@ def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
 def _format_rise(demo: Demo, before: str, model: Path, stage: str) -> str:
     """Measure the accuracy of `model`, and return a line that compares it with an earlier accuracy.
 
-    `stage` is the stage that trained `model`. The earlier accuracy is that after the stage
-    `before`.
+    `stage` is the stage that trained `model`, and `before` is the stage to compare with.
     """
     rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure_accuracy(stage, model):.1%}[/]"
     return f"   held-out accuracy {rise} in {format_duration(demo.seconds[stage])}"

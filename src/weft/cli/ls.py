@@ -175,8 +175,8 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    The summary has the total size, the newest metric, and the status that most needs attention:
-    running before failed, unfinished, stopped and finished.
+    The summary has the total size and the newest metric. Its status is the first of running,
+    failed, unfinished, stopped and finished that one of the runs has.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])

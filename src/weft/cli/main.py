@@ -86,9 +86,9 @@ WORKER_THREAD = "weft-worker"  # thread that executes a run's model function cal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    If `argv` is None, the arguments of the process are used. In that case, the function ends the
-    process instead of returning if a supervisor has started the process, or if the run has failed
-    while a thread is still executing a model call.
+    If `argv` is None, the arguments of the process are used, and the function may end the process
+    instead of returning. It does so if a supervisor has started the process, or if the run has
+    failed but one of its threads is still executing a model call.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
@@ -235,8 +235,8 @@ def _print_message(message: str, words: Sequence[str]) -> None:
 def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """Run the command named by the first of `words`, and return the exit code.
 
-    With `supervise`, a command that starts a run may run it in a child process, which it
-    supervises.
+    If `supervise` is True, a command that starts a run may start it in a child process and
+    supervise that process.
     """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]

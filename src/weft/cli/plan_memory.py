@@ -101,8 +101,8 @@ def build_training_case(
     """Describe training on one GPU, or on one rank of a layout, for the memory plan.
 
     `words` are assignments to the model's options. Each micro-batch has `tokens` tokens, and each
-    minibatch has several micro-batches. Returns the description, the number of all parameters, the
-    number of trained parameters, and the name of the layout. Raises `ConfigError` for invalid
+    minibatch has several micro-batches. Returns the description, the total number of parameters,
+    the number of trained parameters, and the name of the layout. Raises `ConfigError` for invalid
     options.
     """
     import torch

@@ -227,10 +227,10 @@ def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """Return a path in `folder` for the report of the model `name`.
+    """Return an unused path in `folder` for the report of the model `name`.
 
-    `taken` has the paths of the other models' reports. If the path is one of these, a number is
-    added to the file name.
+    The file is named after the model. If another report already has this path, a number is added to
+    the file name. `taken` has the paths of the other reports.
     """
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]

@@ -309,10 +309,10 @@ def _find_path(name: str, wanted: ModelQuery) -> str:
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> ServedModel:
-    """Load the model at `path` with its tokenizer, and create a worker that is not started yet.
+    """Load the model at `path` and its tokenizer, and return them as a `ServedModel`.
 
-    `name` is the model's name in requests. `head` is "lm" for a policy; any other head is loaded as
-    a reward model.
+    The thread that executes the model is not started yet. `name` is the model's name in requests.
+    `head` is "lm" for a policy; any other head is loaded as a reward model.
     """
     from weft.serve.served_model import LOGPROBS, REWARDS, ServedModel
     from weft.serve.worker import ServingWorker

@@ -66,8 +66,8 @@ class SectionStack:
     Attributes:
         names: Names of the merged sections.
         overrides: Assignments to weft's options.
-        origins: Origin of each option's value: the key that sets the option, as the user wrote it,
-            and the key's value with the place where it is set.
+        origins: For each option, the key that sets it, as the user wrote the key, and a
+            `StackedValue` with the place where the key is set.
         notes: Notes for the user.
         deepspeed: Default file of the flag `--deepspeed`, or None.
     """
@@ -393,8 +393,8 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
     """Return the path of keys in `section` that leads to the option with the dotted name `name`.
 
     For example, the path of `actor.optimizer.lr` is `("actor.optimizer", "lr")` if the section has
-    the key "actor.optimizer". If the section has no path for the whole name, the longest path for a
-    beginning of the name is returned.
+    the key "actor.optimizer". If the section does not set the option, the path of the option's
+    nearest enclosing group in the section is returned.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:

@@ -53,8 +53,9 @@ class NamedDataSettings:
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
         """Return the data sources that a config section lists.
 
-        If a source does not define its validation data, its validation share is the one that a run
-        of the section would use. Raises `ConfigError` if the section lists no datasets.
+        Sources that do not define their validation data get the validation share that the section
+        and the command line set for all sources. Raises `ConfigError` if the section lists no
+        datasets.
         """
         data_values = {}
         for key, value in section.values.items():

@@ -1,15 +1,14 @@
 """Tokenization during training, ahead of time in worker processes or on demand.
 
 The order of the batches and the number of training steps depend on the ids of all samples, so the
-ids must be known before training. This is possible if the encoder makes exactly one sample from
-each row (`SingleSampleEncoder`), except that rows that are too long can be left out. Before
-training, weft
+ids must be known before training. This is possible if each row gives exactly one sample (see
+`SingleSampleEncoder`) or is dropped because of its length. Before training, weft
 
 - reads all rows and records the id and the shape of each one (its columns and the types of their
   values);
-- tokenizes the first row of each shape, since invalid rows usually differ in shape from valid ones,
-  and all other rows of the shape if that row is invalid;
-- tokenizes the rows that may be too long, unless such rows are truncated.
+- tokenizes the first row of each shape, since invalid rows usually differ in shape from valid ones;
+- tokenizes the rows that may be too long, unless such rows are truncated;
+- tokenizes all rows that have the same shape as an invalid row.
 
 All other rows are tokenized while training runs.
 """
@@ -82,8 +81,9 @@ Packed = tuple[TokenTable, list[Problem]]
 class SingleSampleEncoder(Protocol):
     """Row encoder that makes one sample, with at most one completion, from each row.
 
-    Only a row with a message tree can make several. The first token of a completion must be
-    trained: truncation keeps that token, so it never leaves a sample without trained tokens.
+    A message tree is the exception: it can give several samples. The first token of a completion
+    must be trained: truncation keeps that token, so it never leaves a sample without trained
+    tokens.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -99,10 +99,10 @@ def tokenize_in_background(
 ) -> TokenTable | BackgroundTokenTable:
     """Return a table of the samples of `source`, tokenized during training if possible.
 
-    A table that is tokenized during training is a `BackgroundTokenTable`, which the caller has to
-    start. The result is a complete `TokenTable` instead if one is in the cache, if the files are
-    small, if a row can make several samples, if the rows vary too much (see `_read_all_rows`), if
-    `source.most` is set, or if `num_workers` is 0.
+    The result is then a `BackgroundTokenTable`, which the caller has to start. It is a complete
+    `TokenTable` instead if the cache has one, if the files are small, if a row could give several
+    samples, or if the rows vary too much (see `_read_all_rows`). Setting `source.most`, or
+    `num_workers` to 0, also disables tokenization during training.
 
     Raises `DataError` with a report on the invalid rows that were found.
     """

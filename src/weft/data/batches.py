@@ -256,13 +256,12 @@ class MapLoader:
         return sum(len(self._plan_epoch(epoch)[1]) - 1 for epoch in range(epochs))
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the batches with the most tokens, followed by batches spread evenly over the
-        epoch.
+        """Return the largest batches, followed by batches spread evenly over the first epoch.
 
-        There are up to `NUM_LARGE_BATCHES` of each sort. The evenly spread batches are included
-        because the largest batch does not always need the most memory. For example, the completions
-        of a row share the memory of their prompt, so a smaller batch with shorter prompts can need
-        more.
+        The largest batches are those with the most tokens. Up to `NUM_LARGE_BATCHES` of either kind
+        are returned. The evenly spread batches are included because the largest batch does not
+        always need the most memory. For example, the completions of a row share the memory of their
+        prompt, so a smaller batch with shorter prompts can need more.
 
         If some rows are not tokenized yet, fewer batches are returned, and their token counts are
         estimated from bytes. If a source is not tokenized by weft, its lengths are unknown, and

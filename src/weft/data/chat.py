@@ -56,7 +56,8 @@ class MaskedConversation:
     Attributes:
         ids: token ids of the whole conversation
         mask: True for each token that is trained on
-        unused: names of the parts of the row that no token represents, such as `messages[].name`
+        unused: names of the parts of the row that do not affect training, such as
+            `messages[].name`
         cut: parts of trained turns that the chat template omits
     """
 

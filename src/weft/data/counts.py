@@ -14,7 +14,7 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Numbers of samples of one source, with its tokenization report.
+    """Numbers of samples of one source, and the report on their tokenization.
 
     Attributes:
         name: name of the source
@@ -22,9 +22,9 @@ class SourceCount:
         train: number of training samples
         evaluation: number of validation samples
         per_epoch: number of training samples drawn in each epoch
-        report: report on the tokenized rows; None for a user's own dataset class, and while rows
-            are still tokenized during training
-        ahead: table whose rows are tokenized during training, else None
+        report: report on the tokenized rows; None for a user's own dataset class, and until
+            tokenization during training has finished
+        ahead: table whose rows are tokenized during training, or None
     """
 
     name: str
@@ -72,7 +72,7 @@ class SourceCount:
         return [*self._build_length_notes(limits), *by_template, *self.build_unused_notes()]
 
     def build_unused_notes(self) -> list[str]:
-        """Return notes on columns and messages of the rows that are not used."""
+        """Return notes on unused columns, and on messages that follow a row's last reply."""
         if self.report is None:
             return []
         columns = []

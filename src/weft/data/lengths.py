@@ -23,7 +23,8 @@ class EncodedSample:
         values: one number per completion, by key
         metadata: metadata of the sample, by name
         part: name that distinguishes the samples of one row; empty if the row has one sample
-        unused: names of the parts of the row's messages that no token represents
+        unused: names of the parts of the row that the token ids do not contain, such as
+            `messages[].name`
         cut: parts of trained turns that the chat template omits
     """
 

@@ -48,8 +48,8 @@ class LoadedData:
         valid: validation samples by source name
         counts: numbers of samples of each source
         notes: messages for the user, for example about truncated rows
-        max_seqlen: number of tokens of the longest prompt with one of its completions, or 0 if no
-            source is tokenized by weft
+        max_seqlen: maximum number of tokens of a prompt together with one of its completions, or 0
+            if no source is tokenized by weft
         parts: training samples of each source
         background_tables: tables whose rows are tokenized during training, until `close` is called
         pending_notes: (counts, description of the length limits) of each source that
@@ -195,9 +195,9 @@ def load_data(
 def _count_processes(num_workers: int | None, tables: int) -> int:
     """Return the number of processes that tokenize each source during training.
 
-    `tables` is the number of these sources, among which the processes are divided evenly.
-    `num_workers` is `dataset.num_workers`. If it is None, all cores except one are used, since
-    training needs one.
+    The available processes are divided evenly among `tables`, the number of sources tokenized in
+    the background. The option `dataset.num_workers` sets how many processes are available. If it is
+    None, all cores except one are used, since training needs one.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if num_workers is None else num_workers) // tables)
 

@@ -256,7 +256,10 @@ def _iterate_paths(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
 
 
 def _filter_replies(node: Node, wanted: TreeFilter, *, all: bool = False) -> list[Node]:
-    """Return a message's replies, without those that `wanted` rejects. `all` ignores `top_k`."""
+    """Return a message's replies, without those that `wanted` rejects.
+
+    If `all` is set, the condition `top_k` is not applied.
+    """
     replies = []
     for reply in node.get("replies") or ():
         if wanted.accepts_message(reply):

@@ -80,9 +80,9 @@ def normalize_messages(messages: Any) -> list[Message]:
     become `user`, `gpt` and `bot` become `assistant`, and `observation` becomes `tool`. If content
     is a list of parts, the parts are joined. A `function_call`, given as a role or as OpenAI's
     older key, becomes `tool_calls`. `reasoning` or `thinking` becomes `reasoning_content`. A turn
-    with `train: false` (or `weight: 0`, `loss_weight: 0`) is not trained. Messages that are already
-    normalized are returned unchanged. Raises `DataError` naming the invalid message and the
-    problem.
+    with `weight: 0` or `loss_weight: 0` gets `train: false`, which excludes it from the loss.
+    Messages that are already normalized are returned unchanged. Raises `DataError` naming the
+    invalid message and the problem.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -202,11 +202,12 @@ def _read_reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether a message is trained, as set by its keys `train`, `weight` or `loss_weight`.
+    """Return whether a message is allowed to contribute to the loss.
 
-    A message without these keys is trained. Raises `DataError`, naming the message by its `number`,
-    if a value of an assistant message is neither 0 nor 1, since a turn is trained either as a whole
-    or not at all.
+    Returns False if the message's key `train`, `weight` or `loss_weight` is 0 or false, and True
+    otherwise. Weights other than 0 and 1 are not supported. Raises `DataError` naming the message
+    by its `number` if an assistant message has such a weight, or has keys that contradict each
+    other.
     """
     given = {}
     for key in WEIGHTS:
@@ -234,10 +235,11 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Record as unread the keys of `message` that have a value but are not in `read`.
+    """Record the message keys that weft does not read.
 
-    The keys are added, with the prefix `where`, to the set that `track_unread_keys` yields. Nothing
-    is recorded if no such context is active.
+    A key is recorded if it is not in `read` and its value is not empty. It is added, with the
+    prefix `where`, to the set that `track_unread_keys` yields. Nothing is recorded if no such
+    context is active.
     """
     unread = _unread.get()
     if unread is not None:

@@ -39,9 +39,10 @@ class SourceShare:
 
 
 def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Return the random generator for `purpose` (any text that is unique to the use) in one epoch.
+    """Return the random generator for one purpose in one epoch.
 
-    The generator produces the same numbers on every machine with the same version of numpy.
+    `purpose` is any text that no other use of random numbers shares. The generator produces the
+    same numbers on every machine with the same version of numpy.
     """
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
@@ -83,8 +84,8 @@ def compute_epoch_order(
 ) -> tuple[Index, Index]:
     """Return (source indices, sample indices) of an epoch in order, each int64 [number of samples].
 
-    If only a share of a source is used, every epoch draws different samples at random, without
-    repeating any. Without `shuffle`, the sources follow each other, and samples are in file order.
+    If an epoch uses only a share of a source, it draws a new random subset, without replacement.
+    Without `shuffle`, the sources follow each other, and samples are in file order.
     """
     sources = []
     samples = []

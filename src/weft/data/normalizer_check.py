@@ -57,7 +57,7 @@ def compute_growth(values: Any) -> float:
     """Return the maximum factor by which a normalizer or decoder makes a text longer.
 
     `values` describes the normalizer or decoder in the format of tokenizer.json. The factor is
-    infinite if it prepends more than `MAX_PREPENDED` characters.
+    infinite if a step prepends more than `MAX_PREPENDED` characters.
     """
     if not isinstance(values, Mapping):
         return 1.0

@@ -27,7 +27,8 @@ HISTORY = "history"
 def list_prompt_keys(key: str | None) -> tuple[str, ...]:
     """Return the names of the columns that may contain the prompt.
 
-    This is only `key` if the user has set it. If `key` is None, it is all usual prompt columns.
+    `key` is the column that the user chose, or None. If it is None, all usual prompt columns are
+    returned; otherwise, only `key` is.
     """
     return (key,) if key else PROMPT_KEYS
 
@@ -117,7 +118,8 @@ def read_message_list(row: Row, key: str) -> list[Message]:
 def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
     """Normalize the messages of the column `key`.
 
-    Raises `BadRow` if the messages are invalid. The error names the column unless it is `messages`.
+    Raises `BadRow` if the messages are invalid. The error names the column, except for the standard
+    column `messages`.
     """
     try:
         return normalize_messages(messages)

@@ -94,8 +94,8 @@ def find_lost_fields(
 
     Replaces each content, reasoning, argument and function name by a unique mark and searches the
     rendered text for these marks. Arguments of tool calls are named by their path. The pair (-1,
-    "tools") means that the tool schemas have no effect on the text. `prompt` adds the generation
-    prompt.
+    "tools") means that the tool schemas have no effect on the text. If `prompt` is True, the
+    conversation is rendered with a generation prompt.
     """
     marked = [_mark_message(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -150,8 +150,8 @@ def _list_calls(marks: Mapping[str, str]) -> list[str]:
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
     """Return whether a tool call's function name or all of its arguments are missing.
 
-    `call` is the path of the tool call, such as `tool_calls[0]`, and `missing` has the paths of all
-    missing fields.
+    `call` is the path of the tool call, such as `tool_calls[0]`. `marks` has the paths of all
+    fields of the message, and `missing` has the paths of the missing ones.
     """
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))

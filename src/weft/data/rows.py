@@ -59,7 +59,7 @@ class RowTooLong(BadRow):
         tokens: number of tokens of this part
         option: option that sets the limit
         limit: maximum number of tokens
-        uncounted: True if the part was not tokenized, so that `tokens` is only a lower bound
+        uncounted: True if the part was not tokenized and `tokens` is therefore only a lower bound
     """
 
     def __init__(

@@ -6,7 +6,7 @@ samples. Samples are immutable.
 Each id stands for a group: one `prompt` and K >= 1 completions of it. The key `prompt` has one
 sequence per id, and the key `completion` has K. Any other key, such as `loss_mask`, has either K
 sequences per id (one for each completion) or one. The sequences of a key are concatenated in one
-numpy array or torch tensor. Operations on samples do not change which of the two it is.
+array, either a numpy array or a torch tensor. Operations on samples preserve the array type.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ Index = npt.NDArray[np.int64]
 def pair_short(
     costs: Index, below: int, probability: float, draw: np.random.Generator
 ) -> tuple[Index, Index]:
-    """Pair short samples at random, and return (order of the samples, unit boundaries).
-
-    A unit is a single sample or a pair. In the new order, unit i consists of the samples from
-    boundary i up to, but not including, boundary i + 1.
+    """Pair short samples at random by putting them next to each other in a new order.
 
     Each sample of fewer than `below` tokens is selected with `probability`. The first selected
     sample is paired with the second, the third with the fourth, and so on. A pair takes the
     position of its second sample. A selected sample without a partner is put at the end.
+
+    Returns (order of the samples, boundaries). In the new order, the samples from boundary i up to,
+    but not including, boundary i + 1 are a pair or a single sample.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

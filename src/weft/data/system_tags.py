@@ -30,7 +30,7 @@ class ConversationAdditions:
         tags: add a system message before each reply, with the reply's language, labels and context
         length: add the length of the reply to the tags
         dropout: probability that a line of a tag is dropped
-        label_masking: train only the assistant's text; if False, all tokens are trained
+        label_masking: compute the loss only on the assistant's text; if False, on all tokens
     """
 
     prefix: str | None = None
@@ -77,10 +77,10 @@ def format_tag(
 ) -> str:
     """Return lines of the form `name: value` that describe a reply, or "" if there are none.
 
-    Language, labels and, with `length`, the reply's length are in random order. The context, which
-    can have several lines, comes last. Each line is dropped with probability `dropout`. Without
-    `draw`, the order is fixed and no line is dropped. Raises `DataError` for a label that is not a
-    number from 0 to 1.
+    The lines for the reply's language and labels are in random order. If `length` is set, a line
+    for its length is among them. The context, which can have several lines, comes last. Each line
+    is dropped with probability `dropout`. Without `draw`, the order is fixed and no line is
+    dropped. Raises `DataError` for a label that is not a number from 0 to 1.
     """
     lines = []
     for name in FACTS:

@@ -2,7 +2,7 @@
 
 The class `Tokenizer` wraps a `transformers` tokenizer. It overrides special tokens, adds BOS at
 most once, renders conversations with a mask of the assistant's text, reads a bare sentencepiece
-`tokenizer.model` with the exact ids, and decodes text while it is generated.
+`tokenizer.model` without changing any id, and decodes text while it is generated.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Tokenizer:
         added_from: first id that the option `add_tokens` added, or None
         option: prefix of this tokenizer's options, for messages
         additions: system texts that are added to conversations for training
-        draw: random generator for `additions` and bad replies; without it, nothing is random
+        draw: random generator for choices made during tokenization (see `with_draw`), or None
         most_tokens: maximum number of tokens of a text, or None; `encode` raises `RowTooLong` for a
-            text whose length in characters shows that it has more tokens
+            text that is so long that it must exceed this maximum
     """
 
     hf: PreTrainedTokenizerBase
@@ -376,8 +376,9 @@ class Tokenizer:
     def with_draw(self, draw: np.random.Generator) -> Tokenizer:
         """Return a copy of the tokenizer that draws its random choices from `draw`.
 
-        The choices are which lines of system tags to drop, the order of the lines, and which bad
-        reply to use. Cached properties are copied too.
+        For system tags, the choices are the order of the lines and which lines to drop. For a
+        ranking row with a list of bad replies, the choice is which one to use. Cached properties
+        are copied too.
         """
         tokenizer = copy(self)
         object.__setattr__(tokenizer, "draw", draw)

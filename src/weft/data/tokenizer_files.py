@@ -194,8 +194,8 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 def _describe_path(path: str, option: str, *, own: bool) -> str:
     """Format the option that set the tokenizer path, as `OPTION=PATH`, for error messages.
 
-    `own` is True if the path was set as the model's path, whose option is then named. For commands
-    such as `weft chat`, `option` is `COMMAND`, and only PATH is returned.
+    If `own` is True, the path was set as the path of the model, and OPTION is the model's option.
+    For commands such as `weft chat`, `option` is `COMMAND`, and only PATH is returned.
     """
     if option == COMMAND:
         return path

@@ -13,7 +13,7 @@ from weft.data.prefix import count_common_prefix
 
 @dataclass(frozen=True)
 class RandomWindow:
-    """Cropper that cuts sequences that are too long to a random window.
+    """Random cropper for token sequences that are too long.
 
     Attributes:
         size: number of tokens to keep
@@ -29,11 +29,12 @@ class RandomWindow:
     bos_id: int | None = None
 
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
-        """Crop a sample longer than `size` to a random window, with `probability`.
+        """Crop a sample longer than `size` to a random window.
 
-        A sample is returned unchanged if it is short enough, is not selected, has several
-        completions, or cannot be cropped. Every window that includes a trained token is equally
-        likely. The first token of a sample is never trained, since no token precedes it.
+        A sample is selected for cropping with `probability`. It is returned unchanged if it is
+        short enough, is not selected, has several completions, or cannot be cropped. All windows
+        that contain a token with a loss are equally likely. The first token of a sample has no
+        loss, since no token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

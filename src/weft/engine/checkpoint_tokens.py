@@ -36,8 +36,8 @@ def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
 
     There is such a token only in a reward model that was trained with `transformers` and whose
     padding token (EOS) also ends texts. `transformers` takes the final EOS for padding and reads
-    the score at the token before it, so weft does the same. Checkpoints written by weft have a
-    padding token that ends no text (`choose_padding`), so the result for them is None.
+    the score at the token before it, so weft does the same. In a reward model that weft trains from
+    a language model, `choose_padding` prevents this, so the result is None.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None

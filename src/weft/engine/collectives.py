@@ -152,8 +152,8 @@ def run_microbatch(
     """Run one micro-batch through a network, and return the result of `work.finish`.
 
     The network must not be split into pipeline stages. With `trains`, the result is the loss, and
-    the backward pass follows. With `always`, there is a backward pass even if the loss has no
-    gradient, because other ranks may wait for this rank's gradients.
+    the backward pass is also run. With `always`, it is run even if the loss has no gradient,
+    because other ranks may wait for this rank's gradients.
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)

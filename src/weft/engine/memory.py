@@ -193,7 +193,7 @@ class CallDemand:
 
     Attributes:
         tokens: Number of tokens in the largest micro-batch.
-        rows: Number of rows in the largest micro-batch whose outputs are computed.
+        rows: Number of rows for which outputs are computed in the largest micro-batch.
         backward: Whether the call has backward passes.
         parts: Number of micro-batches in a minibatch.
         entropy: Whether the entropy has a gradient.

@@ -40,7 +40,7 @@ class MeshCollectives:
         shards: Parameters that FSDP2 shards, or None without FSDP2.
         pipeline: Pipeline of the network, or None if the layout has only one pipeline stage.
         tied: Whether the embedding is also the output matrix.
-        shares_rows: Whether tensor ranks share the rows between attention and MLP.
+        shares_rows: Whether sequence parallelism divides the rows over the tensor ranks.
         sums_once: Whether sharded gradients are reduced only after the last micro-batch, instead of
             after each.
     """

@@ -50,10 +50,10 @@ def allocate_layouts(
 
     `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
-    only. For other roles, "manual" assigns no layout, so that they run on the first device.
-    "heuristic" and "search" make them data-parallel over all devices;
-    `weft.experiments._placement.place_calls` later improves their placement. Any other mode is a
-    layout, such as "d4t2", which is assigned to all of them.
+    only. For other roles, "manual" assigns no layout, and they run on the first device. "heuristic"
+    and "search" make them data-parallel over all devices; `weft.experiments._placement.place_calls`
+    later improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
+    all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"

@@ -101,8 +101,8 @@ class DecoderSizes:
     def count_operations(self, tokens: float, length: float, rows: float) -> float:
         """Return the number of floating-point operations of a forward pass.
 
-        `tokens` is the number of tokens, in sequences of `length` tokens each. Logits are computed
-        for `rows` of the tokens.
+        `tokens` is the number of tokens, in sequences of `length` tokens each. `rows` is the number
+        of tokens for which logits are computed.
         """
         return (
             tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs

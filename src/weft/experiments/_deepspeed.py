@@ -2,8 +2,8 @@
 
 Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused with a reason.
 DeepSpeed itself is not needed. The known keys are those of its documentation page "DeepSpeed
-Configuration JSON". A value of `auto`, which Hugging Face's Trainer fills in from its own options,
-sets nothing, so that weft's command line or defaults apply.
+Configuration JSON". A key with the value `auto`, which Hugging Face's Trainer fills in from its own
+options, is treated as not set: weft's command line or defaults apply.
 """
 
 from __future__ import annotations

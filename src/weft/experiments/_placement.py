@@ -42,7 +42,7 @@ PAIRED_TYPES = (
 
 
 class UnknownRates(ConfigError):
-    """Raised if the speed of the devices is unknown, so that nothing can be estimated."""
+    """Raised if nothing can be estimated because the speed of the devices is unknown."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PlacementReport:
         }
 
     def build_lines(self) -> list[str]:
-        """Return lines that describe the result, for the plan that is printed before the run."""
+        """Return lines about the best placement and the heuristic's, to print before the run."""
         # Describe the search and the heuristic's placement.
         best = self.result.best
         first = self.result.first
@@ -157,7 +157,7 @@ def _with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 def _build_heuristic_lines(
     best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
 ) -> list[str]:
-    """Return the lines of the printed plan for `best`, the placement chosen by the heuristic.
+    """Return lines about `best`, the placement chosen by the heuristic, to print before the run.
 
     The list is empty if `best` equals `everywhere`, the placement with all calls sharded over all
     devices.
@@ -243,13 +243,13 @@ def _with_placement(
 def _build_units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[PlacementUnit], dict[tuple[str, ...], int]]:
-    """Return the units to place, and the index of each unit's initial mesh in its `meshes`.
+    """Return the units to place, and the initial mesh of each unit.
 
     A unit is a group of calls that are placed together: all calls that train a role, or a single
-    call that does not train. The second result is a dictionary whose keys are the tuples of call
-    names of the units. Calls of the roles in `free` are initially on all devices and can be moved,
-    unless their layout is set. `count` is the number of all devices, and `per_node` is the number
-    of devices per machine.
+    call that does not train. The second result maps each unit, identified by the names of its
+    calls, to the index of the initial mesh in `PlacementUnit.meshes`. Calls of the roles in `free`
+    are initially on all devices and can be moved, unless their layout is set. `count` is the number
+    of all devices, and `per_node` is the number of devices per machine.
     """
     # Group the calls that share a placement: all that train a role, or one other call.
     groups: dict[tuple[str, str], list[MFCDef]] = {}
@@ -525,7 +525,7 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Return a mapping from each role that can share another role's weights to that other role.
+    """Map each reference role that can share the weights of a trained role to the trained role.
 
     A reference can share the actor's weights if it equals the actor with its adapters disabled.
     """

@@ -147,7 +147,7 @@ class RLGraphBuilder:
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys of the token ids from which truncated sampling could choose at each position.
+        """Keys of the token ids that truncated sampling allows, and of their number per position.
 
         The tuple is empty if sampling is not truncated (by top-k, top-p or min-p).
         """
@@ -429,7 +429,7 @@ class RLGraphBuilder:
 
 
 def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """Return the arguments of `reward`; with `parts`, it also outputs each function's reward."""
+    """Return the arguments of the host function `reward`; `parts` is passed as `keep_parts`."""
     chosen = {
         "column": config.reward_column,
         "by_token": config.reward_by_token or None,

@@ -189,8 +189,7 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return two counts of processes on one machine: those that work on a call, and all of
-        them.
+        """Return (number of processes that work on a call, number of all processes) for a machine.
 
         `mesh` is the call's mesh, and `started` is the number of processes of the run on all
         machines.
@@ -373,13 +372,12 @@ def _list_divisors(number: int) -> list[int]:
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same devices.
 
-    The devices are the first n, for each possible n. There are up to three placements for each n.
-    In the first, the weights of trained roles are sharded in all calls. In the second, no weights
-    are sharded. In the third, the weights of trained roles are sharded only in the calls that
-    train.
+    The calls use the first n devices, and there are up to three placements for each n: one with the
+    weights of trained roles sharded in all calls, one without any sharded weights, and one with the
+    weights of trained roles sharded only in the calls that train.
 
-    A placement is a list with the index of the chosen mesh of each unit (group of calls to place
-    together).
+    Calls that are placed together form a unit. A placement is a list with one index per unit, which
+    selects the unit's mesh from `PlacementUnit.meshes`.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -423,9 +421,9 @@ class SearchResult:
 def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchResult:
     """Search for the best placement, starting from `start`, and return the result.
 
-    A placement has one index per unit (group of calls to place together): that of the unit's mesh
-    in its list of candidate meshes. The result is never worse than `start`. The search is
-    deterministic.
+    Calls that are placed together form a unit. A placement has one index per unit, which selects
+    the unit's mesh from `PlacementUnit.meshes`. The result is never worse than `start`. The search
+    is deterministic.
     """
     seen: dict[tuple[int, ...], PlacementScore] = {}
 

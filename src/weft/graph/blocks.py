@@ -1,6 +1,7 @@
 """State per sample id, stored once for each block (group of ids that share the same state).
 
-The cost of storing and updating states therefore depends on the number of blocks, not of ids.
+The cost of storing and updating states therefore depends on the number of blocks, not on the number
+of ids.
 """
 
 from __future__ import annotations

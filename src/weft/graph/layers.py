@@ -97,9 +97,9 @@ def find_implied_edges(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]
 def _order_rows(rows: list[list[str]], links: Sequence[Pair]) -> None:
     """Reorder each row in place so that edges cross as little as possible.
 
-    `links` are pairs of nodes in neighboring rows that an edge connects. In alternating sweeps down
-    and up, each row is sorted by the mean position of the linked nodes in the previous row. The
-    best order found is kept.
+    Each pair in `links` has two nodes that are in neighboring rows and connected by an edge. In
+    alternating sweeps down and up, each row is sorted by the mean position of the linked nodes in
+    the previous row. The best order found is kept.
     """
     best = [list(row) for row in rows]
     fewest = _count_crossings(rows, links)
@@ -146,8 +146,8 @@ def _compute_coordinates(
 ) -> dict[str, float]:
     """Return the x coordinate of every node and bend, shifted so that the drawing starts at x = 0.
 
-    A bend is the point at which an edge passes through a row. `links` has the pairs of nodes or
-    bends in adjacent rows that an edge connects, each with a weight. Every node or bend is placed
+    A bend is the point at which an edge passes through a row. `links` maps each pair of directly
+    connected nodes or bends, which are in adjacent rows, to a weight. Every node or bend is placed
     close to the weighted mean position of those to which it is linked. In each row, the order is
     kept and nothing overlaps.
     """

@@ -62,8 +62,8 @@ class IdBuffer:
         num_finished: Number of firings that each node has finished.
         closed: True if the loader has returned all samples of the epoch.
         num_batches: Number of batches that the loader has returned.
-        started_at_last_firing: For each node, a copy of `num_started` (for all nodes) from when the
-            node last started a firing. It is used to count how often other nodes have fired since.
+        started_at_last_firing: Maps each node to a copy of `num_started`, taken when the node last
+            started a firing. It is used to count how often other nodes have fired since.
         num_ids_started: Number of ids in `entries` that each node has started to process.
         num_ids_finished: Number of ids in `entries` that each node has finished processing.
     """
@@ -310,14 +310,14 @@ def _count_allowed(
 ) -> int:
     """Return how many of the ids in `able` a node may process before its weights are too old.
 
-    `able` are the ids whose inputs exist, oldest first. `edges` are the node's version edges, each
-    of which links it to a training node that updates its weights. If `another` is 1, one id of the
-    loader's next batch is counted as well, to find out whether loading this batch would help.
+    `able` are the ids whose inputs exist, oldest first. With `another=1`, one id of the loader's
+    next batch is added to them, which shows whether loading this batch would help.
 
-    For each edge, the limit is the number of ids that the training node can still process before
-    the node's weights are more than `max_staleness` firings old. Two things reduce this limit: ids
-    that the node has started to process but the training node has not, and firings of the training
-    node whose new weights are not available yet.
+    Each edge in `edges` links the node to a training node that updates its weights. For each edge,
+    the limit is the number of ids that fit into the `max_staleness` + 1 firings of the training
+    node that follow the current version of the weights. Two things use up this limit: firings that
+    the training node has already started, and ids that the node has started to process and that the
+    training node will use in later firings.
     """
     count = len(able) + another
     for edge in edges:

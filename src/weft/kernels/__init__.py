@@ -1,4 +1,4 @@
-"""Functions on plain tensors that networks are built from; each uses the fastest available kernel.
+"""Building blocks of networks: functions on plain tensors that use the fastest available kernel.
 
 `models/` imports this module and none of its submodules; docs/kernels.md describes what each
 function guarantees. Most functions accept any tensor: they use a kernel if it supports the type,

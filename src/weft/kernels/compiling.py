@@ -1,4 +1,4 @@
-"""Compilation of parts of a network by torch, so that they run with any number of rows."""
+"""Compilation of parts of a network by torch, with a dynamic number of rows."""
 
 from __future__ import annotations
 

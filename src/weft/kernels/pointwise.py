@@ -297,8 +297,8 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split `heads` into q, k and v, and rotate q and k as `rotate` does.
 
-    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor. Only
-    `cos` and `sin` are saved for the backward pass.
+    `heads` is [T, n + 2 kv_heads, head_dim], with n query heads. The results are views of one new
+    tensor. Only `cos` and `sin` are saved for the backward pass.
     """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
     if torch.is_grad_enabled():

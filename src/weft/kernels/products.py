@@ -33,10 +33,10 @@ WIDE = ("cuda", "meta")
 
 
 class GradientSum:
-    """Float32 sum of a weight's gradients, stored in the `grad` of a parameter of the same shape.
+    """Float32 sum of a weight's gradients, stored in the `grad` of a separate parameter.
 
-    Gradients are added to the sum as they are computed, so autograd does not return a gradient for
-    the weight.
+    This parameter is the float32 master copy of the weight. Gradients are added to the sum as they
+    are computed, so autograd does not return a gradient for the weight.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:

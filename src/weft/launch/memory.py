@@ -49,9 +49,10 @@ class RoleDevice:
     """Device of a role, and the numbers of ranks over which the role's batches are split.
 
     Attributes:
-        device: Device on this machine, or one of the same type on another machine.
-        capacity: Memory in bytes of a device that is not on this machine. None if this memory is
-            unknown, or if the device is on this machine.
+        device: torch device of the role. "cuda" without an index means a GPU that is not on this
+            machine.
+        capacity: Memory of the device in bytes, or None if it is unknown. It is used only for a GPU
+            that is not on this machine.
         data: Number of data-parallel ranks.
         context: Number of context-parallel ranks.
     """
@@ -412,9 +413,9 @@ def _iterate_works(
 
     Generation has one demand; other calls have one per micro-batch. `place` is the device.
 
-    If several sequences of a micro-batch have the same prompt, the engine may compute the prompt
-    only once. It does so if none of the sequences has more than `shared["longest"]` tokens and, in
-    training, if `shared["in_training"]` is also True. It never does so if `shared` is empty.
+    A prompt that several sequences of a micro-batch have in common is computed only once if no
+    sequence has more than `shared["longest"]` tokens. In training, `shared["in_training"]` must
+    also be True. If `shared` is empty, each sequence's prompt is computed separately.
     """
     if "completion" not in batch.data:
         return

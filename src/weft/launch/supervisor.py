@@ -1,7 +1,7 @@
 """Supervision of a run in a child process, which is replaced if it is killed.
 
-This is needed for runs with Ray: if Ray's daemon (raylet) on a machine dies, Ray kills the
-processes on the machine that use it. A new child resumes from the last recovery point.
+This is needed for runs with Ray: if Ray's daemon (raylet) dies on a machine, Ray kills all
+processes on this machine that use the daemon. A new child resumes from the last recovery point.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Supervisor of a run, which executes this process's command again in a child process.
+    """Supervisor that executes a run in a child process, with the same command as this process.
 
     If the child is killed, a new child continues the run. The supervisor's work ends when a child
     reports an exit code.

@@ -128,9 +128,9 @@ def split_charts(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
 def choose_hue(node: str, roles: Mapping[str, ColourPair] | None = None) -> ColourPair:
     """Return the colour of a graph node, which is the colour of the node's role.
 
-    `roles` maps nodes to their colours in the timeline. For a node that is not in `roles`, the role
-    is inferred from the node's name: `actor_train` belongs to `actor`. If the role is unknown, the
-    colour is grey.
+    `roles` maps the names of nodes to the colours of their roles. For a node that is not in
+    `roles`, the role is inferred from the node's name: `actor_train` belongs to `actor`. If the
+    role is unknown, the colour is grey.
     """
     known = roles or {}
     return (

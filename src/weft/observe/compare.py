@@ -136,8 +136,8 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
 def name_runs(runs: Sequence[RunFiles]) -> list[NamedRun]:
     """Return the runs, each with a name and a colour for the page.
 
-    The name is the first of these that is different for every run: the trial, experiment and trial,
-    the last two folders of the path, or the whole path.
+    The name is `TRIAL` if it differs between all runs, else `EXPERIMENT/TRIAL`, else the last two
+    folders of the path, else the whole path.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -182,9 +182,9 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name, in each run, of the metric that decides which run is better.
+    """Return the names, one per run, of the metric that decides which run is better.
 
-    Returns None if the runs have no common metric that can be compared.
+    The names can differ in the graph node. Returns None if no metric can be compared.
     """
     names = _find_headline_metric(listed)
     runs = [each.run for each in listed]
@@ -194,10 +194,10 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name of the headline metric in each run; None if the headline metrics differ.
+    """Return the names of the headline metric, one per run, which can differ in the graph node.
 
-    If every run has a validation metric that matches the headline metric, and its values can be
-    compared between the runs, the names of the validation metric are returned instead.
+    A validation metric is preferred if all runs have one and its values can be compared. Returns
+    None if the runs have no common headline metric.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -541,7 +541,7 @@ def _render_cell(value: float | None, top: float | None) -> str:
 
 
 def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
-    """Return the metrics to compare, each as a list of its name in each run.
+    """Return the metrics to compare. Each is a list that contains the metric's name in every run.
 
     The most informative metrics come first. The name is None in runs without the metric. A metric
     is left out if it has the same values as a more informative one in every run. Metrics with the

@@ -141,7 +141,7 @@ class DiagnosedRun:
         return self.columns.get(name or "", ([], []))[1]
 
     def find_metric(self, last: str) -> str | None:
-        """Return the first training metric with the last part `last`: `actor_train/kl` for "kl"."""
+        """Return the first training metric named `NODE/{last}`, such as `sft/loss`, or None."""
         return next(
             (
                 n
@@ -163,7 +163,7 @@ class DiagnosedRun:
     def format_scaled_option(self, name: str, factor: float) -> str:
         """Return `NAME=VALUE`, where VALUE is the option's current value multiplied by `factor`.
 
-        If the current value is not known, returns "a higher NAME" or "a lower NAME".
+        If the value is unknown or 0, returns "a higher NAME" if `factor` > 1, else "a lower NAME".
         """
         value = self.find_option(name)
         if is_finite(value) and value:
@@ -171,10 +171,10 @@ class DiagnosedRun:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def format_scaled_rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """Return a learning rate to try, as `NAME=VALUE`: the current one multiplied by `factor`.
+        """Return a learning rate to try, formatted as in `format_scaled_option`.
 
-        The learning rate is that of the role trained by the node that reports the metric `name`. If
-        its current value is not known, returns "a higher NAME" or "a lower NAME".
+        It is `factor` times the learning rate of the role trained by the node that reports the
+        metric `name`.
         """
         return self.format_scaled_option(f"{self.find_role(name)}.optimizer.lr", factor)
 

@@ -152,10 +152,10 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return the name and value of the latest step's validation metric, as a list of one pair.
+        """Return the latest step's validation metric as [(name, value)], or [] without one.
 
         This is the metric that matches the headline metric or, if there is none, the validation
-        reward, accuracy or loss. The list is empty if the step was not evaluated.
+        reward, accuracy or loss.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]

@@ -148,9 +148,9 @@ class Timeline:
         self._size += len(line) + 2
 
     def _resume_file(self, events: list[dict[str, Any]]) -> None:
-        """Continue the timeline of an earlier process, with its tracks and its time origin.
+        """Continue the timeline of an earlier process, keeping its tracks and its time origin.
 
-        The file is rewritten with the valid events only, without an incomplete end.
+        The file is rewritten with its valid events. An incomplete event at the end is dropped.
         """
         groups: dict[int, str] = {}
         for event in events:

@@ -38,8 +38,8 @@ def compute_shares(run: RunFiles) -> list[tuple[str, float, float]]:
     """Return each call's name, its mean seconds per step, and its fraction of the step's time.
 
     A call is one execution of a graph node. The last item, named `OTHER`, is the time of the step
-    outside of all calls. If the calls together take longer than the step, because some are
-    concurrent, the fractions are those of the calls' total time.
+    outside of all calls. If calls are concurrent and together take as long as the step or longer,
+    this item is missing, and the fractions are relative to the total time of the calls.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -271,9 +271,9 @@ def _render_track(
 
 
 def _assign_tones(names: Sequence[tuple[str, ColourPair]]) -> dict[str, int]:
-    """Return the strength of each name's colour, in percent.
+    """Return the percentage at which each name's colour is mixed with the background.
 
-    Calls of the same role have the same colour; different strengths distinguish them.
+    Calls of the same role have the same colour; different percentages distinguish them.
     """
     seen: dict[ColourPair, int] = {}
     tones = {}

@@ -1,4 +1,4 @@
-"""Backward pass in two halves, as zero-bubble pipeline schedules need it.
+"""Backward pass in two halves, as required by zero-bubble pipeline schedules.
 
     groups = compute_input_half(roots, gradients, states)      # sets states.grad
     compute_weight_half(network, groups, sums=False)           # adds to the parameters' gradients

@@ -1,9 +1,10 @@
 """Collectives: sums over a process group, and gather and scatter of a tensor's rows.
 
-Most are differentiable. Tensors on the CPU go over gloo, whose all-reduce and reduce-scatter exchange
-many small messages, one after another. Here each rank instead sends its values directly to the
-others, and the sum is computed locally, in the order of the ranks. Four ranks on two cores sum a small
-tensor in half the time, and reduce-scatter in an eighth. All ranks get bitwise identical sums.
+Most are differentiable. On CPUs, the all-reduce and reduce-scatter of gloo exchange many small
+messages, one after another. They are therefore replaced, the all-reduce only for small tensors:
+each rank sends its values directly to the others, and adds up the values that it receives in the
+order of the ranks. With four ranks on two cores, the sum of a small tensor takes half the time, and
+a reduce-scatter an eighth. All ranks get bitwise identical sums.
 
 torch's compiler does not compile these functions, but calls them between compiled parts.
 `_disable_dynamo` is like `torch.compiler.disable`, except that it imports the compiler at the first
@@ -42,7 +43,7 @@ def find_max_over_ranks(x: Tensor, group: ProcessGroup) -> None:
 
 
 def gather_from_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the tensors x of all ranks, which have the same shape, as one [ranks, *x.shape]."""
+    """Stack the tensors x of all ranks, which have the same shape, as [ranks, *x.shape]."""
     x = x.detach().contiguous()
     if _is_sent_directly(x, group):
         return _exchange(x, group)
@@ -147,9 +148,9 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment of the n rows that indexing with `rows`, int64 [n], selects.
+        """Return the assignment of the rows with the indices `rows`, int64 [n].
 
-        Each selected row belongs to the same rank as before. An index may occur several times.
+        Each of these n rows belongs to the same rank as before. An index may occur several times.
         """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
@@ -179,7 +180,7 @@ def gather_replicated_rows(x: Tensor, rows: RowAssignment) -> Tensor:
     """Gather all rows [rows, ...] on every rank from each rank's own rows x [n, ...].
 
     The backward pass does not sum the gradients over the ranks. Used if all ranks compute the same
-    result from the rows, so that each rank already has the complete gradient of its own rows.
+    result from the rows: each rank then already has the complete gradient of its own rows.
     """
     y: Tensor = _GatherRows.apply(x, rows, False)
     return y

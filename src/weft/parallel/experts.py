@@ -5,11 +5,12 @@
 
 With e ranks in the group and E experts, each rank holds E / e whole experts, and every rank has all
 routers. All ranks must run the same number of forward and backward passes. Tokens are sent to the
-ranks of their experts and back by all-to-all, with exactly as many rows per rank as it has tokens
-to process (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is
-dropped). The gradient of an expert covers the tokens of all ranks of the group, and is summed over
-the ranks of other groups that hold the same experts. All other gradients are summed as without
-expert parallelism. `weft.parallel.shard.gather` collects all experts again.
+ranks of their experts and back by all-to-all (Lepikhin et al. 2020, "GShard", arXiv:2006.16668).
+Unlike in GShard, experts have no capacity: a rank receives exactly the rows that its experts
+process, without padding, and no token is dropped. The gradient of an expert covers the tokens of
+all ranks of the group, and is summed over the ranks of other groups that hold the same experts. All
+other gradients are summed as without expert parallelism. `weft.parallel.shard.gather` collects all
+experts again.
 """
 
 from __future__ import annotations

@@ -192,9 +192,10 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
-        """Compute this rank's next stage in the forward pass `step`.
+        """Compute the next of this rank's stages in the forward pass `step`.
 
-        Unless it is the last stage of the pipeline, its hidden states are passed to the next stage.
+        The result of the pipeline's last stage is stored in `step.output`. Any other stage passes
+        its hidden states on to the stage after it.
         """
         stage = step.left.popleft()
         network = self._stages[stage]

@@ -70,7 +70,7 @@ def pack(
 
 
 def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
-    """Return the JSON text of an object that has all `values` and, as its last entry, `key`.
+    """Return the JSON text of `values` with one more entry, `key`, at the end.
 
     `text` is the value of `key`. It is already encoded as JSON and is inserted unchanged.
     """
@@ -89,8 +89,8 @@ def _format_numbers(tensor: Tensor) -> str:
 def compute_header_size(body: bytes, header_length: int | None) -> int:
     """Return the number of JSON bytes at the start of the body.
 
-    This is `header_length`, or the whole body if it is None. Raises `DataError` if `header_length`
-    is negative or exceeds the body.
+    If `header_length` is None, the whole body is JSON. Raises `DataError` if `header_length` is
+    negative or exceeds the body.
     """
     size = len(body) if header_length is None else header_length
     if not 0 <= size <= len(body):

@@ -22,8 +22,8 @@ TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right
 class SharedMemoryBuffer:
     """Buffer of `size` bytes that other ranks can map into their memory.
 
-    They map it by its `address` until `close_descriptor` is called; existing mappings stay valid
-    after that. Physical memory is allocated only when it is first written.
+    The buffer can be mapped by its `address` until `close_descriptor` is called. Existing mappings
+    stay valid after that. Physical memory is allocated only when it is first written.
     """
 
     def __init__(self, size: int) -> None:

@@ -18,7 +18,7 @@ class ReallocationTraffic:
     Attributes:
         sent: Bytes sent by each rank.
         received: Bytes received by each rank.
-        in_place: Bytes that stay on each rank, in parameters of which the rank holds the same part
+        in_place: Bytes left in place on each rank. The rank holds the same part of their parameters
             before and after the reallocation.
         copied: Other bytes that stay on each rank.
         names: Bytes sent between ranks, for each parameter.

@@ -487,8 +487,8 @@ def describe_samples(
 ) -> SampleMeta:
     """Return the metadata columns of `ids`, collected from the minibatches of a batch.
 
-    If the batch was split into single completions, `owner` is the name of the metadata column that
-    has the original id of each completion.
+    If the batch was split into single completions, the metadata column named `owner` has the id of
+    the sample to which each completion belongs.
     """
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)

@@ -177,7 +177,7 @@ class DeviceGroup:
                     self._parameters.update_running_copy(place, self._make_failure_callback(task))
 
     def _open_logs(self) -> None:
-        """Redirect the output of the devices to their log files, if this has not been done.
+        """Redirect the output of the devices to their log files, unless this has already been done.
 
         This is called before the first call, when the run has started.
         """

@@ -179,10 +179,10 @@ class JobDispatcher:
             self._issue_jobs()
 
     def find_cause(self, error: DevicesLost) -> RunError:
-        """Return the error that explains `error`, which was raised outside of any job.
+        """Return the error that reports the death of a device, or `error` if no device died.
 
-        Waits up to `DOUBT_SECONDS` seconds for a report that a device has died. With such a report,
-        the result is an error that names the device and its job; otherwise it is `error` itself.
+        Used if `error` was raised outside of any job; the death of a device may have caused it.
+        Waits up to `DOUBT_SECONDS` seconds for a report of the death.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._fatal_error is None and time.monotonic() < end:

@@ -93,7 +93,7 @@ class WorkerGroup(Protocol):
     def put(self, sample: SequenceSample) -> SampleMeta:
         """Store tensors that were made outside of the group, and return their metadata.
 
-        These are the data loader's rows and the outputs of host functions.
+        Such tensors are the data loader's rows and the outputs of host functions.
         """
         ...
 

@@ -143,11 +143,10 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs of a call, on which the function of `node` can begin its work.
+        """Request early outputs of a call, if the function of `node` can begin its work on them.
 
-        Nothing is requested if the function does not support this. The keys with which the function
-        begins (`begins_with`) must be outputs of a single model call or keys of the dataset;
-        otherwise nothing is requested.
+        The function must support prefetching. Of the keys with which it begins (`begins_with`),
+        those that are not from the dataset must all be outputs of one model call.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

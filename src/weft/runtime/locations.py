@@ -84,7 +84,7 @@ class TensorLocations:
     def find_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
     ) -> list[TensorRequest]:
-        """Return requests for the tensors, named by `keys`, that the rank lacks for these ids.
+        """Return requests for the tensors of these ids and keys that the rank does not have yet.
 
         Tensors that are already being sent to the rank are not requested. All keys of an id that
         come from the same rank are in one request. If both a device and the driver have a tensor,
@@ -107,9 +107,9 @@ class TensorLocations:
         ]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Remove `ids` from the record, and return a list of ids for each rank.
+        """Remove `ids` from the record, and return the removed ids by rank.
 
-        The list has those of the removed ids whose tensors the rank has or receives.
+        A rank's list has the ids for which the rank has tensors or is being sent tensors.
         """
         ids_by_rank: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):

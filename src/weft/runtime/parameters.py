@@ -221,9 +221,9 @@ class ParameterTransfers:
         return self._weights[place]
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
-        """Remove and return the plan that sends saved weights to the copy at `place`.
+        """Return the plan that sends the saved weights of a version to the copy at `place`.
 
-        `version` is the version of the weights. Raises `RunError` if this version was not saved.
+        The plan is removed from `_saved_plans`. Raises `RunError` if the version was not saved.
         """
         way = self._saved_plans.pop((place, version), None)
         if way is None:

@@ -51,7 +51,8 @@ class StepProfiler:
     def write_after(self, step: int, *, over: bool = False) -> None:
         """End and write the running trace if `step` is the last step to trace.
 
-        If `over` is True, the trace is written after any step, because no more steps follow.
+        If `over` is True, no more steps follow, and the trace is written even if `step` is not the
+        last step to trace.
         """
         if self._first_step is None or not (over or step >= self._steps[-1]):
             return

@@ -328,7 +328,7 @@ class RayCluster:
         self.check_not_lost()
 
     def check_not_lost(self) -> None:
-        """Raise `DevicesLost` if part of Ray is lost; the supervisor process gets a report first."""
+        """Raise `DevicesLost` if part of Ray is lost, after reporting this to the supervisor."""
         if self.lost_part is not None:
             SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
             raise DevicesLost(self.lost_part)
@@ -432,7 +432,7 @@ class RayCluster:
         self._processes |= {process for process in find_descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Wait up to `seconds` seconds for Ray's `promises`; return those that are still pending.
+        """Wait for Ray object references; return those pending after `seconds` seconds.
 
         Raises `DevicesLost` if Ray is lost.
         """
@@ -562,9 +562,9 @@ def _collect_answers(
 ) -> list[Any]:
     """Return the answers of all ranks to a request, waiting up to `seconds` seconds.
 
-    `what` says what the ranks wait for, and `nodes` are the ids of their machines. Raises
-    `DevicesLost` naming the ranks that did not answer or the lost machine, and `RunError` or
-    `ConfigError` if a device raised an error.
+    `what` completes "device 0 waited for ..." in the error message, and `nodes` has the machine id
+    of each rank. Raises `DevicesLost` naming the ranks that did not answer or the lost machine, and
+    `RunError` or `ConfigError` if a device raised an error.
     """
     late = cluster.wait(promises, seconds)
     if late:

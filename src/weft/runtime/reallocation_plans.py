@@ -70,8 +70,9 @@ class ReallocationPlanCache:
     ) -> ReallocationPlan:
         """Return the plan that transfers the parameters `names` from `source` to `target`.
 
-        If the plan is not in the cache, it is created and sent to its ranks. `eta`, the weight of
-        the source in the update, only affects how many bytes the plan is expected to send.
+        If the plan is not in the cache, it is created and sent to its ranks. The transfer sets
+        target = eta * source + (1 - eta) * target. Here, `eta` only affects how many bytes the plan
+        is expected to send.
         """
         between = source, target, tuple(names)
         if between not in self._plans:

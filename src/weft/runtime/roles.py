@@ -146,9 +146,8 @@ class RoleEngines:
         """Return the role's engine on `mesh`, after moving the engine's weights to the device.
 
         By default, `mesh` is the role's own mesh. On any other mesh, the engine is a copy of the
-        role, and `weights` is the number of weight updates that the copy must have received. With
-        `or_newer`, the copy may have received more. Raises `RunError` if it has received another
-        number.
+        role, which must have received exactly `weights` weight updates or, with `or_newer`, at
+        least that many. Otherwise `RunError` is raised.
         """
         place = self._build_key(role, mesh)
         has = self._weights.get(place)
@@ -185,9 +184,9 @@ class RoleEngines:
     def open_for_update(self, place: EngineKey, weights: int | None) -> Iterator[Engine | None]:
         """Yield the engine at `place` to a `with` block that replaces its weights.
 
-        `place` is the role and the mesh of the engine; None is yielded if this rank does not have
-        it. A copy of a role cannot be used until the `with` block ends. `weights` is the number of
-        updates that the copy has received by then.
+        `place` is a role and a mesh. If this rank has no such engine, None is yielded. If the
+        engine is a copy of a role, it cannot be used until the block ends. `weights` is then
+        recorded as the number of weight updates that the copy has received.
         """
         copy = place in self._weights
         if copy:
@@ -204,9 +203,10 @@ class RoleEngines:
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Save the state of each role's own engine below `folder`, but not of copies of roles.
+        """Save the state of each role's own engine to the folder `folder`/ROLE.
 
-        Frozen weights are omitted if they have not changed since they were loaded.
+        Copies of roles are not saved. Frozen weights are omitted if they have not changed since
+        they were loaded.
         """
         for role in self._meshes:
             directory = folder / role

@@ -117,10 +117,11 @@ class SampleReader:
         return step == self._last_step or is_detailed_step(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """Fetch the prompts and completions of these ids, and `optional` keys that all ids have.
+        """Fetch the prompts and completions of these ids.
 
-        Keys that the graph renames are returned under their original names: for example,
-        `completion` if the graph calls it `mixed_completion`.
+        A key in `optional` is also fetched if all ids have it. Keys that the graph renames are
+        returned under their original names: for example, `completion` if the graph calls it
+        `mixed_completion`.
         """
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
         # skip dataset keys that remapped keys replace

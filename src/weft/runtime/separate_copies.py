@@ -1,6 +1,6 @@
-"""Selection of calls that run on copies of a role that are separate from training.
+"""Selection of the calls that can run alongside training, on separate copies of a role.
 
-Such copies serve only calls that tolerate stale weights, so that training need not wait for them.
+All calls on a separate copy tolerate stale weights, so training need not wait for them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from weft.runtime.roles import EngineKey
 
 
 def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
-    """Return the calls that run independently of training, each with the copy of the role that it
-    uses.
+    """Return the separate copies of roles, by the names of the calls that run on them.
 
-    A copy is identified by its role and mesh (set of devices with a layout). It is independent of
-    training if it shares no device with the role's own mesh, all calls on it tolerate stale
-    weights, and no sync writes to the role.
+    A copy of a role is identified by the role and a mesh (set of devices with a layout). It is
+    separate if its mesh shares no device with the role's own mesh, all calls on the copy tolerate
+    stale weights, and no sync writes to the role.
     """
     meshes = experiment.build_meshes()
     used: dict[EngineKey, list[MFCDef]] = {}

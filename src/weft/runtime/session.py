@@ -324,8 +324,8 @@ class Session:
     def _finish_step(self, result: StepResult) -> None:
         """Write the metrics of a step, and run the actions that are due after it.
 
-        These are evaluation, saving of checkpoints and writing of a recovery point. Raises
-        `Interrupted` if a signal was received.
+        Possible actions are evaluating, saving checkpoints and writing a recovery point. Raises
+        `Interrupted` if a signal was received and the run is not over.
         """
         # Find what is due, and write a finished trace.
         due = {}

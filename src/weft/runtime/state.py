@@ -1,6 +1,6 @@
-"""Files that store the results of `state_dict`.
+"""Reading and writing of files with the results of `state_dict`.
 
-These are nested plain values and arrays. Pickle is not used.
+The results consist of nested plain values and arrays. Pickle is not used.
 """
 
 from __future__ import annotations

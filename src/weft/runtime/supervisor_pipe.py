@@ -96,7 +96,7 @@ class SupervisorPipe:
                 self._send({"over": number})
 
     def report_released(self) -> None:
-        """Report that the devices were released, so that no call is running any more."""
+        """Report that the devices were released, which ends all running calls."""
         with self._lock:
             self._unfinished_ranks.clear()
             self._send({"anew": True})

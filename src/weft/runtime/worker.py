@@ -233,7 +233,7 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Run a call on the samples whose outputs are not in the cache; return the whole result.
+        """Run a call on samples without cached outputs, and return the result for all samples.
 
         The metrics are those of the interface, and `cached_fraction`, the fraction of ids that were
         in the cache.

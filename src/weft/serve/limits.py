@@ -16,7 +16,7 @@ class ServerLimits:
         most_prompt: Maximum length of a prompt in tokens.
         prompt_bytes: Maximum size of a request's text in bytes, before it is tokenized.
         most_new: Maximum length of a completion in tokens.
-        most_load: Maximum number of waiting and running completions and rows of a model.
+        most_load: Maximum number of completions and rows to score per model, waiting or running.
     """
 
     body_bytes: int = 16 * 2**20

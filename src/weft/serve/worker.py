@@ -168,9 +168,7 @@ class ServingWorker:
     # -- in the worker's thread
 
     def _run(self) -> None:
-        """Process commands until stopped, and open a generator whenever completion jobs are
-        waiting.
-        """
+        """Score rows and sample completions as commands arrive, until the worker is stopped."""
         while not self._stopping:
             try:
                 self._read_commands(wait=not self._waiting_jobs)

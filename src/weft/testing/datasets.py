@@ -75,7 +75,7 @@ def build_small_tokenizer() -> Tokenizer:
 def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> str:
     """Check a map-style dataset and return a one-line summary of the checks.
 
-    `build` builds the dataset once more with the same arguments, and `words` is its tokenizer.
+    `build` builds the dataset again with the same arguments. `words` is the dataset's tokenizer.
     """
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
@@ -118,7 +118,7 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
 def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
     """Check an iterable dataset and return a one-line summary of the checks.
 
-    `build` builds the dataset once more with the same arguments, and `words` is its tokenizer.
+    `build` builds the dataset again with the same arguments. `words` is the dataset's tokenizer.
     """
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() yields no batch"

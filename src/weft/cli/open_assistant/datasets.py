@@ -119,10 +119,10 @@ def _join_folder(data_path: str, file: str) -> str:
 
 
 def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Return entries that use `share` times as many rows per epoch as the given `entries`.
+    """Return copies of entries of `dataset.sources`, with the rows per epoch multiplied by `share`.
 
-    `entries` are those of `dataset.sources`. Raises `InvalidDatasetEntry` for an entry with a
-    weight, because a weight does not determine the number of rows.
+    Raises `InvalidDatasetEntry` for an entry with a weight, because a weight does not determine the
+    number of rows.
     """
     scaled_entries = []
     for index, entry in enumerate(entries):

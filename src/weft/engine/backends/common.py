@@ -101,7 +101,7 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
     """Raise `ConfigError` if the network's blocks cannot be compiled as the spec requests.
 
-    The option `fp8` without `compile` raises the same error.
+    Also raises it if the option `fp8` is set without `compile`.
     """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None

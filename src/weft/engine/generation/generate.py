@@ -294,9 +294,9 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        The added rows are the last rows of the batch. Returns a list of tensors [m, hidden], each
-        for m of the added rows, in order. They contain the hidden state of the last token of each
-        row's prompt.
+        The added rows are the last rows of the batch. Returns a list of tensors; concatenated to
+        [n, hidden], they contain the hidden state of the prompt's last token for each of the n
+        added rows.
         """
         states = []
         leaders = []
@@ -381,8 +381,8 @@ class BatchGenerator:
     ) -> Callable[[], SampledRows]:
         """Sample one token for every row, and return a function that waits for the tokens.
 
-        The last rows are sampled from their hidden states `states`. The rows before them, if any,
-        have been sampled in the decode step, and `first` waits for their tokens.
+        `first`, if given, waits for the tokens that the decode step has sampled for the batch's
+        first rows. The other rows are sampled from their hidden states, `states`.
         """
 
         def draw() -> SampledRows:
@@ -392,7 +392,7 @@ class BatchGenerator:
         return self._agree_on_tokens(draw, len(self._batch))
 
     def _sample(self, states: Tensor) -> SampledRows:
-        """Sample one token for each of the last rows, whose hidden states are `states`."""
+        """Sample one token for each of the batch's last m rows, given `states` [m, hidden]."""
         rows = self._batch
         count = len(states)
         own = slice(len(rows) - count, len(rows))

@@ -83,8 +83,8 @@ class DecodeGraphs:
         capture: Function that captures a graph, or None to run all steps without graphs.
         sizes: Numbers of rows that a graph can have. Larger graphs have a multiple of
             `LARGE_SIZE_STEP` rows.
-        after: Number of steps of one size that run in a larger graph before a graph of
-            this size is captured.
+        after: Number of steps that use a larger graph than they need before a graph of the right
+            size is captured. Steps are counted separately for each kind and size.
 
     Attributes:
         counts: Numbers of "eager" and "replayed" steps, and of "captured" graphs.

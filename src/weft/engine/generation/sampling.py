@@ -260,8 +260,8 @@ def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]
 
     Scores are [R, w] for the w likeliest ids, best first; the counts of kept ids are [R]. `limit`
     is the value of top-k. To avoid ranking the whole vocabulary, only the `RANKED_IDS` likeliest
-    ids are ranked first, because their total probability is nearly always at least `top_p`. If it
-    is not in some row, the `limit` likeliest ids are ranked.
+    ids are ranked first if `top_p` is below 1: their total probability nearly always reaches
+    `top_p`. If it is less than `top_p` in any row, the `limit` likeliest ids are ranked instead.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values
@@ -291,8 +291,8 @@ def _compute_running_sums(x: Tensor) -> Tensor:
 def _find_first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the first index [R] at which the running sums `ends` [R, n] exceed `target` [R].
 
-    If no sum exceeds the target because of rounding, the result is the first index of the largest
-    sum.
+    Rounding can leave all sums of a row too small. The result is then the first index of the
+    largest sum.
     """
     return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
 

@@ -100,9 +100,9 @@ class PrefillChunk:
 class StepPlan:
     """Plan of the work in one decoding step.
 
-    First the memory of the `preempted` sequences is freed. Then the network computes the last
+    First the memory of the `preempted` sequences is freed. Then the network processes the last
     tokens of the sequences in `decodes` and the prompt tokens in `chunks`. Each sequence in
-    `decodes` gets one new token, and so does each sequence whose last chunk is computed.
+    `decodes` gets one new token, and so does each sequence whose last chunk is processed.
     """
 
     preempted: list[Sequence]

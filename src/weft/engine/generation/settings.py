@@ -168,9 +168,9 @@ class SettingsTable:
         """Return, for each of `count` rows, a tuple of the likeliest ids with their log-probs.
 
         The last call of `sample` stored these tuples for the rows that it sampled; this call
-        discards them. If `count` is larger, the sampled rows are the last of the `count` rows, and
-        rows before them get an empty tuple. The tuple is also empty for rows whose settings do not
-        request likely alternatives.
+        discards them. The sampled rows are the last of the `count` rows; any rows before them get
+        an empty tuple. The tuple is also empty for rows whose settings do not request likely
+        alternatives (`top_logprobs`).
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -214,8 +214,8 @@ class SettingsTable:
     ) -> GraphSampling | None:
         """Return the parameters for sampling rows in a captured graph, or None if unsupported.
 
-        A graph does not support sampling limits, a minimum length that is not reached yet, recorded
-        sets of kept ids, reported alternatives, or a mixture of greedy and sampled rows.
+        A graph does not support sampling limits, the settings `record_support` and `top_logprobs`,
+        rows below their minimum length, or a mixture of greedy and sampled rows.
         """
         if self._default_spec.record_support or (done < self.min_new_tokens[settings]).any():
             return None

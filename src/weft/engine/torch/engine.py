@@ -70,7 +70,7 @@ def choose_dtype(spec: ModelSpec) -> str:
 
 
 def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
-    """Return outputs without ids, for a rank whose part of the batch is empty."""
+    """Return a sample with the keys `want` but no ids, for a rank without a part of the batch."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -242,8 +242,8 @@ class TorchEngine:
         For a completion of L tokens, the shape is [L] for logprobs, entropy and top1, [L + 1] for
         values, and [1] for scores. top_ids, int32 [L, K], are the K likeliest ids that `top`
         selects. top_logprobs, [L, K + 1], are their log-probs, followed by that of all other ids
-        together. given_logprobs, [L, K + 1], are the same for the K ids per token in the batch's
-        key `given_ids`.
+        together. given_logprobs, [L, K + 1], have the same form for the K ids per token in the
+        batch's key `given_ids`.
 
         Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
         the log-probs of labels are normalized only over the ids in `support`. Raises `ConfigError`

@@ -125,8 +125,7 @@ class MasterWeights:
         return move
 
     def _build_accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that adds a compute copy's gradient to its master's gradient in host
-        memory.
+        """Return a hook that adds a compute copy's gradient to its master's gradient on the host.
 
         For a sharded parameter, FSDP2 calls the hook after it has reduced the gradient of this
         rank's rows.
@@ -164,7 +163,7 @@ class MasterWeights:
 
     @property
     def changed_tensors(self) -> dict[str, Tensor]:
-        """Tensors whose values may differ from the model directory.
+        """Tensors whose values may differ from those in the model directory.
 
         These are the trained tensors and the tensors that `write` has changed.
         """

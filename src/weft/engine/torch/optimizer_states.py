@@ -108,7 +108,7 @@ def rename_for_writing(
 
 
 def has_parameter_shape(written_as: str, value: Tensor) -> bool:
-    """Return whether a state tensor has its parameter's shape, so that both have the same slices.
+    """Return whether a state tensor has its parameter's shape, and therefore the same slices.
 
     `written_as` is the name of the tensor in a file.
     """

@@ -47,7 +47,8 @@ def find_cache_file(cache: str | bool | None) -> Path | None:
 def hash_request(url: str, body: Mapping[str, Any], vote: int) -> str:
     """Return the cache key of a request, a hash of everything that determines the answer.
 
-    The key is computed from the server's URL, the body of the request, and the index of the vote.
+    The key is computed from the server's URL, the body of the request, and `vote`, the index of the
+    request among the repeated requests for the same completion.
     """
     payload = json.dumps([FORM, url, body, vote], sort_keys=True)
     return hashlib.sha256(payload.encode()).hexdigest()

@@ -79,10 +79,10 @@ class SandboxLimits:
 class SandboxTask:
     """Program to run, with its tests.
 
-    `entry_point` is the name of the function to test, which is always taken from the program. If it
-    is given and `prompt` is code, the tests use the helper functions that the prompt defines. All
-    other names that the tests use but do not define are taken from the program, except for modules
-    and built-ins.
+    `entry_point` is the name of the function to test, which is always taken from the program. If
+    `entry_point` is set, the tests also use the helper functions that `prompt` defines, provided
+    that the prompt is code. All other names that the tests use but do not define are taken from the
+    program, unless they are names of modules or built-ins.
     """
 
     program: str

@@ -161,8 +161,9 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if no value can be computed within the limits.
 
-    Each letter has a fixed value that depends on `seed`. The precision suffices for computations
-    whose `_ComplexValue.size` is at most `size`.
+    Each letter has a fixed value that depends on `seed`. Numbers that are not exact are rounded to
+    a precision that increases with `size`. The precision is sufficient if the `size` of the
+    returned value is at most the argument `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -235,10 +236,10 @@ class _TreeCalculator:
         return self._check_limits(getattr(self, f"_{kind}")(*values))
 
     def _check_limits(self, number: Number) -> Number:
-        """Return a number if it is within the limits. Raise `_UndecidedValue` if it is not.
+        """Return a number, or raise `_UndecidedValue` if it is not finite or exceeds the limits.
 
-        If the number is rounded, `size` is updated, the largest exponent of the rounded numbers so
-        far.
+        If the number is a floating-point number of `mpmath`, `size` is raised to its absolute
+        binary exponent, unless `size` is already larger.
         """
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
@@ -270,20 +271,21 @@ class _TreeCalculator:
         return total
 
     def _convert_pair(self, one: Number, other: Number) -> tuple[Number, Number]:
-        """Return two numbers as numbers of the same type.
+        """Convert two numbers to the same type.
 
-        Two fractions are returned unchanged. If at least one is a rounded number (a floating-point
-        number of `mpmath`), both are returned as rounded numbers.
+        Two fractions are returned unchanged. In all other cases, both numbers are returned as
+        floating-point numbers of `mpmath`.
         """
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return one, other
         return self._to_rounded(one), self._to_rounded(other)
 
     def _to_rounded(self, number: Number) -> Number:
-        """Convert an exact fraction to a rounded number of `mpmath`, and update `size`.
+        """Convert an exact fraction to a floating-point number of `mpmath`.
 
-        A number that is already rounded is only checked and returned. Raises `_UndecidedValue` if
-        the number exceeds the limits.
+        The calculator's `size` is raised to the number of bits of the numerator or of the
+        denominator, unless `size` is already larger. A number that is not a fraction is only
+        checked and returned. Raises `_UndecidedValue` if the number exceeds the limits.
         """
         if not isinstance(number, Fraction):
             return self._check_limits(number)
@@ -382,9 +384,10 @@ def _to_integer(number: Number) -> int:
 
 
 def _choose_letter_value(name: str, seed: int) -> Fraction:
-    """Return a pseudorandom value for the variable `name`, which depends on `seed`.
+    """Return a pseudorandom value for the variable `name`.
 
-    The value is between 1 and 3, or between -3 and -1 if `seed` is divisible by 3.
+    The value is determined by `name` and `seed`. It is between 1 and 3, or between -3 and -1 if
+    `seed` is divisible by 3.
     """
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
     size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)

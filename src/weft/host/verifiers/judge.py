@@ -347,8 +347,8 @@ class JudgeCall:
 def _average_votes(verdicts: Sequence[VoteResult]) -> float:
     """Return the mean reward of the votes that have a score.
 
-    If no vote has a score, returns their fallback reward. Raises `UserError` if one of them has no
-    fallback reward either.
+    If no vote has a score, returns the fallback reward of the first vote. In this case, raises
+    `UserError` if any of the votes has no fallback reward.
     """
     rewards = []
     for verdict in verdicts:

@@ -49,7 +49,8 @@ def are_equal(answer: str, reference: str) -> bool:
 
     Cases that can be decided with certainty (numbers, lists, tuples, intervals, equal spelling,
     equal value) are decided without computer algebra. All other cases are decided by `math_verify`,
-    whose verdict "equal" counts only if it depends on every letter and number of both answers.
+    which can ignore parts of an answer. Its verdict "equal" therefore counts only if replacing any
+    letter or number in either answer makes the two answers different.
     """
     symbolic.get_engine().begin()
     return _are_tidy_equal(answer, reference)
@@ -67,8 +68,8 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 def _compare_known(one: str, other: str) -> bool | None:
     """Return whether two tidy answers are equal, or None if this is uncertain.
 
-    Tidy answers are results of `_latex.tidy`. Computer algebra is used only for parts of the
-    answers.
+    Tidy answers are results of `_latex.tidy`. Computer algebra can be used to compare single
+    elements, such as the members of two lists, but is never used for the answers as a whole.
     """
     # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
@@ -265,10 +266,12 @@ def math_answer(
     by default, in the first of the columns `answer`, `ground_truth`, `solution` and `target` that
     is present: the answer itself, or a solution with the answer in a box. Fractions, roots, percent
     signs, degrees, units, tuples, intervals, sets and lists are compared by their meaning; an
-    expression need not be simplified. Computer algebra finds two answers equal only if the verdict
-    depends on every letter and number of both; if the parser drops something, the answers must be
-    spelled alike. An answer that computer algebra does not decide in time (two seconds, less if
-    many are slow) gets 0.
+    expression need not be simplified.
+
+    Computer algebra can ignore parts of an answer. Its verdict "equal" therefore counts only if
+    replacing any letter or number in either answer makes the two answers different. Otherwise, the
+    answers must be spelled alike. An answer that computer algebra does not decide in time (two
+    seconds, less if many are slow) gets 0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(

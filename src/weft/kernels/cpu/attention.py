@@ -50,8 +50,8 @@ def attend_rows(
 
     q is [R, heads, dim]; k and v are [T, kv_heads, dim]. Queries and keys are already rotated.
 
-    The field `own` of each of the `parts` lists segments, which assign ranges of queries to ranges
-    of keys; the other fields are ignored. Each query is in exactly one segment of one part.
+    Each of the `parts` lists segments in its field `own`; the other fields are ignored. A segment
+    assigns a range of queries to a range of keys. Each query is in exactly one segment of one part.
     Segments of different parts can have keys in common. The result can be differentiated once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)

@@ -13,10 +13,10 @@ HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmen
 
 
 def in_vectors(length: int, device: torch.device) -> int:
-    """Return the number of keys that attention reads for a sequence of `length` keys.
+    """Return the number of keys to which `length` keys are padded for attention.
 
     On a CPU, `length` is rounded up to a multiple of `VECTOR`, the number of floats in a vector
-    register, so that sums do not depend on the values that follow in memory. On other devices, the
-    result is `length`.
+    register. Sums over whole vectors do not depend on the values that follow in memory. On other
+    devices, the result is `length`.
     """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

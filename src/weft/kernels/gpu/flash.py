@@ -125,7 +125,7 @@ def _activate() -> str | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the flash kernels support queries with this device, dtype and head size."""
+    """Return whether the flash kernels support this dtype and head size on the device."""
     fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
     return fits and device.type == "cuda" and _has_kernels(device.index or 0)
 

@@ -84,9 +84,9 @@ class KeySpans:
         """Return the spans of keys for a pack of `length` tokens.
 
         `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. A query attends to
-        its own segment up to itself, and only to the last `window` of these keys if there is a
-        window. Each of the `joins` is a pair of token ranges: a prefix, and the tokens that
-        continue it and also attend to it. Padding tokens attend only to themselves.
+        itself and to the earlier keys of its segment or, if `window` is set, only to the last
+        `window` of all these keys. Each of the `joins` is a pair of token ranges: a prefix, and the
+        tokens that continue it and also attend to it. Padding tokens attend only to themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device
@@ -219,9 +219,10 @@ def build_page_mask(
 ) -> BlockMask:
     """Return the mask for one query per row, which attends to the keys in the row's pages.
 
-    Row r attends to its `used[r]` tokens (int32 [R]), or only to the last `window` of them. These
-    tokens are in the pages `table[r]` (int32 [R, W]). `size` is a pair: the number of pages, which
-    is at least W, and the number of tokens per page.
+    `used`, int32 [R], is the number of tokens of each row. `table`, int32 [R, W], lists the pages
+    that contain these tokens. The query attends to all tokens of its row, or only to the last
+    `window` of them. `size` is a pair: the number of pages, which is at least W, and the number of
+    tokens per page.
     """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)

@@ -48,8 +48,8 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
     """Return the attention of some rows over the union of two disjoint sets of keys.
 
     `left` and `right` are the attention of the same rows over each of the two sets. Training and
-    decoding merge with the same rounding, because the merge uses only exp and log. The bits of
-    their results do not depend on the position of an element in a tensor.
+    decoding merge with the same rounding: the merge uses only exp and log, whose results do not
+    depend on an element's position in the tensor.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]

@@ -69,7 +69,7 @@ class SequenceBucket:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Indices of the tokens in the rectangle, without padding, int64 [tokens]."""
+        """Index in the pack of each token of the bucket, without padding, int64 [tokens]."""
         cells = self.index.flatten()
         return cells if self.valid is None else cells.index_select(0, self.valid)
 
@@ -170,7 +170,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class PrefixContinuation:
-    """Positions in a pack of a shared prefix and of the tokens that continue it.
+    """Position of a shared prefix in a pack, and position of the tokens that continue the prefix.
 
     `prefix` and `continuation` are pairs (first token, one past the last token). `continuation`
     covers all continuations of the prefix, which are consecutive in the pack.

@@ -45,8 +45,8 @@ def attend_heads(
 ) -> Tensor:
     """Compute attention as `attend` does, from queries, keys and values in one tensor.
 
-    `heads` is [T, heads + 2 kv_heads, dim]: queries, keys and values, in this order and before
-    rotation. `rotation` is (cos, sin) from `weft.models.network.rope`.
+    `heads` is [T, n + 2 kv_heads, dim], with n query heads: queries, keys and values, in this order
+    and before rotation. `rotation` is (cos, sin) from `weft.models.network.rope`.
     """
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _has_softcap_or_dropout(
         spec, dropout

@@ -171,9 +171,8 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return the empty attention result of a rank without tokens.
 
-    The result depends on the gathered `k` and `v`, so that this rank's backward pass also runs
-    through the gathering. All ranks must take part in it, because its backward pass communicates
-    too.
+    The backward pass of the gathering communicates, so all ranks must run it. The result therefore
+    depends on the gathered `k` and `v`, although it is empty.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

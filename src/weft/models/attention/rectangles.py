@@ -4,8 +4,9 @@ The padding follows each sequence, so causal attention never reads it, and torch
 kernel is exact without a mask. That kernel does not support soft caps, windows or dropout of
 attention weights. With any of these, scores, weights and outputs are computed in separate steps.
 
-On a CPU, keys are padded to whole vectors, and queries to a minimum number of rows per head. Every
-row is then summed in the same order, regardless of the other rows.
+On a CPU, the keys are padded to a multiple of the number of floats in a vector register, and the
+queries to a minimum number of rows per head. Every row is then summed in the same order, regardless
+of the other rows.
 """
 
 from __future__ import annotations

@@ -380,9 +380,10 @@ class PagedCache:
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _extend_rows(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Make room for `counts` more tokens in `rows` and count these tokens as used.
+        """Make room for more tokens in the rows `rows`, and count these tokens as used.
 
-        Returns the position of each row's first new token, [R].
+        `counts` has the number of new tokens of each row. Returns the position of each row's first
+        new token, [R].
         """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))

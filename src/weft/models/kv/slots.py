@@ -45,9 +45,9 @@ class PrefixGroup:
     """Rows of a decode step whose sequences all begin with the same prefix.
 
     `prefix` is the cache that contains the prefix, and `rows`, int64 [S], are the indices of the
-    rows. `queries` contains the same indices, with the last one repeated up to a multiple of
-    `kernels.LEAST_QUERIES`. With fewer queries, torch would sum in another order and round
-    differently.
+    rows. `queries` contains the same indices. Its last index is repeated until the length is a
+    multiple of `kernels.LEAST_QUERIES`, because for fewer queries, torch sums in another order and
+    rounds differently.
     """
 
     prefix: KVCache
@@ -118,8 +118,8 @@ class Cached:
         """Location of each row's keys in the memory of the cache, int64 [R, 4] on the host.
 
         The columns are the row's first new token, the number of new tokens, the index of the first
-        key, and the number of keys including the new ones. Key indices count rows of `head_dim`
-        floats from the start of the cache.
+        key, and the number of keys including the new ones. The index of a key is the row of its
+        first head in a layer's `keys`, viewed as [rows, head_dim].
         """
         segments = np.empty((len(self.new), 4), np.int64)
         segments[:, 0] = self.new.cumsum() - self.new
@@ -132,7 +132,7 @@ class Cached:
     def places(self) -> Tensor:
         """Index of each new token's key in the memory of the cache, int64 [T] on the host.
 
-        As in `segments`, an index counts rows of `head_dim` floats from the start of the cache.
+        As in `segments`, this is the index of a row of `keys`, viewed as [rows, head_dim].
         """
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
@@ -211,10 +211,10 @@ class KVCache:
     ) -> None:
         """Allocate `slots` slots with room for `room` tokens each.
 
-        With `rectangle`, active slots are stored in order, and unwritten memory is zero. Without
-        `rectangle`, slots can be stored in any order, and unwritten memory has arbitrary contents
-        (including NaN) and uses no physical memory yet. `rectangle=False` requires attention that
-        looks up where each row's keys are stored, and never reads unwritten memory.
+        With `rectangle`, active slots are stored in order, and memory is initialized to zero.
+        Without `rectangle`, slots can be stored in any order, and memory is left uninitialized, so
+        it can contain NaN. This requires attention that looks up where each row's keys are stored,
+        and never reads uninitialized memory.
         """
         self.device = torch.device(device)
         self.dtype = dtype
@@ -437,7 +437,7 @@ class KVCache:
             )
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
-        """Store the new tokens' keys and values, each [T, kv_heads, head_dim], in layer `layer`."""
+        """Store k and v, each [T, kv_heads, head_dim], for the network's layer `layer`."""
         keys = self.keys[self.row_of[layer]]
         values = self.values[self.row_of[layer]]
         if kernels.serves(k, v, keys, values):
@@ -492,11 +492,11 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs of slices: indices into `places`, and the memory indices of the same slots.
+    """Return pairs of slices: the indices of some slots, and their places in memory.
 
-    `places` contains the memory index of each slot. If these indices are consecutive, one pair
-    covers all slots; otherwise, there is one pair per slot. Slices are used because they select
-    views, so slots can be copied directly.
+    `places` contains the place of each slot. If the places are consecutive, one pair covers all
+    slots. Otherwise, there is one pair per slot. Unlike index tensors, slices select views, so that
+    slots can be copied without temporary tensors.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

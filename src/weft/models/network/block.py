@@ -319,8 +319,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return queries, keys and values for x [T, hidden], as `Attention.project_heads` does.
 
-        `dropped` is the dropout of the tokens for adapters, or None. If the ranks divide the rows
-        of the residual stream, x has only this rank's rows, and `share` gathers the others.
+        `dropped` is the dropout of the adapters' inputs, or None without dropout. If the ranks
+        divide the rows of the residual stream, x has only this rank's rows, and `share` gathers the
+        others.
         """
         if self.parallel or self.placement in ("pre", "both"):
             normed = self.norm1(x)

@@ -110,10 +110,9 @@ class TransformerConfig:
 
     @property
     def scale(self) -> float:
-        """Factor by which q k^T is multiplied in attention.
+        """Factor by which q k^T is multiplied in attention, without any scaling by layer.
 
-        With `layer_scaled_attention`, q k^T is also divided by the index of the layer, counted from
-        1.
+        With `layer_scaled_attention`, each layer divides this factor by its index, counted from 1.
         """
         if self.attention_scale is not None:
             return self.attention_scale

@@ -91,8 +91,9 @@ class MoE(nn.Module):
 
     The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). If the
     columns of every expert are split over ranks, `reduce` sums the results over the ranks. If the
-    ranks also divide the rows of a pass, the argument `share` computes this sum instead. `exchange`
-    is set if the experts are distributed over ranks.
+    ranks also divide the rows of a pass, `forward` gets a `share`. The results are then summed by
+    `share.scatter`, which returns only this rank's rows. `exchange` is set if the experts are
+    distributed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -6,9 +6,10 @@ sequence.
 
     with lora.disable_adapters(network): ...    # without the prefix
 
-In a pack of whole sequences, the prefix is inserted into the heads of each layer only for attention
-(`InsertedPrefix`). If keys and values are cached, a sequence begins with placeholder tokens, and
-their keys and values are replaced by those of the prefix (`OverwrittenPrefix`).
+In a pack of whole sequences, each layer inserts the prefix before every sequence for its attention,
+and removes it afterwards (`InsertedPrefix`). If keys and values are cached, a sequence begins with
+placeholder tokens, and their keys and values are replaced by those of the prefix
+(`OverwrittenPrefix`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sequence parallelism: each rank has only some tokens' hidden states outside attention and MLP.
+"""Sequence parallelism: outside attention and MLP, each rank has the hidden states of some tokens.
 
-The rows of a tensor of hidden states are the tokens.
+Hidden states have one row per token, so the ranks divide the rows among them.
 """
 
 from __future__ import annotations

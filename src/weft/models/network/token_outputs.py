@@ -203,7 +203,8 @@ class ProjectionGradients:
 class _RowSoftmax:
     """Logits of some rows, divided by the temperature, with the data for computing their gradient.
 
-    The data are either `statistics`, the statistics of the softmax, or `logp`, the log-probs.
+    These data are either `logp`, the log-probs, or `statistics`, with each row's log-sum-exp and
+    possibly the entropy. The other attribute is None.
     """
 
     logits: Tensor

@@ -71,7 +71,8 @@ class Embedding(nn.Module):
 
     If the vocabulary is split over ranks, `first` is the first id of this rank. The rank computes
     zeros for the ids of other ranks, and `reduce` sums the results over the ranks. If the ranks
-    also divide the rows of a pass, the argument `share` computes this sum instead.
+    also divide the rows of a pass, `forward` gets a `share`. The results are then summed by
+    `share.scatter`, which returns only this rank's rows.
     """
 
     def __init__(self, size: int, width: int) -> None:
