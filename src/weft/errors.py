@@ -37,7 +37,7 @@ class WeftError(Exception):
     """Base class of all errors that weft raises on purpose.
 
     `exit_code` is the exit code of a command that fails with this error. The constructor redacts
-    secrets in the message, so that no caller can forget to.
+    secrets in the message.
     """
 
     exit_code = 1
@@ -124,10 +124,11 @@ class DevicesLost(RunError):
 
 
 class Interrupted(RunError):
-    """Raised if a run was stopped on request, which happens between two training steps.
+    """Raised if Ctrl-C or SIGTERM stopped a run.
 
-    The message explains how to resume the run. The exit code is 130 after Ctrl-C and 143 after
-    SIGTERM.
+    The first signal stops the run after the current training step, and a second one stops it at
+    once. The message explains how to resume the run. The exit code is 130 after Ctrl-C and 143
+    after SIGTERM.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:

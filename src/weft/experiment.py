@@ -31,8 +31,8 @@ class Evaluation:
     `eval/{source}/{metric}` for each validation source and as `eval/{metric}` over all sources.
     `batch_size` is the number of ids per batch.
 
-    This class also describes the graph in which the trained model answers the prompts of the option
-    `eval_prompts`.
+    If the option `eval_prompts` is set, a second `Evaluation` (`Experiment.fixed_prompts`) has the
+    graph in which the trained model answers these prompts.
     """
 
     graph: DataflowGraph

@@ -121,10 +121,10 @@ class Layout:
 class MeshCoordinates:
     """Coordinates of a rank along the parallel dimensions of its layout.
 
-    There are no coordinates for the degrees `fsdp` and `expert` of the layout, because `data`
-    determines which shards a rank has. The index of its parameter shard is `data % fsdp`, and the
-    index of its group of experts is `data % expert`. The index of its shard of these experts is
-    (`data % fsdp`) / `expert`, rounded down.
+    There are no coordinates for the degrees `fsdp` and `expert` of the layout, because they would
+    follow from `data`. A rank has group `data % expert` of the experts. With FSDP, it has shard
+    `data % fsdp` of the parameters outside the experts, and shard `(data % fsdp) // expert` of its
+    experts.
     """
 
     data: int = 0

@@ -76,34 +76,39 @@ def compute_generalised_jsd(
 class GKDLoss(Loss):
     """Generalised JSD between teacher and student, averaged over trained tokens.
 
-    Next-token distributions are reduced to K + 1 events: the teacher's K most likely ids, and "any
-    other id". `compute_generalised_jsd` computes the divergence of these events. For completions
-    from the data, `sft_coef` * -log p(token) is added to the loss of each token.
+    At each position, both models' next-token distributions are reduced to K + 1 probabilities:
+    those of the teacher's K most likely ids, and the total probability of all other ids.
+    `compute_generalised_jsd` computes the divergence. For tokens from the data, `sft_coef` * -log
+    p(token) is added to the loss.
 
-    The loss reads these keys:
+    The loss reads these keys, for N completion tokens of S sequences:
 
         given_ids [N, K]             the teacher's most likely ids, most likely first
-        teacher_logprobs [N, K + 1]  the teacher's log-probs of these ids, then of any other id
-        completion [N]               ids of the completions' tokens
+        teacher_logprobs [N, K + 1]  the teacher's log-probs of these ids; the last column is the
+                                     log-prob of all other ids together
+        completion [N]               token ids of the completions
         sampled [S]                  1 if the student wrote the completion, 0 if it is from the
                                      data; without this key, all completions are from the data
 
-    Metrics are means over trained tokens, computed from the K + 1 events:
+    Metrics are means over trained tokens, computed from the K + 1 probabilities:
 
         kl_exact               KL(student || teacher)
         forward_kl             KL(teacher || student)
         entropy_bound          lower bound of the student's entropy
         teacher_entropy_bound  lower bound of the teacher's entropy
-        teacher_mass           the teacher's total probability of its K most likely ids
-        teacher_agreement      share of tokens that are the teacher's most likely id
+        teacher_mass           total probability that the teacher assigns to its K most likely ids
+        teacher_agreement      fraction of tokens that equal the teacher's most likely id
         nll                    -log p(token) of tokens from the data, if `sft_coef` is not 0
 
-    Other implementations differ. TRL's GKDTrainer compares distributions over the whole vocabulary,
-    at temperature 1; weft uses the sampler's temperature for both models. TRL's trainer for a
-    teacher on a server also has the event "any other id". NeMo RL takes the teacher's 64 most
-    likely ids, and either normalises both models over these ids or sets the teacher's log-prob of
-    all other ids to -100. The mean is over tokens, as in TRL; the paper first averages over each
-    completion.
+    Differences from other implementations:
+
+    - TRL's GKDTrainer compares distributions over the whole vocabulary, at temperature 1. weft uses
+      the sampler's temperature for both models. TRL's trainer for a teacher on a server also merges
+      other ids into one probability.
+    - NeMo RL uses the teacher's 64 most likely ids. It either normalises both models over these ids
+      or sets the teacher's log-prob of every other id to -100.
+    - The GKD paper first averages over the tokens of each completion. weft and TRL average over all
+      tokens.
     """
 
     divergence_beta: float = 0.5

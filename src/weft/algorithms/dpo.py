@@ -29,21 +29,23 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 class PairwiseLoss(Loss):
     """Preference loss on pairs of completions: DPO and its variants.
 
-    A pair consists of two completions of one comparison, the better one first. `loss_type` (a key
-    of `preferences.KINDS`) selects the preference loss of a pair. To this, `rpo_alpha` times the
-    cross-entropy of the better completion is added, and the sum is averaged over pairs.
+    Two completions of the same id form a pair if their values of the key `rank` differ; the one
+    with the lower rank is the better one. If there is a key `comparison`, both completions must
+    also have the same value of this key.
 
-    The cross-entropy is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning
-    Preference Optimization", arXiv 2404.19733, eq. 1). TRL's loss type `sft` is a mean over all
-    tokens of a micro-batch instead.
+    The loss of a pair is the preference loss selected by `loss_type` (a key of
+    `preferences.KINDS`), plus `rpo_alpha` times the cross-entropy of the better completion. It is
+    averaged over all pairs. The cross-entropy is the mean over the tokens of the completion (Pang
+    et al. 2024, "Iterative Reasoning Preference Optimization", arXiv 2404.19733, eq. 1), whereas
+    TRL's loss type `sft` averages over all tokens of a micro-batch.
 
-    The loss reads the keys `rank`, `comparison` if present, and `ref_logprobs` unless the loss type
-    needs no reference.
+    The key `ref_logprobs` is required unless the loss type works without a reference model.
 
-    Metrics are means over pairs. `rewards/{chosen,rejected,margins,accuracies}` are computed from
-    the implicit reward, as in TRL: beta times the sum of log pi - log ref for loss types with a
-    reference, and beta times the mean log-prob for the others. `logps/{chosen,rejected}` are the
-    summed log-probs, and `nll` is the cross-entropy, not multiplied by `rpo_alpha`.
+    All metrics are means over pairs. `rewards/{chosen,rejected,margins,accuracies}` are computed
+    from the implicit rewards, as in TRL. The implicit reward of a completion is beta times the sum
+    of log pi - log ref for loss types with a reference model, and beta times the mean log-prob for
+    the others. `logps/{chosen,rejected}` are the summed log-probs, and `nll` is the cross-entropy
+    without the factor `rpo_alpha`.
     """
 
     loss_type: str = "sigmoid"

@@ -120,11 +120,10 @@ class GRPOLoss(Loss):
 
     `loss_type` selects the average (names as in TRL):
 
-        grpo      mean over a completion's tokens, then over completions with trained tokens
-                  (DeepSeekMath 2024, eq. 3); long wrong answers are penalised less per token
+        grpo      mean over a completion's tokens, then over the completions with trained tokens
+                  (DeepSeekMath 2024, eq. 3); penalises long wrong answers less per token
         dapo      mean over all tokens of the minibatch (DAPO 2025, eq. 8)
-        bnpo      same as dapo in weft; elsewhere a mean over each micro-batch, which depends on
-                  the micro-batch size
+        bnpo      same as dapo; other libraries take the mean over each micro-batch instead
         dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4), which
                   has no length bias
 
@@ -136,16 +135,19 @@ class GRPOLoss(Loss):
         reinforce   no importance ratio; suits one update per batch
 
     `importance_level` is "token" for one importance ratio per token, or "sequence" for one per
-    completion, as in GSPO (which TRL and the paper combine with `loss_type=grpo`). `RANGES` has the
-    defaults of `eps_clip` and `eps_clip_high`.
+    completion. The latter is GSPO, for which the paper and TRL use `loss_type=grpo`. If `eps_clip`
+    and `eps_clip_high` are None, their values come from `RANGES`.
 
     `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is that of the true KL) or
-    k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the paper, the KL is not
-    multiplied by the importance ratio; TRL does so by default.
+    k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the DeepSeekMath paper, the
+    KL is not multiplied by the importance ratio, whereas TRL multiplies it by default.
 
-    The loss reads the keys `advantages` and `logprobs`, `ref_logprobs` if `kl_coef` is above 0,
-    `old_logprobs` and `sampler_weights` if present, and `high_covariance` unless `covariance` is
-    none.
+    Batch keys:
+
+        advantages, logprobs            required
+        ref_logprobs                    required if `kl_coef` is above 0
+        high_covariance                 required unless `covariance` is "none"
+        old_logprobs, sampler_weights   used if present
     """
 
     loss_type: str = "dapo"

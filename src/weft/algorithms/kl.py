@@ -88,14 +88,16 @@ class FixedKLController:
 
 @dataclass
 class AdaptiveKLController:
-    """Weight of the KL penalty that keeps the KL near a target (Ziegler et al. 2019, section 2.2).
+    """Adaptive weight of the KL penalty, which keeps the KL near a target.
+
+    After each batch of `num_sequences` sequences, the weight `value` is updated as in Ziegler et
+    al. 2019, section 2.2:
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1)
 
-    `kl` is summed over whole sequences, as in the paper: a `target` of 6 means 6 nats per sequence,
-    not per token. `num_sequences` is the number of sequences in the batch; with a larger `horizon`,
-    the weight changes more slowly. The weight is updated once per batch. (Implementations that
-    update it inside the loss do so once per micro-batch.)
+    `kl` is the mean KL of a whole sequence: a `target` of 6 means 6 nats per sequence, not per
+    token. With a larger `horizon`, the weight changes more slowly. (Implementations that update the
+    weight inside the loss do so once per micro-batch.)
     """
 
     value: float
@@ -124,15 +126,16 @@ class AdaptiveKLController:
 class ValueNormalizer:
     """Running mean and standard deviation of returns, for normalising the critic's values.
 
-    The standard deviation is computed from the running mean and the running mean of squares, and is
-    at least `min_std`. `type` selects how these two moments are averaged:
+    The standard deviation is computed from the running means of the returns and of their squares,
+    and is at least `min_std`. `type` selects how these means are computed:
 
-        exp   exponentially over batches: m <- beta m + (1 - beta) batch mean, divided by 1 - beta^t
-              after t batches, to remove the bias of early batches towards 0 (the moments of PopArt,
-              van Hasselt et al. 2016, section 2.1; the critic's last layer is not rescaled)
-        ma    equally over all returns seen so far
+        exp   exponential moving average over batches with decay `beta`, divided by 1 - beta^t
+              after t batches to correct its bias towards 0
+        ma    mean of all returns seen so far
 
-    Before the first `update`, `normalize` and `denormalize` leave values unchanged.
+    The averages of `exp` are those of PopArt (van Hasselt et al. 2016, section 2.1), but the
+    critic's last layer is not rescaled. Before the first `update`, `normalize` and `denormalize`
+    leave values unchanged.
     """
 
     type: str = "exp"

@@ -65,22 +65,24 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 @dataclass(frozen=True)
 class LabelledLoss(Loss):
-    """KTO or BCO loss, weighted by label and averaged over completions with trained tokens.
+    """KTO or BCO loss, averaged over the completions that have trained tokens.
 
-    The loss of a desirable completion is multiplied by `desirable_weight`, and that of an
-    undesirable one by `undesirable_weight`.
+    The loss of a desirable completion is multiplied by `desirable_weight`, and the loss of an
+    undesirable completion by `undesirable_weight`.
 
-    The loss reads the keys `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline`
-    (KTO's z0) or `reward_shift` (BCO's delta). z0 and delta are the same for the whole batch, and
-    are also logged under these names.
+    The loss reads the keys `label` (1 for desirable, 0 for undesirable), `ref_logprobs`, and
+    `kl_baseline` (z0, for KTO) or `reward_shift` (delta, for BCO). z0 and delta have one value for
+    the whole batch, which is also logged under the name of the key.
 
-    In the names of the other metrics, "chosen" means desirable and "rejected" undesirable
-    completions. The reward of a completion is beta times the sum of log pi - log ref over its
+    In the names of the other metrics, "chosen" stands for desirable completions and "rejected" for
+    undesirable ones. The reward of a completion is beta times the sum of log pi - log ref over its
     trained tokens. `rewards/{chosen,rejected}` are mean rewards, `rewards/margins` is their
     difference, and `logps/{chosen,rejected}` are means of the summed log-probs.
-    `rewards/accuracies` is the share of completions whose reward is on the correct side of a
-    threshold: beta * z0 for KTO, and delta for BCO. A reward that equals the threshold up to
-    rounding (`is_above`) counts as incorrect.
+
+    `rewards/accuracies` is the share of correctly classified completions. A desirable completion is
+    classified correctly if its reward is above a threshold, and an undesirable one if its reward is
+    below it. The threshold is beta * z0 for KTO and delta for BCO. Rewards that differ from it only
+    by rounding errors count as incorrect.
     """
 
     loss_type: str = "kto"

@@ -34,12 +34,14 @@ from weft.registry import register_loss
 class RatioClip:
     """Range [1 - low, 1 + high] to which a policy loss clips the importance ratio.
 
+    With `high` above `low`, this is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1). `dual`
+    is the bound c of dual-clip PPO (Ye et al. 2020, eq. 5).
+
     Attributes:
         low: distance from 1 to the lower bound
-        high: distance from 1 to the upper bound; None means the same as `low`, and a `high` above
-            `low` is the "clip-higher" of DAPO (Yu et al. 2025, section 3.1)
-        dual: factor above 1 (called c in Ye et al. 2020, eq. 5); if a token's advantage is
-            negative, its loss is at most `dual` * |advantage|; None means no such bound
+        high: distance from 1 to the upper bound; None means the same as `low`
+        dual: tokens with a negative advantage have a loss of at most `dual` * |advantage|; must be
+            above 1; None means no bound
     """
 
     low: float = 0.2
@@ -230,9 +232,9 @@ class PPOActorLoss(Loss):
     """Clipped policy loss of PPO minus `entropy_coef` * entropy, averaged over trained tokens.
 
     The policy loss is computed by `compute_clipped_surrogate`. The denominator of the importance
-    ratio is `old_logprobs` or, if the batch has no such key, the sampler's `logprobs`. The loss
-    also reads the keys `advantages`, `sampler_weights` if present, and `high_covariance` unless
-    `covariance` is none.
+    ratio is `old_logprobs` or, if the batch has no such key, the sampler's `logprobs`. If the batch
+    has `sampler_weights`, each token's policy loss is multiplied by its weight. Tokens marked by
+    the key `high_covariance` are treated as described in `CovarianceControl`.
 
     The mean is over tokens, as in ReaLHF, OpenRLHF and verl; the GRPO paper averages over
     sequences. If the mean importance ratio of a minibatch exceeds `early_stop_imp_ratio`, its

@@ -247,13 +247,14 @@ def compute_discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> 
 
 @dataclass(frozen=True)
 class PreferenceLossKind:
-    """Preference loss of a pair, with the scores and options that it reads.
+    """Preference loss for pairs of completions, with the scores and options that it needs.
 
     Attributes:
-        loss: function of (better scores, worse scores, options) that returns each pair's loss
+        loss: function that returns the loss of each pair, called with the better scores, the worse
+            scores and the options
         score: kind of score that the loss compares, one of `SCORES`
         options: names of the options that the loss reads, besides beta
-        defaults: default values of options that differ from the general defaults
+        defaults: values to use instead of the general defaults, by option name
         divergences: True if the user can choose an f-divergence
     """
 

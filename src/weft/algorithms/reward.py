@@ -86,8 +86,9 @@ class RewardLoss(Loss):
             + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
     The margin is the batch's key `margin`, or 0 without this key. `score_l2` keeps scores small; it
-    is Open-Assistant's `score_l2_reg` (0.001 there). `center` keeps the mean of each pair near 0;
-    it is TRL's `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01 recommended).
+    is Open-Assistant's `score_l2_reg` (0.001 there). `center` keeps the two scores of a pair
+    centered around 0; it is TRL's `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01
+    recommended).
 
     With `loss_type=classification`, all pairs of the minibatch have the same weight, so that a
     ranking of k completions counts C(k, 2) times. This is Open-Assistant's `RMCLSLoss`: the
@@ -98,8 +99,8 @@ class RewardLoss(Loss):
 
         accuracy     share of pairs in the right order; a tie is wrong
         margin       mean over pairs of the better score minus the worse score
-        kendalltau   (right - wrong) / pairs within a group, averaged over groups: Kendall's tau-a
-                     over the pairs that the ranking orders; equal to tau-b if nothing is tied
+        kendalltau   mean over groups of (right pairs - wrong pairs) / pairs; without ties, this is
+                     Kendall's tau
         score        mean score of all completions
     """
 

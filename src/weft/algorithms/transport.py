@@ -49,11 +49,11 @@ class TransportLoss(Loss):
         aot_unpaired   a is the log-ratio of policy to reference for a better completion, and b is
                        the log-ratio for a worse completion
 
-    The host function `optimal_transport` sorts the values of the whole batch and matches each a
-    with the b of the same rank. The key `partner` contains the matching values, which are constants
-    without a gradient. For `aot`, the matching b of a pair is stored at the better completion. For
-    `aot_unpaired`, the partner of a better completion is the matching b, and the partner of a worse
-    completion is the matching a, so that every completion gets a gradient.
+    Over the whole batch, all a and all b are sorted, and values of the same rank are matched. The
+    host function `optimal_transport` does this, and outputs the matching values as the key
+    `partner`. For `aot`, the better completion of each pair has the matching b. For `aot_unpaired`,
+    each better completion has the matching b, and each worse completion has the matching a. No
+    gradient flows through `partner`.
 
     The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`.
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.

@@ -191,8 +191,8 @@ def check_vocabulary(
 class ParameterReader:
     """Reader of the parameters in a model directory, by canonical name.
 
-    A canonical name is weft's own name of a parameter, equal for all model families, such as
-    `blocks.3.attention.q.weight`. All names and shapes are checked when the reader is created.
+    Canonical names, such as `blocks.3.attention.q.weight`, are the same for all model families. The
+    constructor checks that the names and shapes of all tensors match the model's configuration.
     Reading a slice of a parameter reads only the bytes of that slice; `bytes_read` counts the bytes
     read so far.
     """

@@ -62,15 +62,16 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class ModelQuery:
-    """Requirements on the model that a name refers to, and where to look for it.
+    """Requirements on a model that the user refers to by name, and settings of the search for it.
 
     Attributes:
         option: Command-line option whose value is the name; shown in messages.
         roles: Roles whose checkpoints are acceptable, best first.
         fileroot: Folder of all runs.
-        initial_checkpoint: Checkpoint that a resumed run began with, or None for a new run. A name
-            without a step still refers to this checkpoint, even if there are newer ones.
-        own_run: Directory of the run that will use the model. Searches for a run skip this run.
+        initial_checkpoint: For a resumed run, the checkpoint that it originally started from; None
+            for a new run. Unless the name contains a step, this checkpoint is used again, even if
+            there are newer ones.
+        own_run: Directory of the run that will use the model. This run is not searched.
     """
 
     option: str = ""

@@ -28,9 +28,9 @@ HEAD = "base_model.{name}"  # name of a score head's tensor; `name` is that in t
 
 
 class PrefixReader:
-    """Reader of a trained prefix and, if there is one, of the score head saved with it.
+    """Reader of a prefix-tuning checkpoint: the prefix and, if it was saved, a score head.
 
-    Parameters are read by their canonical names, which are weft's own.
+    Parameters are identified by weft's canonical names.
     """
 
     def __init__(

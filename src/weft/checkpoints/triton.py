@@ -102,12 +102,12 @@ def write(
 
 
 class TracedRewardModel(nn.Module):
-    """Reward model with the inputs and outputs that the exported Triton model has.
+    """Reward model for export to Triton, which computes one score per row.
 
     It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is computed
-    from the hidden state of the last token before padding or, if `mean` is True, from the mean of
-    the hidden states. If `padding` is given, tokens with this id at the end of a row are also
-    skipped when the last token is chosen.
+    from the hidden state of the last token or, if `mean` is True, from the mean of the hidden
+    states. Tokens with mask 0 are ignored. If the token id `padding` is given, the last token is
+    the last one with another id.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:

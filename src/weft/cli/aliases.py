@@ -99,10 +99,10 @@ LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 @dataclass
 class OverrideTranslation:
-    """Assignments to weft's options, translated from the option names that the user wrote.
+    """Translation of the user's option assignments, which may use alternative option names.
 
-    `overrides` are the translated assignments. `notes` tell the user how each alternative spelling
-    was read.
+    `overrides` are the resulting assignments to weft's own options. `notes` tell the user how each
+    alternative name was read.
     """
 
     config: RunConfig

@@ -82,9 +82,8 @@ class StreamWrapper:
 class StreamedAnswer:
     """Context manager that shows one answer while it is generated; `write` adds text.
 
-    `label` is the name of the speaker. In a terminal, the name is shown before the answer, and is
-    "model" if `label` is empty. If the output is a pipe, the name is written only if `label` is not
-    empty.
+    The answer is preceded by `label`, the name of the speaker. If `label` is empty, a terminal
+    shows "model" instead, and a pipe gets only the answer.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:

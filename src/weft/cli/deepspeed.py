@@ -73,9 +73,9 @@ LENGTH_OPTIONS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_len
 
 @dataclass(frozen=True)
 class DeepSpeedOverrides:
-    """Result of reading a DeepSpeed file.
+    """Values of weft's options that are derived from a DeepSpeed configuration file.
 
-    `assignments` set weft's options, unless the command line overrides them. `notes` explain to the
+    `assignments` set the options, unless the command line overrides them. `notes` explain to the
     user how the file was interpreted.
     """
 

@@ -28,10 +28,11 @@ FINAL_STEPS = 10  # number of final steps averaged for a stage's result
 
 @dataclass
 class Demo:
-    """One execution of the demo, whose runs are in the folder `root/{name}`.
+    """One execution of the demo: a series of training and sampling runs.
 
-    `accuracy` maps each stage to its held-out accuracy, and `seconds` maps each run to its
-    duration.
+    The runs are in the folder `root/{name}`. `accuracy` maps each training stage, such as "sft", to
+    the accuracy on held-out problems after that stage; "start" is the untrained model. `seconds`
+    maps the name of each run to its duration.
     """
 
     root: Path

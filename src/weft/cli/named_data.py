@@ -184,7 +184,7 @@ def count_source(
 
 
 class _LanguageCounter:
-    """Counter of languages and of unreadable rows, summed over all files that it has read."""
+    """Counts of languages and of unreadable rows, summed over all calls of `count_file`."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect

@@ -48,7 +48,8 @@ FLAGS = (
 class QuickstartCommandLine:
     """Parsed command line of `weft quickstart`.
 
-    `assignments` are the words `key=value`; the other fields are the values of flags.
+    `name` is the first argument without `=`. `assignments` are the arguments of the form
+    `key=value`. The other attributes are set by flags.
     """
 
     name: str = ""

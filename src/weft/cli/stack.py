@@ -66,10 +66,10 @@ class SectionStack:
     Attributes:
         names: Names of the merged sections.
         overrides: Assignments to weft's options.
-        origins: For each option, the key that sets it, as the user wrote the key, and a
-            `StackedValue` with the place where the key is set.
+        origins: For each option, the key in the user's spelling, and a `StackedValue` that states
+            where the key is set.
         notes: Notes for the user.
-        deepspeed: Default file of the flag `--deepspeed`, or None.
+        deepspeed: File for the flag `--deepspeed` if the flag has no value, or None.
     """
 
     names: tuple[str, ...]
@@ -161,9 +161,10 @@ def _is_rl(section: ConfigSection) -> bool:
 
 
 class _StackReader:
-    """Collector of the keys that are set by a sequence of config sections and the command line.
+    """Reader that collects all keys set in a sequence of config sections or on the command line.
 
-    The values of Open-Assistant's keys stay nested. weft's own keys are flattened to dotted names.
+    Values of Open-Assistant's keys can be nested. Nested keys of weft are stored under dotted
+    names.
     """
 
     def __init__(self, base: RunConfig) -> None:

@@ -81,9 +81,9 @@ Packed = tuple[TokenTable, list[Problem]]
 class SingleSampleEncoder(Protocol):
     """Row encoder that makes one sample, with at most one completion, from each row.
 
-    A message tree is the exception: it can give several samples. The first token of a completion
-    must be trained: truncation keeps that token, so it never leaves a sample without trained
-    tokens.
+    Only a row with a message tree can give several samples. The encoder must mark the first token
+    of each completion as trained. Truncation keeps this token, so a truncated completion always has
+    a trained token.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -140,14 +140,14 @@ def pack_outcome(outcome: Outcome) -> Packed:
 
 @dataclass
 class _SourceRows:
-    """All rows of a source, before tokenization. Every list is indexed by the row number.
+    """All rows of a source, before tokenization. Each list has one element per row.
 
     Attributes:
-        places: location of the row, for error messages
-        pickled: the row itself, pickled
-        own_ids: id given in the row, or None
-        shapes: index of the row's shape; rows with the same columns and types share an index
-        eager_rows: numbers of the rows to tokenize before training
+        places: location of each row, for error messages
+        pickled: each row, pickled
+        own_ids: id given in each row, or None
+        shapes: index of each row's shape; rows with the same columns and types share an index
+        eager_rows: indices of the rows to tokenize before training
     """
 
     places: list[str] = field(default_factory=list)
@@ -336,7 +336,7 @@ def _encode_eagerly(
 
 
 class BackgroundTokenTable:
-    """Table of samples like `TokenTable`, most of which are tokenized during training.
+    """Table that is used like `TokenTable`, but tokenizes most of its samples during training.
 
     The ids and row numbers of all samples are known from the beginning. Worker processes run from
     `start` to `close`. They first tokenize the samples that training needs next, as set by
@@ -349,8 +349,8 @@ class BackgroundTokenTable:
     Attributes:
         ids: id of each sample
         rows: row number of each sample
-        check_longest: function to call with the number of tokens of the longest sequence whenever a
-            longer one is found, or None
+        check_longest: function that is called with the new maximum sequence length, in tokens,
+            whenever this maximum grows; None if no check is needed
     """
 
     def __init__(

@@ -39,13 +39,15 @@ NUM_LARGE_BATCHES = 8  # number of largest batches in the memory forecast, and o
 class BatchingOptions:
     """Options for dividing samples into batches. Exactly one of `num_ids` and `num_tokens` is set.
 
+    If `mixing` is above 0, random pairs of short samples are formed (see `pair_short`). The two
+    samples of a pair are in the same batch and together count as one id.
+
     Attributes:
         num_ids: number of sample ids per batch
         num_tokens: maximum number of tokens per batch
         option: name of the option that sets the token limit, for error messages
         by_length: sort the samples by length, shortest first
-        mixing: probability that a short sample is selected for pairing; the two samples of a pair
-            are in the same batch and together count as one id
+        mixing: probability that a short sample is selected for pairing
         mixing_below: number of tokens below which a sample counts as short
     """
 

@@ -16,15 +16,17 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 class SourceCount:
     """Numbers of samples of one source, and the report on their tokenization.
 
+    If the rows are tokenized during training, `ahead` is set, and there is no report yet. If weft
+    does not tokenize the rows itself, `report` and `ahead` are both None.
+
     Attributes:
         name: name of the source
         type: dataset type of its rows
         train: number of training samples
         evaluation: number of validation samples
         per_epoch: number of training samples drawn in each epoch
-        report: report on the tokenized rows; None for a user's own dataset class, and until
-            tokenization during training has finished
-        ahead: table whose rows are tokenized during training, or None
+        report: report on the tokenized rows, or None
+        ahead: table of the rows that are tokenized during training, or None
     """
 
     name: str

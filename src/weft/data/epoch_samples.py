@@ -34,16 +34,13 @@ class PartEncoder(Protocol):
 class EpochSamples:
     """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
 
-    A sample never has more tokens in an epoch than in `table`.
-
     Attributes:
         job: encoder, length limits and tokenizer for the rows
         source: source of the rows
-        table: samples encoded without random draws: all lines of system tags are kept, the longest
-            bad reply is chosen, and rows that are too long are truncated instead of cut to a random
-            window
+        table: the same samples, encoded without random draws; in no epoch does a sample have more
+            tokens than here
         seed: seed of the random draws
-        window: random window for rows that are too long, or None
+        window: random cropper for rows that are too long, or None
     """
 
     job: EncodingJob

@@ -24,13 +24,13 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 
 @dataclass(frozen=True)
 class GroupRearrangement:
-    """Assignment of the sequences of a sample to new ids.
+    """New ids for a sample's sequences, after groups were split or joined.
 
     Attributes:
         ids: new ids
-        rows: for each new id, the index of the old id whose metadata it inherits
-        index: old indices of the sequences in their new order, by key; int64
-        counts: number of sequences of each new id, by key; int64
+        rows: for each new id, the index of the old id from which metadata are copied
+        index: by key, the old index of each sequence, in the new order; int64
+        counts: by key, the number of sequences of each new id; int64
         metadata: additional metadata of the new ids, by name
     """
 

@@ -22,10 +22,10 @@ class EncodedSample:
         masks: mask of each completion, True on trained tokens
         values: one number per completion, by key
         metadata: metadata of the sample, by name
-        part: name that distinguishes the samples of one row; empty if the row has one sample
-        unused: names of the parts of the row that the token ids do not contain, such as
+        part: suffix of the sample's id if the row has several samples, otherwise empty
+        unused: names of fields of the row that the token ids do not contain, such as
             `messages[].name`
-        cut: parts of trained turns that the chat template omits
+        cut: text of trained turns, such as reasoning, that the chat template omits
     """
 
     prompt: list[int]

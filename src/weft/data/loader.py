@@ -46,14 +46,14 @@ class LoadedData:
     Attributes:
         train: loader of the training batches
         valid: validation samples by source name
-        counts: numbers of samples of each source
+        counts: statistics of each source, such as its number of samples
         notes: messages for the user, for example about truncated rows
         max_seqlen: maximum number of tokens of a prompt together with one of its completions, or 0
             if no source is tokenized by weft
         parts: training samples of each source
         background_tables: tables whose rows are tokenized during training, until `close` is called
-        pending_notes: (counts, description of the length limits) of each source that
-            `take_new_notes` has not reported yet
+        pending_notes: sources that `take_new_notes` has not reported yet, each with its statistics
+            and a description of the length limits
     """
 
     train: BatchLoader
@@ -95,12 +95,12 @@ class LoadedData:
 
 @dataclass(frozen=True)
 class SourceData:
-    """Data of one source.
+    """Training and validation samples of one data source.
 
     Attributes:
-        share: share of the training samples that is drawn in each epoch
-        train: training samples, or a dataset that yields whole batches
-        counts: numbers of training and validation samples
+        share: number of training samples, and the share of them drawn in each epoch
+        train: training samples; a `StreamDataset` yields whole batches
+        counts: numbers of samples of the source and, if it has one, of its validation file
         valid: validation samples, or None if the source has none
     """
 

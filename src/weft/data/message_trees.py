@@ -19,21 +19,21 @@ LABELS = ("quality", "humor", "creativity")  # labels that are copied into chat 
 
 @dataclass(frozen=True)
 class TreeFilter:
-    """Conditions that message trees and their messages must satisfy.
+    """Filter for message trees and for the messages in them.
 
-    If a message does not satisfy them, all threads that contain it are left out.
+    If a message is rejected, all threads that contain it are left out.
 
     Attributes:
-        langs: allowed languages of the first message; empty means all
-        states: allowed states of a tree; empty means all
-        top_k: keep only assistant replies with a rank below `top_k` (the best rank is 0), and
-            replies without a rank that have no siblings; None keeps all
-        reviewed: require that the first message passed its review
-        deleted: allow deleted messages
-        synthetic: allow synthetic messages
-        least: smallest allowed value of labels such as quality; a message without the label is
+        langs: accepted languages of a tree's first message; empty means all
+        states: accepted states of a tree; empty means all
+        top_k: accept only assistant replies with a rank below `top_k` (the best rank is 0), and
+            replies without a rank that have no siblings; None accepts all
+        reviewed: require that a tree's first message passed its review
+        deleted: accept deleted messages
+        synthetic: accept synthetic messages
+        least: minimum values of labels, such as `{"quality": 0.5}`; messages without the label are
             accepted
-        most: largest allowed value of labels, like `least`
+        most: maximum values of labels, in the same form
     """
 
     langs: tuple[str, ...] = ()

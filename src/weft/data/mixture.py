@@ -28,7 +28,8 @@ class SourceShare:
         rows: number of training samples
         fraction: fraction of the samples to use in each epoch
         size: number of samples to use in each epoch
-        weight: proportion of the source in the mixture, relative to the other sources' weights
+        weight: weight of the source in the mixture; the source provides a fraction
+            `weight / (sum of all weights)` of the samples of each epoch
     """
 
     name: str

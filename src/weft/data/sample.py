@@ -42,13 +42,12 @@ class SequenceSample:
 
     Attributes:
         ids: unique strings; integers are converted to strings
-        lengths: lengths of the sequences of each key, in the order of the ids; int32 [num
-            sequences]
-        offsets: range of the sequences of each id, by key; int32 [num_ids + 1]. The lengths for id
-            i are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
-        data: array with all sequences of a key, [sum of lengths, *trailing]. Keys without an array
-            describe data that are stored elsewhere.
-        metadata: tuple with one value per id, by name; the values are not tensors
+        lengths: for each key, the lengths of its sequences in the order of the ids, int32
+        offsets: for each key, int32 [num_ids + 1]; the lengths of the sequences of id i are
+            `lengths[key][offsets[key][i]:offsets[key][i + 1]]`
+        data: for each key, its concatenated sequences, [sum of lengths, *trailing]; a key that is
+            missing here has its data stored elsewhere
+        metadata: for each name, a tuple with one value per id; the values are not tensors
     """
 
     ids: tuple[str, ...]

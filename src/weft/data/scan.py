@@ -56,8 +56,8 @@ class ScanFindings:
 
     Attributes:
         rows: number of rows scanned
-        phrases: (location, surrounding text) of each occurrence of an unwanted phrase, by phrase
-        duplicates: groups of locations with equal rows, ignoring ids
+        phrases: maps each unwanted phrase to its occurrences, as (location, surrounding text)
+        duplicates: locations of rows that are equal except for their ids, one list per group
         empty: locations of rows with an empty answer
         unreadable: rows that cannot be read, as `LOCATION: REASON`
     """

@@ -95,8 +95,8 @@ class TokenTable:
 
     Attributes:
         sample: all samples as one batch, with small dtypes
-        rows: number of the row that each sample was made from; several samples can come from one
-            row
+        rows: for each sample, the index of the row from which it was made; a row can have several
+            samples
         report: report on the tokenized rows
     """
 

@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TimeLimitExceeded(Exception):
-    """Raised by `limit_time` if the code in its context takes too long."""
+    """Raised by `limit_time` if the code in its `with` block takes too long."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"

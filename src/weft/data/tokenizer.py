@@ -37,15 +37,15 @@ class Tokenizer:
 
     Attributes:
         hf: underlying `transformers` tokenizer
-        add_bos: `encode` adds BOS by default
-        chat_bos: add BOS to conversations whose template writes none
+        add_bos: whether `encode` adds BOS by default
+        chat_bos: whether BOS is added to conversations whose chat template writes none
         model_stops: ids that end a completion according to the model's configuration
         added_from: first id that the option `add_tokens` added, or None
-        option: prefix of this tokenizer's options, for messages
+        option: prefix of this tokenizer's options in error messages, such as "tokenizer"
         additions: system texts that are added to conversations for training
         draw: random generator for choices made during tokenization (see `with_draw`), or None
-        most_tokens: maximum number of tokens of a text, or None; `encode` raises `RowTooLong` for a
-            text that is so long that it must exceed this maximum
+        most_tokens: maximum number of tokens of a text, or None; for a longer text,
+            `encode` can raise `RowTooLong`
     """
 
     hf: PreTrainedTokenizerBase

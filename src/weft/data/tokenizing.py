@@ -44,10 +44,10 @@ MAX_PLACES = 3  # maximum number of places listed if many rows have the same pro
 
 
 class RowEncoder(Protocol):
-    """Encoder of one type of row, which converts the columns of a row to token ids.
+    """Interface of encoders, which convert rows of one type to samples of token ids.
 
     Implementations are frozen dataclasses. Their fields are options of the dataset and part of the
-    cache key. Variables that refer to an encoder are called `form`.
+    cache key.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -77,7 +77,7 @@ class EncodingJob:
         form: row encoder
         lengths: length limits
         tokenizer: tokenizer with the dataset's options
-        packed: return the samples of a chunk as a table, which is smaller than lists of token ids
+        packed: return encoded samples as a compact `TokenTable` instead of lists of token ids
     """
 
     form: Any

@@ -29,20 +29,20 @@ CLOSING = " \t\r\n\"')]}"
 
 @dataclass(frozen=True)
 class TemplateFunctions:
-    """Chat template of a tokenizer, given as functions.
+    """Functions and tokens of a tokenizer that are needed to apply its chat template.
 
     Attributes:
-        render: returns the text of `(messages, tools, add_generation_prompt)`; raises `DataError`
-            if the template rejects the messages
-        encode: returns the token ids of a text
-        offsets: returns the token ids of a text with their character spans, or None if the
-            tokenizer does not provide spans
-        marked: returns the character spans of the template's `{% generation %}` blocks, or None if
-            it has none
+        render: function from (messages, tools, add_generation_prompt) to the rendered text; raises
+            `DataError` if the template rejects the messages
+        encode: function from a text to its token ids
+        offsets: function from a text to (token ids, character span of each token), or to None if
+            the tokenizer does not provide spans
+        marked: function from (messages, tools) to the character spans of the template's
+            `{% generation %}` blocks, or to None if it has none
         turn_end: token that the template renders after a reply, or None
         added: all added tokens of the tokenizer
-        name: name of the tokenizer, for messages
-        option: prefix of the tokenizer's options, for messages
+        name: name of the tokenizer in error messages
+        option: prefix of the tokenizer's options in error messages
     """
 
     render: Callable[[Sequence[Message], Any, bool], str]

@@ -15,12 +15,14 @@ from weft.data.prefix import count_common_prefix
 class RandomWindow:
     """Random cropper for token sequences that are too long.
 
+    The beginning that a sequence has in common with `head` is kept in front of the window. If there
+    is none, a BOS at the beginning of the sequence is kept.
+
     Attributes:
         size: number of tokens to keep
         probability: probability that a long sequence is cropped to a random window
-        head: ids to keep in front of the window if the sequence begins with them
-        bos_id: id of BOS, which is kept in front if the sequence does not begin with `head`; None
-            if the tokenizer has no BOS
+        head: ids with which sequences usually begin
+        bos_id: id of BOS; None if the tokenizer has no BOS
     """
 
     size: int

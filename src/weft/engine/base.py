@@ -140,11 +140,11 @@ class Generator(Protocol):
 
 
 class Engine(Protocol):
-    """Interface of an engine.
+    """Interface of an engine, which runs the network of one role on one layout of devices.
 
-    Every rank of the layout calls the same methods (SPMD), with its data-parallel part of the
-    batch. `temperature` divides the logits, as it does in sampling. `max_tokens` limits the number
-    of tokens in one forward pass; larger batches are split into micro-batches.
+    All ranks of the layout call the same methods (SPMD), each with its data-parallel part of the
+    batch. In these methods, `temperature` divides the logits, as it does in sampling. `max_tokens`
+    limits the number of tokens in one forward pass; larger batches are split into micro-batches.
     """
 
     layout: Layout

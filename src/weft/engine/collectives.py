@@ -29,12 +29,12 @@ class PreparedPass:
     """Micro-batch that is packed and ready for the network.
 
     Attributes:
-        part: The micro-batch. It is None for a filler pass, which a rank runs only because other
-            ranks have more micro-batches, and whose outputs have weight 0.
+        part: The micro-batch; None for a filler pass. A rank runs filler passes when other ranks
+            have more micro-batches, and their outputs have weight 0.
         layout: Layout of the micro-batch's sequences in the pack.
         given: Arguments of the network.
-        scatter_outputs: Function that expands the outputs of the computed rows to all rows, with
-            zeros for rows that are not computed.
+        scatter_outputs: Function that returns outputs for all completion tokens of the micro-batch,
+            given the network's outputs. Tokens for which the network computes no output get 0.
         rows: Input of the loss, or None if there is no loss.
     """
 

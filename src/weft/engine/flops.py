@@ -12,17 +12,16 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Sizes that determine how many operations a network needs per token.
+    """Sizes of a network that determine its number of operations per token.
 
     Attributes:
-        products: Number of matrix elements that multiply the states of a token. The experts to
-            which the token is routed are included; the embedding is not, because it is only looked
-            up.
+        products: Number of weights that are multiplied with each token's hidden states. Of the
+            experts, only those to which the token is routed count. The embedding lookup does not.
         attention: Number of layers x number of heads x head size.
         backward: Cost of a backward pass relative to a forward pass: 2, or 1 if most weights are
             frozen and need no gradient.
-        late: Part of `products` that is applied only to rows whose output is read: the head, and
-            the matrices of the last layer after its attention.
+        late: Number of the `products` weights that are used only for tokens whose output is needed,
+            such as those of the output layer.
     """
 
     products: int

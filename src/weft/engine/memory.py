@@ -142,28 +142,28 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Settings of a role and its device that determine how much memory the role needs.
+    """Settings that determine how much memory a role needs on a device.
 
     Attributes:
         dtype: Name of the dtype in which the network computes.
         trained: Whether the role is trained.
         optimizer: Type of the optimizer.
         recompute: Interval n if every n-th layer is recomputed in the backward pass; 0 if none is.
-        offload_optimizer: Whether masters and optimizer state are always in host memory.
-        chunk_rows: Number of tokens whose logits exist at the same time.
+        offload_optimizer: Whether master weights and optimizer state are always in host memory.
+        chunk_rows: Maximum number of tokens whose logits are in memory at the same time.
         weights_leave: Whether weights are in host memory between the role's calls.
         optimizer_leaves: Whether optimizer state is in host memory between the role's calls.
         packs: Whether matrix products copy their right operand into another format (float32 on CPUs
             only).
-        in_place: Whether weft's kernels replace logits by their statistics and gradients without a
-            copy (float32 on CPUs only).
-        adds_rows: Whether the backward pass of the embedding's look-up adds to an existing gradient
-            of the matrix, without a separate gradient (float32 on CPUs only).
+        in_place: Whether kernels overwrite the logits with results and gradients instead of
+            allocating new tensors (float32 on CPUs only).
+        adds_rows: Whether the gradient of the embedding's look-up is added directly to the gradient
+            of the embedding matrix, without a temporary matrix (float32 on CPUs only).
         keeps_cache: Whether the KV cache stays allocated between calls.
         state_dtype: Name of the dtype of the optimizer state.
         fp8: Whether matrix products of blocks use 8-bit copies of their operands.
         widens: Whether the output matrix has a float32 copy during generation.
-        reshards: Whether gathered parameters are resharded after each block.
+        reshards: Whether a block's gathered parameters are freed after each pass through the block.
         sums_once: Whether gradients are scattered only after the last micro-batch, instead of after
             each.
     """
@@ -189,15 +189,15 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class CallDemand:
-    """Largest memory demands of one call.
+    """Sizes of one call of a model, from which the memory that it needs is estimated.
 
     Attributes:
-        tokens: Number of tokens in the largest micro-batch.
-        rows: Number of rows for which outputs are computed in the largest micro-batch.
+        tokens: Number of tokens in a micro-batch.
+        rows: Number of rows of a micro-batch for which outputs are computed.
         backward: Whether the call has backward passes.
         parts: Number of micro-batches in a minibatch.
-        entropy: Whether the entropy has a gradient.
-        cache_tokens: Number of slots in the KV cache times their length in tokens; 0 if the call
+        entropy: Whether the loss contains the entropy, whose gradient needs additional memory.
+        cache_tokens: Size of the KV cache in tokens, before `cache_limit` is applied; 0 if the call
             does not generate.
         cache_limit: Maximum size of the KV cache in bytes, or None if it is not limited.
         sequences: Number of sequences that are decoded together.
@@ -217,17 +217,19 @@ class CallDemand:
 class RoleMemory:
     """Memory of one role on one device, in bytes.
 
+    `permanent` is the sum of `parameters`, `masters`, `optimizer` and `resident_cache`.
+
     Attributes:
         parameters: Parameters in the compute dtype.
         masters: Master weights, if they are separate from the parameters.
         optimizer: Optimizer state.
         gradients: Gradients of the trained parameters.
-        activations: Largest activations of a call.
-        cache: Largest KV cache of a call.
-        call: Peak memory of a call in addition to the permanent memory. Gradients and activations
-            don't peak at the same time, so their sum can be larger than this peak.
+        activations: Activations of the call for which they are largest.
+        cache: KV cache of the call for which it is largest.
+        call: Highest peak memory of any call in addition to `permanent`. It can be less than
+            `gradients` + `activations`, which don't peak at the same time.
         resident_cache: KV cache that stays allocated between calls.
-        away: Part of the permanent memory that is in host memory between calls.
+        away: Part of `permanent` that is in host memory between calls.
     """
 
     parameters: int

@@ -28,7 +28,10 @@ EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """Network sizes, settings and calls of one role, from which its memory is estimated."""
+    """Input for estimating the memory of one role.
+
+    `works` are the memory demands of the role's model calls.
+    """
 
     shape: NetworkShape
     settings: MemorySettings

@@ -31,16 +31,16 @@ class MeshCollectives:
     """Implementation of `Collectives` for one rank of `mesh`.
 
     Attributes:
-        mesh: Mesh of the role's ranks, as this rank sees it.
+        mesh: Position of this rank in the mesh of its role, with the process groups.
         network: This rank's part of the network.
-        holdings: Slices of the parameters on each rank.
-        shapes: Shapes of the whole parameters.
+        holdings: Slices of the parameters that each rank holds, by rank and canonical name.
+        shapes: Shapes of the whole parameters, by canonical name.
         stored: Function that returns this rank's parameters by canonical name.
         config: Configuration of the whole network, or None if the network isn't split.
         shards: Parameters that FSDP2 shards, or None without FSDP2.
         pipeline: Pipeline of the network, or None if the layout has only one pipeline stage.
         tied: Whether the embedding is also the output matrix.
-        shares_rows: Whether sequence parallelism divides the rows over the tensor ranks.
+        shares_rows: Whether the tensor-parallel ranks use sequence parallelism.
         sums_once: Whether sharded gradients are reduced only after the last micro-batch, instead of
             after each.
     """

@@ -40,15 +40,16 @@ LEAST_PROMPT = 16
 class PackLayout:
     """Layout of a micro-batch's S sequences in a pack; all attributes are int64 arrays `[S]`.
 
-    Sequences may share a prefix of their prompts. The pack then contains the prefix once, before
-    all of these sequences. As in the generator, a prompt's last token is never shared, so that
-    log-probs are rounded in the same way.
+    A sequence is a prompt with one completion. If sequences begin with the same tokens, they can
+    share this prefix: the pack then contains it only once, before all of these sequences. As in the
+    generator, a prompt's last token is never shared, so that log-probs are rounded in the same way.
 
     Attributes:
-        group: Index, in the sample, of the id to which the sequence belongs.
+        group: Index of the sequence's id in the list of the sample's ids.
         prompt: Number of prompt tokens.
         length: Number of completion tokens.
-        first: Index of the first sequence with the same shared prefix, or of the sequence itself.
+        first: Index of the first sequence that shares the prefix; the sequence's own index if
+            nothing is shared.
         prefix: Number of tokens of the shared prefix; 0 if nothing is shared.
     """
 
@@ -242,10 +243,9 @@ def _build_context(layout: PackLayout, device: torch.device) -> Dense | Prefixed
 
 
 class _SumBySequence(torch.autograd.Function):
-    """Autograd function that sums row values `[N]` within each sequence, to `[S]`.
+    """Autograd function that sums the values of each sequence's rows: `[N]` to `[S]`.
 
-    The backward pass is the forward pass of `_RepeatByRow`. Both functions add in row order, so
-    their results are bitwise reproducible.
+    The sums are added in row order, so they are bitwise reproducible.
     """
 
     @staticmethod

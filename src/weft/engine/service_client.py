@@ -41,9 +41,9 @@ STARTS = "prompt_length"
 
 @dataclass
 class ServiceClient:
-    """Client that computes a role's outputs by requests to the server at `place`.
+    """Client that requests a role's outputs from the server at `place`.
 
-    It replaces `Engine.forward` for this role. `role` is the name of the role in error messages.
+    It replaces `Engine.forward` for this role. `role` is the role's name, for error messages.
     """
 
     role: str

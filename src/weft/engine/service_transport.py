@@ -36,7 +36,7 @@ class ServiceMetadata:
 
 
 class ServiceTransport(Protocol):
-    """Interface of clients that call the inference protocol over a transport, such as HTTP."""
+    """Interface of clients that send inference requests to a server, for example over HTTP."""
 
     def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
     def infer(

@@ -21,7 +21,12 @@ Tokens = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Prefix of `size` tokens that is shared by the sequences with indices `sequences`."""
+    """Prefix that several sequences have in common.
+
+    Attributes:
+        sequences: Indices of these sequences.
+        size: Length of the prefix in tokens.
+    """
 
     sequences: tuple[int, ...]
     size: int

@@ -25,7 +25,7 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Numbers of reply pairs in one row that a reward model orders correctly or incorrectly.
+    """Counts of the reply pairs in one row, by whether a reward model orders them correctly.
 
     Attributes:
         category: category of the row, or "" if rows have no categories

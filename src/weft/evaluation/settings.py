@@ -36,10 +36,10 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling options with a name.
+    """Named set of sampling options, either built into weft or read from a file.
 
-    `spec` has the values of all options. `file_values` has only the options that the settings
-    define explicitly, as written in the file.
+    `spec` has the values of all options. `file_values` has only the options that the definition of
+    the set contains, with the values as written there.
     """
 
     name: str

@@ -41,7 +41,7 @@ class DecoderSizes:
         key: Width of the keys over all key-value heads.
         inner: Width of the MLP, summed over the experts that process a token.
         vocab: Size of the vocabulary, or 1 for a model that returns scores.
-        active: Number of weights per layer that process a token, without the unused experts.
+        active: Number of weights per layer that a token uses, so without unselected experts.
         whole: Number of weights per layer, including all experts.
         embedding: Number of weights in the input embedding.
         outputs: Number of weights in the output matrix.

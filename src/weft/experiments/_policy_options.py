@@ -158,10 +158,7 @@ REWARD_VARIABLE = "TRITON_HOST_RM"  # host:port/model of a gRPC server of a rewa
 
 @dataclass
 class SamplingConfig(RunConfig):
-    """Options of a run that trains on sampled and rewarded completions.
-
-    They include the roles, the rewards, the dataset and the calls.
-    """
+    """Options of a run that samples completions and trains on their rewards."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)

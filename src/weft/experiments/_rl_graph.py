@@ -36,7 +36,7 @@ SUPPORT_KEYS = ("support", "support_counts")
 class RLGraphBuilder:
     """Builder of the roles and graph nodes of an experiment that trains on sampled completions.
 
-    `options` are the options of the method, and `name` is their option group, such as "ppo".
+    `options` are the algorithm's options, and `name` is the name of their group, such as "ppo".
     `samples` is the number of completions per prompt. `gen` are the sampling options.
     """
 

@@ -76,9 +76,8 @@ PlacementScore = tuple[float, float, int]
 class PlacementProblem:
     """Graph to place on devices, with the data for the estimates.
 
-    A placement has one index for each unit (group of calls to place together): the index of the
-    chosen mesh in `PlacementUnit.meshes`. Host functions are nodes of the graph, too, and are
-    assumed to take no time.
+    Calls are placed in groups, called units. A placement is a list that has, for each unit, the
+    index of the chosen mesh in `PlacementUnit.meshes`. Host functions are assumed to take no time.
 
     Attributes:
         units: Groups of calls to place.

@@ -185,10 +185,7 @@ def _parse_hook(hook: Any) -> Hook:
 
 @dataclass
 class RunConfig(ABC):
-    """Options that all experiments share.
-
-    Examples are devices, duration, checkpoints, evaluation and logging.
-    """
+    """Options that all experiments share, such as those for devices, checkpoints and logging."""
 
     # Other spellings of options (cli/aliases.py) are resolved with these: `learning_rate` sets an
     # option of all trained roles, `beta` an option of the algorithm.

@@ -91,9 +91,10 @@ class PPOOptions(PolicyOptions):
 @register_quickstart("ppo")
 @dataclass
 class PPOConfig(PolicyConfig):
-    """Proximal policy optimization with a critic and a KL penalty to the reference in the reward.
+    """Proximal policy optimization (PPO) with a critic.
 
-    Rewards come from a reward model, from reward functions, or from both.
+    Rewards come from a reward model, from reward functions, or from both. A KL penalty, which keeps
+    the policy close to the reference model, is subtracted from the rewards.
     """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("actor", "critic")

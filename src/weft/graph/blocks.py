@@ -27,10 +27,11 @@ class StateBlock(Generic[T]):
 
 
 class StateBlocks(Generic[T]):
-    """Mapping from sample ids to states, in which all ids of a block share one state object.
+    """Mapping from sample ids to states, stored once for each block (group of ids with the same
+    state).
 
-    `new()` creates the state of newly added ids. `copy(state)` copies a state when some ids are
-    split off from their block.
+    `new()` creates the state of newly added ids. `copy(state)` copies the state when a block is
+    split.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:

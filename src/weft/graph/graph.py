@@ -36,12 +36,11 @@ class VersionEdge:
     """Dependency of a model function call on weights that another node updates.
 
     Attributes:
-        producer: Name of the node after which new weights are available: the node that trains them,
-            or the node after which a parameter sync updates them.
+        producer: Name of the node that trains the weights, or after which a parameter sync updates
+            them.
         consumer: Name of the call that uses the weights.
-        max_staleness: Maximum age of the weights that the consumer used for a sample, counted in
-            firings (executions) of the producer. The age is determined when the producer processes
-            the sample.
+        max_staleness: Maximum number of weight updates between the time when the consumer processes
+            a sample and the time when the producer processes it.
     """
 
     producer: str
@@ -56,10 +55,8 @@ class DataflowGraph:
     `dataset_keys` are the keys of the dataset's rows. If a node outputs a key of the same name,
     other nodes read the node's output instead of the dataset's value.
 
-    The constructor raises `GraphError` if the graph is invalid: for example, if two nodes have the
-    same name or output the same key, if a node requires a key that nothing provides (the message
-    lists all available keys), if the graph has a cycle, or if a parameter sync refers to a missing
-    node.
+    The constructor raises `GraphError` if the graph is invalid. Examples are two nodes that output
+    the same key, a required key that nothing provides, and a cycle.
     """
 
     nodes: Sequence[Node]

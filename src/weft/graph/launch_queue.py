@@ -25,11 +25,10 @@ class FiringLaunch:
 
     Attributes:
         firing: The firing to start.
-        version: Version of the weights that the call must use, counted in train steps since the
-            start of the run. An interruptible call may also use newer weights. None if the call
-            does not use a separate copy of the weights.
-        needs_old_weights: True if the firing trains, and a call that is still queued needs the
-            weights from before this train step.
+        version: Version of the weights with which the call starts, counted in train steps since the
+            start of the run. None if the call does not use a separate copy of the weights.
+        needs_old_weights: True if the firing is a train step, and a queued call still needs the
+            weights from before it.
     """
 
     firing: Firing
@@ -49,13 +48,14 @@ class _QueuedFiring:
 
 
 class LaunchQueue:
-    """Queue of firings that have been scheduled but not started.
+    """Queue of firings (executions of graph nodes) that are scheduled but not started.
 
-    `over` maps each node to the number of its finished firings, and the caller keeps it up to date.
-    A firing counts as finished when the parameter syncs after it have finished, too. `lanes` maps
-    each call that uses a separate copy of the weights (`weft.runtime.separate_copies`) to the name
-    of a lane. Calls in the same lane start in order, independently of the other calls of their
-    role.
+    `over` maps each node to the number of its finished firings. The caller updates this mapping. A
+    firing counts as finished when the parameter syncs after it have finished, too.
+
+    `lanes` maps each call that uses a separate copy of the weights (see
+    `weft.runtime.separate_copies`) to a name of this copy. Calls on the same copy start in order,
+    independently of the other calls of their role.
     """
 
     def __init__(

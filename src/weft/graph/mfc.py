@@ -72,8 +72,7 @@ class EdgeKeyNames:
     """Base class of nodes whose keys can have other names on the edges of the graph.
 
     Fields such as `input_keys` contain the names that the node itself uses. `input_key_remap` and
-    `output_key_remap` map these names to those on the edges; a key that they do not contain has the
-    same name on the edges.
+    `output_key_remap` map the names that differ to the names on the edges.
     """
 
     input_keys: Sequence[str]
@@ -110,15 +109,14 @@ class MFCDef(EdgeKeyNames):
         role: Role whose model is called.
         interface: Name of the registered interface, which is constructed with `args`.
         method: Method of the interface that is called.
-        batch_size: Number of sample ids per firing (execution of the node). With 0, a firing
-            processes one batch of the data loader as it is, for example a batch that fills a token
-            budget.
+        batch_size: Number of sample ids per firing (execution of the node). If it is 0, a firing
+            processes one whole batch of the data loader, whatever its size.
         input_keys: Keys that the method requires.
         output_keys: Keys that the method returns.
         optional_keys: Keys that are read if the dataset or another node provides them.
         args: Keyword arguments of the interface's constructor.
-        input_key_remap: Names on the edges of input keys that are renamed.
-        output_key_remap: Names on the edges of output keys that are renamed.
+        input_key_remap: Mapping from input keys to their names on the edges, if the two differ.
+        output_key_remap: Mapping from output keys to their names on the edges, if the two differ.
         max_tokens_per_microbatch: Maximum number of tokens in one forward pass; None for the
             default of the run.
         max_staleness: Maximum number of train steps by which the weights may be outdated.
@@ -175,16 +173,16 @@ class HostFunction(EdgeKeyNames):
         output_keys: Keys that the function returns.
         optional_keys: Keys that are read if the dataset or another node provides them.
         args: Arguments of the function.
-        input_key_remap: Names on the graph's edges of input keys that are renamed.
-        output_key_remap: Names on the graph's edges of output keys that are renamed.
+        input_key_remap: Renaming of input keys, as {name in the function: name in the graph}.
+        output_key_remap: Renaming of output keys, as {name in the function: name in the graph}.
         tokenizer_role: Role whose tokenizer the function gets as `context.tokenizer`. By default,
             it gets the tokenizer of the data.
         deadline_s: Maximum duration of a firing in seconds; None for the default deadline.
-        refill_rounds: Maximum number of rounds of sampling per step, or 0 for no limit. Rounds
-            after the first one replace the ids that this filter removed, until the training node
-            has a full batch. With a limit, each of these rounds samples at least a whole batch;
-            without a limit, it samples only as many ids as are still missing. The option only has
-            an effect if a call before the filter uses weights that are updated after the filter.
+        refill_rounds: For a filter, the maximum number of sampling rounds per step, or 0 for no
+            limit. After the first round, further rounds replace the ids that were removed, until
+            the training node has a full batch. If there is a limit, each further round samples at
+            least a whole batch; otherwise, only the missing ids are sampled. The option only has an
+            effect if a call before the filter uses weights that are updated after the filter.
     """
 
     name: str

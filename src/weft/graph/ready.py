@@ -38,8 +38,8 @@ class IdState:
     Attributes:
         batch: Index of the loader's batch that contained the sample.
         keys: Keys that exist for the sample.
-        started: Nodes that have started to process the sample, each mapped to the index of the
-            firing that did so (`Firing.step`).
+        started: Nodes that have started to process the sample. The values are the indices of the
+            firings (executions of the nodes) that process it (`Firing.step`).
         finished: Nodes that have finished processing the sample.
     """
 

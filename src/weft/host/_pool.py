@@ -221,10 +221,10 @@ def _await_import(worker: RewardWorker, targets: Sequence[RewardTarget]) -> None
 
 @dataclass
 class RewardPool:
-    """Pool of `size` workers that have imported the functions of `targets`.
+    """Pool of `size` worker processes that call reward functions.
 
-    Workers are started by `start`, or when a task needs them. They are killed by `close`, and when
-    the pool is garbage-collected.
+    Each worker imports the functions that `targets` specifies. Workers are started by `start`, or
+    when a task needs them. They are killed by `close`, or when the pool is garbage-collected.
     """
 
     targets: Sequence[RewardTarget]

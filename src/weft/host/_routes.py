@@ -18,10 +18,10 @@ FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 @dataclass(frozen=True)
 class RoutedFunction:
-    """One of the reward functions of a route, with its weight.
+    """Reward function of a `RewardRoute`, with its weight in the total reward.
 
-    `target` is the function's index in `RewardRoutes.targets`. `args` holds the keyword arguments
-    for the function that are given in the rows of the data.
+    `target` is the function's index in `RewardRoutes.targets`. `args` are keyword arguments for the
+    function that a row of the dataset specifies.
     """
 
     target: int
@@ -42,12 +42,12 @@ class RewardRoute:
 class RewardRoutes:
     """Registry of a run's reward functions, which finds the functions for each row of the data.
 
-    `targets` are the functions of the option `reward` and, if `column` is given, all registered
-    verifiers, because rows can name verifiers in that column. `labels` are the names of the targets
-    in metrics.
+    By default, these are the functions of the option `reward`. If `column` is given, rows can name
+    other functions in that data column. They can name only registered verifiers, so that a data
+    file cannot make weft call arbitrary functions.
 
-    A row can only name registered verifiers, so that a data file cannot make weft call arbitrary
-    functions. The constructor raises `ConfigError` if a function cannot be found.
+    `targets` are all functions that rows can use, and `labels` are their names in metrics. The
+    constructor raises `ConfigError` if a function cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:

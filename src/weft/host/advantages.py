@@ -56,11 +56,14 @@ class GAEAdvantages:
     and the critic's values by generalised advantage estimation (GAE) over the trained tokens. They
     are then whitened over the whole batch if `adv_norm` is set.
 
-    Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
-    `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` if `kl_ctl` is
-    above 0; `loss_mask` and `prompt` if present. The key `token_rewards` [L] is optional. It has
-    the rewards of single tokens, which are a part of the completion's reward, and NaN for tokens
-    without a reward.
+    Input keys, with the number of values for a completion of L tokens:
+
+    - `completion`, of which only the lengths are used
+    - `rewards` [1], `finished` [1] and `values` [L + 1]
+    - `logprobs` and `ref_logprobs`, if `kl_ctl` is above 0
+    - `loss_mask` and `prompt`, if present
+    - `token_rewards` [L], if present: the parts of the completion's reward that belong to single
+      tokens, with NaN for tokens without a reward
 
     `truncated` determines the reward of a truncated completion. With "bootstrap", the critic's
     value of the next state replaces the reward, because the text is incomplete (ReaLHF). With
@@ -255,13 +258,14 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 class GroupAdvantages(StatelessHostFunction):
     """Host function that computes advantages within groups (GRPO and related algorithms).
 
-    It outputs the key `advantages`, with one value per completion token. A group consists of the
-    completions of one prompt. The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's
-    soft overlong penalty, minus `kl_coef` times the KL to the reference). Then `baseline` is
-    subtracted, and the difference is divided by `scale` (both are described in
-    `weft.algorithms.advantages`). The result is the advantage of all trained tokens of the
-    completion. If `whiten` is set, the advantages are whitened over all trained tokens of the
-    batch.
+    A group consists of the completions of one prompt. The function outputs the key `advantages`,
+    with one value per completion token:
+
+    1. The reward of each completion is shaped: bias, scale, clip, missing-eos penalty, and DAPO's
+       soft overlong penalty. The KL penalty is `kl_coef` times the KL to the reference.
+    2. `baseline` is subtracted, and the difference is divided by `scale` (both are described in
+       `weft.algorithms.advantages`). All trained tokens of the completion get the result.
+    3. With `whiten`, the advantages are whitened over all trained tokens of the batch.
 
     Settings for known algorithms:
 
@@ -274,25 +278,27 @@ class GroupAdvantages(StatelessHostFunction):
     - OPO: baseline="opo", scale="none"
     - GPG: baseline="group", scale="none", rescale_informative=True
 
-    `pass_k` replaces baseline and scale: prompts are rewarded if at least one of k completions
-    passes (has a reward above `pass_reward`). With `part_weights`, each part of the reward (the
-    reward by one function) is normalised separately before the weighted parts are added up (GDPO).
+    With a baseline, the total KL penalty of a completion is subtracted from its reward (verl, TRL's
+    RLOO). Without one, the KL penalty of each token is subtracted from the advantages of this token
+    and of all tokens before it (REINFORCE++).
 
-    Without a baseline, the KL penalty of a token reduces the advantages of this token and of those
-    before it (REINFORCE++). With a baseline, the total KL of the completion is subtracted from its
-    reward (verl, TRL's RLOO).
+    `pass_k` replaces `baseline` and `scale`: prompts are rewarded if at least one of k completions
+    passes, which means that its reward is above `pass_reward`. With `part_weights`, the rewards by
+    each reward function are normalised separately and then added up with these weights (GDPO). With
+    `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated completions
+    (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0
+    disables the overlong penalty.
 
-    Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
-    `rewards` [1], `finished` [1]; `logprobs` and `ref_logprobs` for the KL; `loss_mask` and
-    `prompt` if present. The baseline "given" needs `baseline_rewards` [1], `baseline_finished` [1]
-    and the lengths of `baseline_completion`, one per prompt; these rewards are shaped and penalised
-    like those of the samples. `part_weights` needs `reward_parts` [1, parts]. The key
-    `token_rewards` [L], if present, has the rewards of steps (NaN except at the last token of a
-    step); each step gets its own advantage.
+    Input keys, with the number of values for a completion of L tokens:
 
-    `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 disables the overlong
-    penalty. With `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated
-    completions (DAPO's overlong filtering).
+    - `completion` (only its length), `rewards` [1] and `finished` [1]
+    - `logprobs` [L] and `ref_logprobs` [L], if `kl_coef` is not 0
+    - `loss_mask` [L] and `prompt`, if present
+    - `token_rewards` [L], if present: the reward of each reasoning step at the step's last token,
+      and NaN at all other tokens. Each step then gets its own advantage.
+    - `baseline_rewards` [1], `baseline_finished` [1] and `baseline_completion` (only its length),
+      one per prompt, if `baseline` is "given". These rewards are shaped like those of the samples.
+    - `reward_parts` [1, parts], if `part_weights` is set
     """
 
     baseline: str = "group"

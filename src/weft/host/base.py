@@ -68,16 +68,18 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
-    As soon as a running model function call has completed some ids, `begin` is called with a batch
-    of these ids. `begins_with` lists the keys of this batch; they are a part of the function's
-    input keys. `begin` runs in threads, possibly in parallel with itself and with `__call__` on
-    another batch. `begin` is never called if the keys in `begins_with` come from two nodes or from
-    a host function.
+    When a running model function call has completed some ids, `begin` is called in a new thread.
+    Its batch contains these ids with the keys `begins_with`, which are some of the function's input
+    keys. Except for keys from the dataset, these must all come from one model function call;
+    otherwise `begin` is never called.
 
-    `__call__` with these ids starts after `begin` has returned. If `begin` raised an error,
-    `__call__` raises it. The result of `__call__` must not depend on `begin`, because `__call__`
-    may never get these ids, or may get them with other values. In `begin`, `context.step` is always
-    0, because the step is not known yet, and recorded metrics are not logged.
+    Several calls of `begin` and a `__call__` on another batch may run at the same time. In `begin`,
+    `context.step` is always 0, because the step is not known yet, and recorded metrics are not
+    logged.
+
+    A `__call__` waits until `begin` has finished for all of its ids, and raises the error if
+    `begin` failed. The result of `__call__` must not depend on `begin`, because ids can be dropped
+    and values can change between the two calls.
     """
 
     begins_with: Sequence[str]

@@ -20,16 +20,20 @@ class BCOShift:
     """Host function that computes BCO's `reward_shift`, a running midpoint of rewards.
 
     The shift is (mean desirable reward + mean undesirable reward) / 2 over all completions so far,
-    including those of this batch. The reward of a completion is beta times the sum of its
-    log-ratios, log pi(token) - log ref(token), over its trained tokens, where pi is the policy and
-    ref the reference model. Until completions of both labels have been seen, the shift is the mean
-    reward of the label seen so far.
+    including those of this batch. Until completions of both labels have been seen, it is the mean
+    reward of the label seen so far. The reward of a completion is beta times the sum of log
+    pi(token) - log ref(token) over its trained tokens, where pi is the policy and ref the reference
+    model.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3.
 
-    Input keys, with their sizes for a completion of L tokens: the lengths of `completion`,
-    `old_logprobs` [L] by the policy before its update, `ref_logprobs` [L], `label` [1], and
-    `loss_mask` and `prompt` if present.
+    Input keys, with the shapes for a completion of L tokens:
+
+    - `completion` [L], of which only the length is used
+    - `old_logprobs` [L]: log-probs under the policy before its update
+    - `ref_logprobs` [L]: log-probs under the reference model
+    - `label` [1]: 1 if the completion is desirable, otherwise 0
+    - `loss_mask` and `prompt`, if present
     """
 
     beta: float = 0.1

@@ -24,32 +24,29 @@ class PreferencesByReward(StatelessHostFunction):
 
     It outputs the keys `rank` and `comparison`, with one value per completion. `RowBatch.pairs`
     reads them: two completions of a prompt form a pair if they have the same `comparison` and
-    different ranks.
+    different ranks. The option `pairs` determines which completions form pairs:
 
-    With `pairs="best_worst"`, the best completion of a prompt (rank 0) is compared with the worst
-    one (rank 1); every other completion gets a unique `comparison`, so that it is in no pair. If
-    several completions are best, the first one is used; if several are worst, the last one. With
-    `pairs="all"`, all completions of a prompt are in one comparison, ranked by reward. In both
-    settings, completions with equal rewards form no pair. If prompts have two completions each,
-    both settings form the same pairs.
+    - "best_worst": the best completion of a prompt and the worst one. If several completions are
+      best, the first one is used; if several are worst, the last one.
+    - "all": any two completions of a prompt.
 
-    Rewards are first shaped with bias, scale and clip, and a penalty for truncated completions
-    (`RewardShape`).
+    In both settings, completions with equal rewards form no pair. The rewards are first shaped by
+    `RewardShape`: bias, scale, clip, and a penalty for truncated completions.
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792,
     use two completions; Dong et al. 2024, "RLHF Workflow", arXiv 2405.07863, compare the best of 8
     with the worst. TRL's OnlineDPOTrainer uses two completions and treats the first as better if
     rewards are equal.
 
-    Input keys: the lengths of `completion`, `rewards` [1], `finished` [1]. Raises `ConfigError` if
-    a prompt has only one completion, and `DataError` for a reward that is not finite.
+    The batch must have the keys `completion`, `rewards` and `finished`. Raises `ConfigError` if a
+    prompt has only one completion, and `DataError` for a reward that is not finite.
 
     Metrics:
 
     - `reward`: mean reward before shaping
     - `reward_margin`: mean difference of the shaped rewards in a pair
-    - `tied_fraction`: fraction of comparisons that form no pair because the rewards are equal; a
-      prompt with n completions has one comparison with "best_worst", and C(n, 2) with "all"
+    - `tied_fraction`: fraction of the possible pairs that are not formed because their rewards are
+      equal
     """
 
     pairs: str = "best_worst"

@@ -50,29 +50,33 @@ class RewardFunction(StatelessHostFunction):
     `[NAME, WEIGHT]`, `{NAME: WEIGHT, ..}` or `{name, weight, args}`. Each function contributes one
     part of the reward.
 
+    If `column` is set, each row of the data can specify its own verifiers in this column, in the
+    same format as `reward`. Rows whose column is empty use `reward`.
+
     A function `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry
     per completion (all completions of a prompt in one call). It returns a list with one number per
     completion, or None for completions to which it does not apply. It may instead return `(rewards,
     metrics)`; metrics are summed by name over the batch. The function may be async.
 
+    With `by_token`, a function may return rewards of single tokens or steps instead of one number
+    per completion: a list with one number or None per token, or a mapping from the end of each step
+    (a character offset in the completion) to the step's reward. Their sum counts as the
+    completion's reward. The key `token_rewards` is then also output, with one value per completion
+    token: the weighted reward, or NaN for a token without reward.
+
+    With `keep_parts`, the key `reward_parts` is also output. For each completion, it has the
+    unweighted reward from each function, NaN if the function does not apply, and finally the reward
+    model's score, if there is one.
+
     A function is called on `chunk_size` prompts at a time, in `num_workers` processes that live as
     long as the run. Without a `chunk_size`, it is called on a prompt as soon as all completions of
     the prompt are available, while other prompts are still being sampled.
 
-    `column` names a column of the data whose rows specify their verifiers, in the same forms as
-    `reward`; rows that are empty in this column use `reward`. With `by_token`, a function may
-    return, for a completion, a list with one number or None per token, or a mapping from the end
-    positions of steps (in characters of the completion) to rewards. The node then also outputs
-    `token_rewards`, one value per completion token, which is NaN for tokens without a reward;
-    `rewards` includes the rewards of tokens. With `keep_parts`, the node also outputs
-    `reward_parts`, the unweighted parts of each completion's reward: NaN for parts that do not
-    apply, and the reward model's score last.
-
     `timeout_s` limits the time for the whole batch in seconds, measured from the moment when all
     completions are available. By default, a call that exceeds the limit stops the run. If
-    `on_timeout` is set, the function's reward is `on_timeout` for all completions of the call
-    instead, and the metric `timeouts` counts these completions. The process of such a call is
-    killed with all its children.
+    `on_timeout` is set, the completions of the call get the reward `on_timeout` from this function
+    instead, and the metric `timeouts` counts them. The process of such a call is killed with all
+    its children.
 
     Metrics:
 
@@ -324,10 +328,10 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Submitted calls of reward functions for some completions of a batch.
+    """Calls of reward functions that were submitted for some completions of a batch.
 
-    There is one call per function of the completions' route. A route is the set of reward functions
-    whose weighted sum is the reward of these completions.
+    All of these completions have the same `route`: their reward is a weighted sum over the same
+    reward functions. There is one call per function.
     """
 
     positions: list[int]  # indices of the completions in the batch
@@ -340,10 +344,10 @@ class PendingRewardCall:
 class RewardSums:
     """Rewards of a batch, accumulated over the calls to the reward functions.
 
-    In the shapes, S is the number of completions in the batch, and T is the number of their tokens.
-    `parts` [parts, S] has the unweighted rewards of each function, NaN for completions to which the
-    function does not apply. `total` [S] has the weighted sum of each completion's rewards.
-    `by_token` [T] has the weighted rewards of tokens, NaN for tokens without a reward.
+    `parts` contains the unweighted reward of each completion from each function, or NaN if the
+    function does not apply to the completion. Its shape is [functions, S] for S completions.
+    `total`, [S], contains the weighted sum of each completion's rewards. `by_token`, [T], contains
+    the weighted rewards of the T tokens of all completions, or NaN for tokens without a reward.
     """
 
     def __init__(self, texts: CompletionTexts, labels: Sequence[str]) -> None:

@@ -42,14 +42,13 @@ class RewardTarget:
     """Location of a reward function, from which another process can import it.
 
     Attributes:
-        label: Name of the reward part in metrics and messages.
+        label: Name of the function in metrics and messages.
         module: Module that defines the function, or None if it is in `file`.
         file: Python file that defines the function, or None if it is in `module`.
         attribute: Name of the function.
         args: Keyword arguments for the function, in addition to data columns.
         verifier: Whether the function is a registered verifier. Parameters of a verifier
-            with a default are options, which only `args` can set; a data column of the same name is
-            ignored. In other functions, a data column can also set such a parameter.
+            that have a default can be set only by `args`, not by data columns.
         by_token: Whether the function may return rewards of single tokens.
     """
 

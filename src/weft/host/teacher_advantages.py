@@ -19,22 +19,30 @@ from weft.registry import register_function
 class TeacherAdvantages(StatelessHostFunction):
     """Host function that computes advantages from a teacher's log-probs of the sampled tokens.
 
-    The key `advantages` has one value per completion token. For token t, it is the sum over trained
-    tokens s >= t of discount^(s - t) (log pi_teacher - log pi_student)(token s), where pi_teacher
-    and pi_student are the probabilities under teacher and student.
+    The reward of a token is log pi_teacher(token) - log pi_student(token), where pi_teacher and
+    pi_student are the probabilities of the token under the two models. Its negative is an estimate
+    of KL(student || teacher) at the token's position. The advantage of a token is the sum of its
+    own reward and the later rewards in the completion, discounted by `discount` per token. Only
+    trained tokens count.
 
-    The reward of a token is thus log pi_teacher - log pi_student. Its negative is an estimate of
-    KL(student || teacher) at the token's position. With `discount` 0, as in "On-Policy
-    Distillation" (Thinking Machines Lab 2025), only a token's own reward counts, and the expected
-    gradient is that of the KL at each position, with the preceding tokens held fixed. With
-    `discount` 1, all later rewards count too, and the gradient is that of the KL between whole
-    completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv 2306.08543, section
-    2.2) does this, and reduces the variance by methods that are not implemented here (length
-    normalisation, a separate first step, samples mixed with the teacher's).
+    - With `discount` 0, the advantage is the token's own reward. The expected gradient is that of
+      the KL at each position, with the preceding tokens held fixed. "On-Policy Distillation"
+      (Thinking Machines Lab 2025) does this.
+    - With `discount` 1, all later rewards count fully. The gradient is that of the KL between whole
+      completions, with a much larger variance. MiniLLM (Gu et al. 2023, arXiv 2306.08543, section
+      2.2) does this. Its methods for reducing the variance are not implemented here.
 
-    Input keys, with one value per completion token: `logprobs` of the sampler, `teacher_logprobs`
-    and, if present, `teacher_top1` (1 if the token is the teacher's most likely) and `loss_mask`;
-    also the lengths of `completion`, and `prompt` if present.
+    Input keys, with one value per completion token:
+
+    - `logprobs`: the sampler's log-probs
+    - `teacher_logprobs`: the teacher's log-probs
+    - `teacher_top1` (optional): 1 if the token is the teacher's most likely
+    - `loss_mask` (optional): 1 if the token is trained
+
+    The lengths of the keys `completion` and, if present, `prompt` are read, too.
+
+    The output key `advantages` has one value per completion token, 0 for tokens that are not
+    trained.
 
     Metrics over trained tokens:
 

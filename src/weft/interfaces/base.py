@@ -40,7 +40,7 @@ class PendingUpdates(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """Handle through which the methods of a model interface use a role's model.
+    """Engine, tokenizers and settings of a role, as passed to the methods of a model interface.
 
     `tokenizer` is the role's tokenizer, and `data_tokenizer` is the one that produced the token ids
     of the batch. Both are the same object unless the role's tokenizer differs from that of the
@@ -87,8 +87,8 @@ class Minibatches:
         count: Number of minibatches per pass over the batch, unless `size` is set.
         size: Number of completions per minibatch.
         epochs: Number of passes over the batch.
-        unit: Smallest unit that is not split: a "sequence" (completion), or a "group" of all
-            completions of one id.
+        unit: With "group", all completions of an id are in the same minibatch. With "sequence",
+            they can be in different minibatches.
     """
 
     count: int = 1
@@ -124,10 +124,9 @@ class MFCResult:
     """Result of a model function call.
 
     Attributes:
-        outputs: New keys of each id, or None if the call has no outputs.
+        outputs: Keys that the call computed for its ids, or None if the call has no outputs.
         metrics: Metrics of the call, each of which is logged as `{node}/{metric}`.
-        seen: Log-probs or scores that the network computed for a few ids (`StepStats.seen`), to be
-            shown with the samples of a step.
+        seen: Log-probs or scores of a few ids, to be shown with the step's samples.
     """
 
     outputs: SequenceSample | None = None

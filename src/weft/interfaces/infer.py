@@ -30,15 +30,15 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 @register_interface("infer")
 class InferInterface:
-    """Interface that runs a role's network on completions and returns each of `outputs` as a key.
+    """Interface that runs a role's network on completions and returns `outputs`, one key each.
 
-    `temperature` divides the logits, as in the sampler. `top_k` is the number of token ids per
+    Logits are divided by `temperature`, as in the sampler. `top_k` is the number of token ids per
     position in the outputs `top_ids` and `top_logprobs`.
 
-    `prompt_prefix` and `prompt_suffix` are put around the prompt's text, to produce the format that
-    the role's model was trained on. Without them, prompts that are messages are rendered with the
-    role's own chat template. The key `finished` marks completions that ended; without this key, a
-    completion has ended if its last token is a stop token.
+    If the role's model was trained on another prompt format, `prompt_prefix` and `prompt_suffix`
+    can be set; they are added before and after the prompt's text. Without them, prompts that are
+    messages are rendered with the role's own chat template. The key `finished` marks completions
+    that ended; without this key, a completion has ended if its last token is a stop token.
     """
 
     def __init__(
@@ -126,16 +126,15 @@ class InferInterface:
 
 @dataclass(frozen=True)
 class OutputSums:
-    """Sums over one rank's part of a batch, from which metrics are computed.
+    """Data from one rank's part of a batch, from which the metrics are computed.
 
     Attributes:
-        sums: For each of the outputs `entropy` and `values` that the call computes, a pair: the sum
-            of its elements and the number of its elements.
+        sums: Pair (sum, number of elements) for each of `entropy` and `values` among the outputs.
         scores: Score of each completion, or None if the call computes no scores.
-        owners: Sample id that each score belongs to.
+        owners: For each score, the sample id of its completion. Empty without scores.
         ids: Number of sample ids.
-        cut: Number of sample ids whose prompt has parts that the role's template omits, or None if
-            there are none.
+        cut: Number of sample ids for which the chat template omitted a part of the prompt, or None
+            if it omitted nothing.
     """
 
     sums: Mapping[str, tuple[float, int]]

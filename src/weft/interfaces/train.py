@@ -29,9 +29,9 @@ class TrainInterface:
     completions if this is set. Training makes `epochs` passes over the batch. `temperature` divides
     the logits, as in the sampler.
 
-    If the role's schedule begins with frozen steps, calls during these steps do not train. If a
-    batch has the key `versions`, which tells for each token the version of the weights that sampled
-    it, the metrics `staleness` and `staleness_max` are logged (see `compute_staleness`).
+    If the role's schedule begins with frozen steps, the role is not trained during these steps. The
+    key `versions` of a batch, if present, contains the weight version that sampled each token. The
+    metrics `staleness` and `staleness_max` are then logged (see `compute_staleness`).
     """
 
     def __init__(

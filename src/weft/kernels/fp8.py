@@ -32,11 +32,12 @@ def find_obstacle(device: torch.device) -> str | None:
 class Fp8Product:
     """Product of x [..., in] and weight [out, in] transposed, computed in fp8.
 
-    The product is differentiable in x and weight. In each of the three products of a layer
-    (forward, and the gradients with respect to x and to weight), the inputs are rounded to 8 bits.
-    Scales are computed from the largest element of the whole tensor or of each row, depending on
-    the torchao `recipe`. Results and gradients are not rounded to 8 bits. If `emulate` is True, the
-    rounded inputs are multiplied in a wider dtype, which works on any device.
+    The product and its gradients with respect to x and to weight are matrix products whose inputs
+    are rounded to 8 bits; their results are not. With the torchao `recipe` "rowwise_with_gw_hp",
+    the gradient of the weight is computed without rounding to 8 bits. The recipe also determines
+    whether scales are computed from the largest element of the whole tensor or of each row. If
+    `emulate` is True, the rounded inputs are multiplied in a wider dtype, which works on any
+    device.
 
     Raises `ImportError` if torchao is not installed.
     """

@@ -16,8 +16,8 @@ class AttentionSpec:
 
     The attention weights are softmax(scale * q k^T) over the visible keys. With a `softcap`, they
     are softmax(softcap * tanh(scale * q k^T / softcap)). `window` is the number of keys that a
-    position sees, including itself; None means no limit. `dropout` is the dropout rate of the
-    attention weights in passes with dropout.
+    position sees, including itself; None means no limit. `dropout` is the probability with which an
+    attention weight is dropped in training.
     """
 
     scale: float
@@ -28,10 +28,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention outputs of rows over some of their keys, and the log-sum-exp of the scores.
+    """Result of attention over some of the keys, which can be merged with results for other keys.
 
-    `out` is [..., rows, dim], and `lse` is [..., rows]. Two states of the same rows over different
-    keys can be merged exactly.
+    `out` has the outputs of the queries, [..., rows, dim] with one row per query. `lse` has the
+    log-sum-exp of each query's scores, [..., rows]. Merging is exact if the sets of keys are
+    disjoint.
     """
 
     out: Tensor  # [..., rows, dim]
@@ -45,13 +46,14 @@ class AttentionState:
 class VarlenSegments:
     """Segments that define the keys to which each row of a pack attends.
 
-    Each segment is given by four numbers: first row, number of rows, first key, number of keys. Two
-    segments of `own` never share a row or a key, and neither do two segments of `across`.
+    A segment is a range of rows that attend to a range of keys. It is given by four numbers: first
+    row, number of rows, first key, number of keys. The segments of `own` do not overlap, and
+    neither do those of `across`.
 
     Attributes:
         own: Segments with causal attention, int64 [S, 4] on the host. The last row of a segment
-            attends to all keys of the segment, and each row attends to one key fewer than the next
-            row.
+            attends to all keys of the segment, the row before it to all except the last key, and so
+            on.
         across: Segments in which every row attends to all keys, in addition to its keys in `own`,
             int64 [S, 4] on the host; None if there are none.
         window: If set, each row attends only to the last `window` of its keys in `own`.
@@ -64,12 +66,12 @@ class VarlenSegments:
 
 @dataclass(frozen=True)
 class VarlenLengths:
-    """Lengths of the queries and keys of concatenated sequences.
+    """Boundaries of sequences in concatenated queries and keys.
 
-    `queries`, int32 [S + 1], are the boundaries of the sequences in the concatenated queries, and
-    `keys`, int32 [S + 1], are those in the concatenated keys. `most_queries` is the largest number
-    of queries of a sequence, and `most_keys` is the largest number of keys. If a sequence has fewer
-    queries than keys, the queries are those of the sequence's last tokens.
+    The queries of sequence i are rows `queries[i]:queries[i + 1]` of the concatenated queries, and
+    its keys are rows `keys[i]:keys[i + 1]` of the concatenated keys. For S sequences, both tensors
+    are int32 [S+1]. `most_queries` and `most_keys` are the largest numbers of queries and keys of a
+    sequence. If a sequence has fewer queries than keys, its queries belong to its last tokens.
     """
 
     queries: Tensor  # int32 [S + 1]: first query of each sequence, then the total

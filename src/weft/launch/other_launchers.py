@@ -25,7 +25,8 @@ SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 class OtherLauncher:
     """Launcher other than weft, such as torchrun, that has started this process.
 
-    This process is number `rank` of the `world` processes that the launcher has started.
+    `world` is the number of processes that the launcher has started. `rank` is the index of this
+    process among them, counted from 0.
     """
 
     launcher: str

@@ -16,9 +16,9 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 class RestartingRun:
     """Run that restarts itself after a loss of devices, if `restarts_automatically` is True.
 
-    For a restart, `create_session()` must return a new session, which replaces `session`. After a
-    failure with non-finite numbers, `damaged()` is called to find the cause. It returns the error
-    to raise instead, or None if it finds no cause.
+    For each restart, `create_session` is called to create a new session. If the run fails because
+    of non-finite numbers, `damaged` is called to find the cause. Then the error that `damaged`
+    returns is raised, or the original error if it returns None.
     """
 
     def __init__(

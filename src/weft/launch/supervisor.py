@@ -56,10 +56,10 @@ def _read_lines(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Supervisor that executes a run in a child process, with the same command as this process.
+    """Parent process of a run, which executes the run in a child process with the same command.
 
-    If the child is killed, a new child continues the run. The supervisor's work ends when a child
-    reports an exit code.
+    If the child is killed, a new child continues the run. If the child reports an exit code, `run`
+    returns it.
     """
 
     def __init__(self, experiment: Experiment) -> None:

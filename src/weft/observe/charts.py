@@ -53,8 +53,8 @@ class ChartLine:
     """Line of a chart, drawn through points with the coordinates `x` and `y`.
 
     `x` are training steps, and `y` are the values of the metric `name` at these steps; only some of
-    the points of a long series are kept. `run` is the index of the line's run among the runs on the
-    page.
+    the points of a long series are kept. On a page that compares several runs, `run` is the index
+    of the run to which the line belongs.
     """
 
     name: str

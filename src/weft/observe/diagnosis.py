@@ -97,9 +97,8 @@ class RunDiagnosis:
 class DiagnosedRun:
     """Run to diagnose, with the data that the diagnostic checks read.
 
-    `config` returns the run's options, and is called only if a check reads an option. `columns`
-    maps each metric that the checks use to the steps at which it is finite, and its values at these
-    steps.
+    `config` returns the run's options; it is called only if a check reads an option. For each
+    metric that the checks use, `columns` has the finite values, as (steps, values).
     """
 
     lines: Lines

@@ -440,8 +440,8 @@ class LiveView:
 class _ReflowHook(RenderHook):
     """Render hook that erases leftover rows after the terminal has become narrower.
 
-    A terminal that becomes narrower wraps each long line onto several rows. Before it draws the
-    display again, rich erases only one row per line, and the other rows would remain on the screen.
+    Long lines then take several rows each. When rich draws the display again, it erases only one
+    row per line. This hook erases the other rows.
     """
 
     def __init__(self, console: Console) -> None:

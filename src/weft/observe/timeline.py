@@ -53,7 +53,10 @@ class TimelineSpan:
 
 
 class Timeline:
-    """Writer of a timeline. A resumed run appends to the existing file, with the same time origin."""
+    """Writer of the timeline file of a run, which shows when each activity ran.
+
+    A resumed run appends to the existing file, with the same time origin.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

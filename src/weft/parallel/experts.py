@@ -49,9 +49,9 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class GroupExpertExchange:
-    """Exchange of tokens between the ranks of a process group, which each have some experts.
+    """Exchange of tokens between ranks that each have some of the experts.
 
-    Implements the protocol `ExpertExchange` (see `weft.models.network.moe`).
+    Implements the protocol `ExpertExchange` (see `weft.models.network.moe`) for a process group.
     """
 
     group: ProcessGroup

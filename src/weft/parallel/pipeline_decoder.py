@@ -64,9 +64,9 @@ class _DecoderPass:
 class StagedDecoder:
     """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.decoder`).
 
-    `config` is the network's configuration, but counts only the blocks of this rank. The decoder is
-    a context manager: at the end of the `with` block, it waits until the other ranks have received
-    everything that it has sent.
+    `config` is the network's configuration, with `num_layers` set to the number of this rank's
+    blocks. The decoder is a context manager. At the end of the `with` block, it waits until the
+    other ranks have received everything that it has sent.
     """
 
     def __init__(

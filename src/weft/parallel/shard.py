@@ -85,11 +85,12 @@ def shard(
 
 
 class LocalShards:
-    """This rank's rows of a sharded network's parameters, as plain parameters.
+    """This rank's shards of a network's parameters, each as a plain `nn.Parameter`.
 
-    `stored` maps canonical names to parameters that share memory with the network's shards.
-    Parameters of which this rank has no rows are left out. Backward passes add gradients to the
-    network's parameters; `take_gradients` moves these gradients to the parameters in `stored`.
+    A plain parameter shares memory with the shard of the network's FSDP2 parameter. `stored` maps
+    canonical names to locations in the plain parameters; it has only names with rows on this rank.
+    Backward passes add gradients to the FSDP2 parameters, and `take_gradients` moves them to the
+    plain parameters.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -50,13 +50,13 @@ class MessagePiece:
 class BucketMessage:
     """Message that one rank sends to another in one round of a reallocation.
 
-    It consists of pieces of parameters in order, followed by a seal: the version of the weights,
-    the index of the round and a checksum, all of which the receiver verifies.
+    The pieces of parameters are followed by a seal, which the receiver verifies: the version of the
+    weights, the index of the round, and a checksum.
 
     Attributes:
         source: Rank that sends the message.
         target: Rank that receives the message.
-        parts: Pieces in the message.
+        parts: Pieces of parameters, in the order in which they are sent.
     """
 
     source: int

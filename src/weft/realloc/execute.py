@@ -32,9 +32,9 @@ Dtypes = dict[str, torch.dtype]
 class ParameterSource(Protocol):
     """Object from which parameters are read, such as an engine.
 
-    `version` is the version number of its weights. For each parameter, `read` yields the name, the
-    part of the whole parameter that this object holds (as one slice per dimension), and the values
-    of this part.
+    `version` is the version number of its weights. `read` yields (name, slices, values) for each
+    parameter. `slices` is the part of the whole parameter that this object holds, with one slice
+    per dimension, and `values` are the values of this part.
     """
 
     version: int

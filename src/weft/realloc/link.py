@@ -42,8 +42,8 @@ class PendingMessage:
 class ReallocationLink:
     """Connection of this rank to the other ranks of a reallocation.
 
-    Ranks are numbered as in the run, not as in the process group. Without a group, there are no
-    other ranks.
+    Ranks are numbered as in the run, not as in the process group. If `group` is None, this rank
+    communicates with no other rank.
     """
 
     def __init__(self, rank: int, group: ProcessGroup | None) -> None:

@@ -46,12 +46,12 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """Parameters of this rank's source engine, from which pieces are sent.
+    """Parameters of this rank's source engine, of which pieces are sent to other ranks.
 
     Attributes:
         engine: Source engine, or None if this rank has none.
-        rectangles: For each parameter, the part of it that this rank holds (as one slice per
-            dimension of the whole parameter) and the values of this part.
+        rectangles: For each parameter, a pair (part, values). The part that this rank has is given
+            by one slice per dimension of the whole parameter.
     """
 
     engine: VersionedWeights | None
@@ -81,13 +81,13 @@ class SourcePieces:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """Round whose messages are in flight.
+    """Messages of one round of a reallocation while they are being sent and received.
 
     Attributes:
-        step: Messages of the round.
-        mail: Messages to receive, each with the buffer that receives it.
-        offsets: Messages to read from the sender's shared memory, each with a tensor that receives
-            the message's offset in that memory.
+        step: Messages that this rank sends and receives in the round.
+        mail: Messages to receive, each with its buffer.
+        offsets: Messages to read from the sender's shared memory. Only the message's offset in that
+            memory is sent; the tensor receives it.
         pending: Handles of all messages that are being sent or received.
         acknowledgements: Handles of the acknowledgements from the ranks that read this rank's
             shared memory.
@@ -101,11 +101,11 @@ class _StepInFlight:
 
 
 class MessageExchange:
-    """Sender and receiver of all messages of one rank in one reallocation.
+    """Sender and receiver of one rank's messages in a reallocation (a transfer of parameters).
 
-    `steps` are the rounds in which this rank has messages, and `dtypes` maps each parameter to the
-    dtype in which it is sent. `version` is the version of the source's weights, which every
-    received message must have.
+    Messages are exchanged in rounds. `steps` are the rounds in which this rank has messages, and
+    `dtypes` maps each parameter to the dtype in which it is sent. `version` is the version of the
+    source's weights, which every received message must have.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ class ParameterSnapshot:
 
     Attributes:
         version: Version of the weights that were copied.
-        parts: For each parameter, the part of it that was copied (as one slice per dimension of the
-            whole parameter) and the values of this part.
+        parts: For each parameter name, the slices of the whole parameter that were copied (one
+            slice per dimension), and the copied values.
     """
 
     version: int

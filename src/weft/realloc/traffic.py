@@ -18,9 +18,9 @@ class ReallocationTraffic:
     Attributes:
         sent: Bytes sent by each rank.
         received: Bytes received by each rank.
-        in_place: Bytes left in place on each rank. The rank holds the same part of their parameters
-            before and after the reallocation.
-        copied: Other bytes that stay on each rank.
+        in_place: Bytes that need not be moved, for each rank. They belong to parameters of which
+            the rank holds the same part before and after the reallocation.
+        copied: Bytes copied within each rank.
         names: Bytes sent between ranks, for each parameter.
         inside: Total bytes sent between ranks of the same machine.
         across: Total bytes sent between machines.

@@ -57,13 +57,16 @@ COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 class BuiltEngines:
     """Description of the engines that one device has built.
 
+    A role has one engine on its own mesh, and may have copies on other meshes. Only meshes that
+    include the device are listed.
+
     Attributes:
-        facts: Description of the engine of each role whose own mesh includes the device.
-        copies: Description of each copy of a role on another mesh that includes the device.
-        trained: For each role in `facts`, the names of the parameters that train steps change, or
-            None if the engine does not report them.
-        slices: For each engine that takes part in parameter transfers, the slices of its parameters
-            on this device.
+        facts: Description of the role's engine on its own mesh, by role.
+        copies: Description of each copy, by role and mesh.
+        trained: Names of the parameters that train steps change, by role. None if the engine does
+            not report them.
+        slices: For each engine that takes part in parameter transfers, the slices of its
+            parameters on this device.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
@@ -141,11 +144,11 @@ class RunCall:
     Attributes:
         mfc: Name of the call.
         step: Index of the call's firing (execution of its node).
-        minibatches: Metadata of this device's part of each minibatch.
-        descriptions: Metadata columns of the ids in this device's part.
+        minibatches: This device's part of each minibatch, without tensors.
+        descriptions: Metadata of all samples in this device's part of the batch.
         announces: Whether the outputs of completed ids are reported to the driver during the call.
-        weights: Number of weight updates that the role's copy must have received, or None if the
-            call does not use a copy.
+        weights: If the call uses a copy of its role's engine on another mesh, the number of weight
+            updates that the copy must have received; else None.
     """
 
     mfc: str
@@ -188,15 +191,14 @@ class PendingCommands:
     commands in the order in which they were sent. The next generation command, and all commands
     after it, stay in the queue until the call has ended.
 
-    Ranks that generate the same sequences stop after the same step: the first of them checks for
-    pending commands and broadcasts the answer. Different data-parallel ranks may stop at different
-    steps, but none of them resumes before all have run the commands. The reasons are that
-    generation may gather weights across the data-parallel ranks, and that metrics are reduced over
-    them at the end. Ranks that have finished their sequences wait for the others.
+    Ranks that generate the same sequences stop after the same step. Different data-parallel ranks
+    may stop at different steps, but no rank resumes before all ranks have run the commands, because
+    they may gather weights from each other during generation and reduce metrics at its end. Ranks
+    that have finished their sequences wait for the others.
 
-    The driver sends commands to all devices in the same order, but they may arrive at different
-    times. The ranks therefore agree on one command that was sent to the whole mesh. Each rank runs
-    its commands up to and including this one, and waits for those that have not arrived yet.
+    The driver sends commands to all devices in the same order, but a command may reach some ranks
+    later than others. The ranks therefore agree on the last command to run, and wait until all
+    commands up to it have arrived.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -310,10 +312,10 @@ class MoveParameters:
         source: Role and mesh of the engine whose parameters are read.
         target: Role and mesh of the engine whose parameters are updated.
         eta: Weight of the source, from 0 to 1.
-        weights: If the target is a copy of a role, the number of updates that it has received,
-            including this one.
-        saved_version: If given, the parameters that `SaveParameters` saved under this version are
-            sent instead of the current ones, and are then freed.
+        weights: If the target is a copy of a role, the number of weight updates that the copy has
+            received after this command.
+        saved_version: Version of the parameters to send, which `SaveParameters` has saved; they
+            are freed after they are sent. None sends the current parameters.
     """
 
     key: str
@@ -338,9 +340,10 @@ class MoveParameters:
 
 @dataclass(frozen=True)
 class SaveParameters:
-    """Command to save the parameters that this device sends in the plan `key` to host memory.
+    """Command to save parameters of this device in host memory, so that they can be sent later.
 
-    A later `MoveParameters` with the same `saved_version` sends them.
+    The saved parameters are those that this device sends in the reallocation plan `key`. A later
+    `MoveParameters` with the same `saved_version` sends them.
     """
 
     key: str
@@ -382,11 +385,11 @@ class WriteSnapshot:
 
 @dataclass(frozen=True)
 class RestoreSnapshot:
-    """Command to load a recovery point; it returns the metadata of the samples on this device.
+    """Command to load a recovery point and return the metadata of the samples on this device.
 
     If the number of devices (`world`) is unchanged, each device loads the samples that it saved;
-    otherwise rank 0 loads all of them. The number of CPU threads is set to that of the saved run's
-    first device, because it affects the rounding of floating-point sums.
+    otherwise rank 0 loads all of them. The number of CPU threads affects the rounding of
+    floating-point sums, so it is restored too, from the value that the first device saved.
     """
 
     point: Path

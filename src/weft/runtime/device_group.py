@@ -54,10 +54,10 @@ BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices receiv
 
 
 class DeviceGroup:
-    """`WorkerGroup` of many devices, each of which runs the command `build` to build its worker.
+    """`WorkerGroup` of many devices, each of which runs `build` to create its worker.
 
-    From the first call on, the device processes write stdout and stderr to files in the folder
-    `logs`.
+    When the first call is submitted, stdout and stderr of the device processes are redirected to
+    files in the folder `logs`.
     """
 
     def __init__(

@@ -102,18 +102,22 @@ class CommandTensors:
 class DeviceJob:
     """Job that consists of one command for each of several ranks.
 
+    A job is issued when its commands are sent to the ranks.
+
     Attributes:
         name: Description of the job for error messages.
         ranks: Ranks that run a command.
-        make_command: Function that builds a rank's command and its tensors when the job is issued.
+        make_command: Function that returns a rank's command and the tensors for it; called when the
+            job is issued.
         on_finished: Callback for the final reports of all ranks, keyed by rank.
         on_failed: Callback for the error of a failed job.
         on_started: Callback for the start of the first command.
-        on_announced: Callback for early outputs, called with the rank and the event.
+        on_announced: Callback for outputs that are reported while the job runs, called with the
+            rank and the event.
         roles: Roles that the job uses. Jobs that share a role are issued in order.
         after: Jobs that must be finished before this job is issued.
         seconds: Time limit in seconds, counted from when the job is issued; None for no limit.
-        task: For calls, the task that identifies the call in events for the master.
+        task: Identifier of the model call in events, or None if the job is not a model call.
         number: Index of the job in the order of submission, by which reports refer to it.
         has_started: True once the first command has started.
         expires_at: Time at which the time limit ends, on the monotonic clock.

@@ -42,8 +42,8 @@ class OutputsAnnounced:
 class TaskFinished:
     """Event that reports the successful end of a task.
 
-    The type of `result` depends on the task: the `MFCResult` of a call, the `FiringOutcome` of a
-    host function, or the target's new version after a sync.
+    `result` is the `MFCResult` of a model call, the `FiringOutcome` of a host function, or the new
+    version of the weights that a sync has updated.
     """
 
     task: Task

@@ -22,12 +22,11 @@ GENERATIONS = "generations.jsonl"
 
 
 class FiringRecorder:
-    """Listener that records finished firings (executions of graph nodes) and samples of finished
-    steps.
+    """Recorder of finished firings (executions of graph nodes), and of samples of finished steps.
 
-    Firings are passed to the observer, and samples are stored in `rows`. If the node that defines
-    the run's steps is a generation call, the completions are the output of the run. In this case,
-    all of them are also written to `generations.jsonl`.
+    Firings are added to the observer's timeline. The samples of the last finished step are stored
+    in `rows`. In a run whose steps are executions of a generation call, all completions are also
+    written to `generations.jsonl`.
     """
 
     def __init__(

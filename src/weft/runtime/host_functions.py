@@ -37,9 +37,9 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 class HostFunctionRunner:
     """Runner of a graph's host functions.
 
-    `by_node` maps node names to functions. The worker group identifies each call of the graph by
-    `prefix` followed by the node's name. The prefix distinguishes the calls of the evaluation graph
-    ("eval/") from those of the training graph ("").
+    `by_node` maps node names to functions. `prefix` is added to a node's name to identify a model
+    call in the worker group: "eval/" for calls of the evaluation graph, and "" for calls of the
+    training graph.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class LocalGroup:
     The master's thread stays free: while a call runs, it can wait with a deadline, update the
     terminal view and handle signals. A call that hangs does not keep the process alive.
 
-    This class also implements `PendingUpdates`: between its steps, an interruptible call can run
-    other queued requests, except for generation calls.
+    This class also implements `PendingUpdates`. Between its steps, an interruptible call can run
+    queued requests, such as loading new weights, but no other generation calls.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:

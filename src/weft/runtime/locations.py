@@ -13,14 +13,14 @@ DRIVER = -1  # the driver's store: the loader's rows and outputs of host functio
 
 @dataclass(eq=False)
 class _KeyLocations:
-    """Ranks that have the tensors of a group of sample ids, or will receive a copy of them.
+    """Ranks that have the tensors of a group of sample ids, by key.
 
     All ids of the group have their tensors on the same ranks.
 
     Attributes:
-        holders: Ranks that have each key.
-        incoming: Ranks to which a copy of each key is being sent. The copy arrives before the rank
-            needs it.
+        holders: Ranks that have the tensors of each key.
+        incoming: Ranks to which copies of the tensors of each key are being sent. They need not be
+            sent again.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class StepResult:
 
     Attributes:
         step: Number of completed steps.
-        epoch: Number of completed epochs, with the fraction of the current one.
+        epoch: Progress in epochs, such as 1.5 in the middle of the second epoch.
         epochs_done: Number of completed epochs.
         seconds: Duration of the step.
         metrics: Metrics of all nodes.

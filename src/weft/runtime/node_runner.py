@@ -33,11 +33,13 @@ class _RunningFiring:
     """Firing (execution of a node) that has not finished.
 
     Attributes:
-        firing: The firing.
-        node: Its node.
-        task: Task of the node itself, as used in events.
-        tasks: All unfinished tasks, which include the parameter syncs after the node.
-        expires_at: Deadline on the monotonic clock while the node itself runs, otherwise None.
+        firing: Name of the node, ids of the processed samples, and index of the firing.
+        node: Node that is executed.
+        task: Identifier of the execution of the node in events.
+        tasks: Identifiers of all unfinished tasks: the execution of the node, and the parameter
+            syncs that follow it.
+        expires_at: Deadline of the node, as a time of the monotonic clock in seconds; None while
+            the node is not running.
         outcome: Result of the node once it has finished.
     """
 

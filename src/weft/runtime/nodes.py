@@ -10,14 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RayNode:
-    """Machine of a Ray cluster.
+    """Machine of a Ray cluster, as listed by `ray.nodes()`.
 
-    Attributes:
-        id: Id that Ray gave to the machine.
-        host: Host name.
-        address: Network address.
-        cpus: Number of CPUs.
-        gpus: Number of GPUs.
+    `id` is the id that Ray assigned to the machine, `host` is its host name, and `address` is its
+    IP address. `cpus` and `gpus` are the numbers of CPUs and GPUs that Ray can use on it.
     """
 
     id: str

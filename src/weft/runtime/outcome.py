@@ -16,14 +16,13 @@ class FiringOutcome:
     """Result of one firing (execution) of a graph node.
 
     Attributes:
-        firing: The firing.
+        firing: Node and sample ids of the firing.
         outputs: Metadata of the outputs, or None if the node has no output keys.
         metrics: Metrics of the node.
         start_time: Start in seconds since the epoch.
         seconds: Duration in seconds.
-        kept_ids: Ids that a filter kept; all ids for other nodes.
-        seen_samples: Samples for display: tensors with the log-probs or scores of a few ids, or
-            None.
+        kept_ids: Ids that the node kept: all ids, unless the node is a filter.
+        seen_samples: Log-probs or scores of a few ids, for display, or None.
     """
 
     firing: Firing

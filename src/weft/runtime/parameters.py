@@ -25,9 +25,9 @@ FailureCallback = Callable[[BaseException], None]
 class ParameterTransfers:
     """Scheduler of parameter transfers. It is not thread-safe.
 
-    `built` maps each rank to the description of its engines, and `hosts` has the machine of each
-    rank. In the methods, `place` is the role and mesh of an engine, and `failed` is called with the
-    error of a transfer that fails.
+    `built` maps each rank to the description of its engines, and `hosts` lists the machine of each
+    rank. In the methods, `place` identifies an engine by its role and mesh, and `failed` is a
+    function that is called with the error if a transfer fails.
     """
 
     def __init__(

@@ -284,8 +284,8 @@ class RayDevices:
 class RayCluster:
     """Ray cluster that this process has joined.
 
-    `scratch` is the temporary folder of a cluster that this process started, and `processes` are
-    the processes of this cluster. A device that does not answer for `silent_s` seconds counts as
+    If this process also started the cluster, `scratch` is the cluster's temporary folder, and
+    `processes` are its processes. A device that does not answer for `silent_s` seconds counts as
     dead.
     """
 

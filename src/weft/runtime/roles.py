@@ -48,7 +48,7 @@ class RoleEngines:
     """Engines on this rank, identified by role and mesh.
 
     `specs` maps roles to their model specs, which include the learning rate schedules. `groups` are
-    the process groups, which layouts with several devices need.
+    the process groups of this rank, which are required if an engine runs on several devices.
     """
 
     def __init__(

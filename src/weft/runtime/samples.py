@@ -41,9 +41,10 @@ def is_detailed_step(step: int) -> bool:
 
 
 class SampleReader:
-    """Reader of a few samples of a step, to be used before their tensors are removed.
+    """Reader that converts samples of a step to rows for the run's files.
 
-    If the graph generates, the samples are completions; otherwise they are rows that were trained
+    It fetches the samples' tensors, so it must be called before these are removed. If the graph
+    generates text, the samples are completions. Otherwise they are the data that the step trained
     on.
     """
 

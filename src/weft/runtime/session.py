@@ -56,11 +56,12 @@ class SessionParts:
         samples: Reader of the samples to show for each step.
         horizon: Length of the run.
         plan: Summary of the run that is shown before the first step.
-        format_peak_memory: Function that takes the run's peak memory in GiB. It returns a line of
-            text for the end of the run, and whether this line should be shown.
+        format_peak_memory: Function that takes the run's peak memory in GiB and returns a line
+            about it, with True if the line must be shown or False if it is only logged. None if no
+            line is wanted.
         ending_lines: Last lines to show for a finished run.
         hardware: Description of the device, for the report.
-        plan_shown: True if the plan has already been shown, before the devices were started.
+        plan_shown: True if the plan was already shown before the session was created.
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
     """
@@ -84,8 +85,8 @@ class SessionParts:
 class Session:
     """Part of a run that lasts from a start or restart until the run ends or its devices are lost.
 
-    A session lets the master run the steps. Between steps, it evaluates, and writes checkpoints and
-    recovery points as scheduled (`_finish_step`).
+    The session calls the master for each step. After the step, the session writes the metrics and,
+    if they are due, runs an evaluation and saves checkpoints and recovery points.
     """
 
     def __init__(self, parts: SessionParts, show: DisplayOptions | None = None) -> None:

@@ -41,9 +41,9 @@ class _LedgerEntry:
 class StepLedger:
     """Record of running and finished firings (node executions), in the order of their scheduling.
 
-    When a step ends, the metrics of its firings are logged. A firing that reads ids on which later
-    steps will train belongs to a later step, and stays in the record. Callers pass these ids to the
-    methods as `ahead`.
+    When a step ends, the metrics of its firings are logged. Firings that already work for later
+    steps stay in the record. They are recognised by the ids that they read: callers pass the ids on
+    which later steps will train as `ahead`.
     """
 
     def __init__(self) -> None:

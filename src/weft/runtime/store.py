@@ -37,7 +37,7 @@ class _StoredBatch:
 
 @dataclass(eq=False)
 class _StoredBlock:
-    """References from a group of sample ids to the stored batches that contain their data.
+    """Record of the stored batches that contain the data of a group of sample ids.
 
     All ids of the group have their data in the same batches. Each stored batch has a number that
     identifies it.

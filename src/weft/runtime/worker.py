@@ -43,8 +43,8 @@ class Worker:
     """Worker that runs the model function calls of one device.
 
     `specs` maps roles to their model specs, which include the learning rate schedules. `cache` is
-    the folder for cached outputs, `rank` is the rank of the device, and `groups` are the process
-    groups that layouts with several devices need.
+    the folder for cached outputs, and `rank` is the rank of the device. `groups` are the process
+    groups of this rank, which are required if an engine runs on several devices.
     """
 
     def __init__(

@@ -44,9 +44,8 @@ def main() -> None:
 class CompactConverter:
     """Converter of parsed JSON, which turns long lists of numbers into arrays.
 
-    Only lists under the keys "prompt" and "data" (the constant `ARRAYS`) are converted. The items
-    of all other lists and of all objects are counted. If a body has more of them than the limit
-    `MOST_VALUES`, `convert_value` raises `ValueError`.
+    Only lists under the keys "prompt" and "data" (the constant `ARRAYS`) are converted.
+    `convert_value` raises `ValueError` if the rest of the JSON has more than `MOST_VALUES` values.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,8 @@ EXTENSIONS = ["binary_tensor_data"]
 class InferenceEndpoint:
     """Endpoint for the metadata of all served models, and for inference with these models.
 
-    `most_load` is the maximum load of each model, in completions and rows (`ServingWorker.load`).
+    `most_load` limits the load of each model, which is the number of its unfinished completions and
+    unscored token sequences. Requests above the limit are refused.
     """
 
     models: Mapping[str, ServedModel]

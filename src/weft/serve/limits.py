@@ -11,12 +11,13 @@ class ServerLimits:
 
     Attributes:
         body_bytes: Maximum size of a request's body in bytes, also after decompression.
-        body_seconds: Maximum time for a body to arrive.
-        seconds: Maximum time from the arrival of a request to the end of its answer.
+        body_seconds: Maximum time in seconds for a body to arrive.
+        seconds: Maximum time in seconds from the arrival of a request to the end of its answer.
         most_prompt: Maximum length of a prompt in tokens.
         prompt_bytes: Maximum size of a request's text in bytes, before it is tokenized.
         most_new: Maximum length of a completion in tokens.
-        most_load: Maximum number of completions and rows to score per model, waiting or running.
+        most_load: Maximum load of a model: its waiting and running completions, plus the
+            sequences that it has to score.
     """
 
     body_bytes: int = 16 * 2**20

@@ -44,9 +44,10 @@ class ServerPorts:
 
 @dataclass
 class Server:
-    """Context manager that serves models over HTTP and, if their ports are set, gRPC and metrics.
+    """Context manager that serves models over HTTP, and over gRPC if `ports.grpc` is set.
 
-    `urls` maps each protocol to its address.
+    If `ports.metrics` is set, metrics are served over HTTP on this port. `urls` has the addresses
+    of the servers, under the names `http`, `grpc` and `metrics`.
     """
 
     models: Sequence[ServedModel]

@@ -82,7 +82,8 @@ class ScoredRows:
 class ScoringJob:
     """Request to score token sequences.
 
-    `want` is the name of the network's output. `future` receives one vector per row.
+    `want` is the output to compute, such as "scores" or "logprobs". `future` receives a list with
+    one vector per sequence.
     """
 
     rows: ScoredRows

@@ -30,10 +30,10 @@ class MappedOption:
 
 @dataclass
 class KeyMapping:
-    """Collector of the weft options that the keys of an Open-Assistant configuration set.
+    """Result of mapping the keys of an Open-Assistant configuration to weft options.
 
-    The configuration is merged from several config sections, and later sections override earlier
-    ones. `ranks` maps each key to the position of the section that sets it.
+    The configuration is merged from several sections, and later sections override earlier ones.
+    `ranks` maps each key to the position of the section from which its value was taken.
     """
 
     config: RunConfig

@@ -30,13 +30,12 @@ class RowFunctionEncoder:
     """Row encoder that converts rows with a user's function before encoding them.
 
     Attributes:
-        rows: built-in dataset type of the converted rows
-        inner: row encoder of that type
+        rows: built-in dataset type to whose format the function converts the rows
+        inner: row encoder of this dataset type
         module: name of the module that defines the function
         file: path of the file that defines the function
         name: name of the function
-        source: SHA-256 hash of that file; it is part of the cache key, since a changed function can
-            produce other token ids
+        source: SHA-256 hash of the file, for the cache key
         options: keyword arguments of the function
     """
 

@@ -36,7 +36,7 @@ class DatasetUtility:
 
     Attributes:
         tokenizer: tokenizer for the rows
-        seed: seed from which a class must derive all random numbers that it draws
+        seed: seed for all random numbers that a dataset class draws
         rank: rank of the reading process
         world_size: number of reading processes
         cache_dir: folder for the cache of tokenized rows; None means the default folder
@@ -45,9 +45,9 @@ class DatasetUtility:
         random_window: probability that a row that is too long is cut to a random window instead of
             its beginning
         columns: columns to rename, as {name in the dataset type: name in the file}
-        name: name of the named dataset to read, for messages; empty for other sources
-        most: number of samples after which no more rows are read; None means no limit
-        ahead: allow large files to be tokenized during training
+        name: name to show in messages if the source is a named dataset, otherwise empty
+        most: number of samples after which reading stops; None means no limit
+        ahead: True if large files may be tokenized during training
     """
 
     tokenizer: Tokenizer
@@ -209,11 +209,11 @@ def split_options(
 
 
 class TableDataset:
-    """Base class of the built-in dataset types. Each of their samples has one id.
+    """Base class of the built-in dataset types, whose samples have one id each.
 
-    A subclass consists of a docstring and the row encoder class `form`. The keyword arguments
-    `options` are fields of `form` and of `LengthLimits`. A subclass can change the defaults of
-    these fields in `default_options`.
+    A subclass sets `form` to the class of its row encoder. The constructor's `options` set fields
+    of this class and of `LengthLimits`. A subclass can change the defaults of these fields in
+    `default_options`.
     """
 
     form: ClassVar[type[RowEncoder]]

@@ -111,8 +111,9 @@ class ChatEncoder:
 class ChatDataset(TableDataset):
     """Dataset of conversations: rows `{messages[{role, content}]}` or `{prompt, completion}`.
 
-    The `completion` of a row is a list of messages. A sample has the keys `prompt`, `completion`
-    (tokens from the first trained reply to the last one) and `loss_mask` (1 on trained tokens).
+    The column `completion` contains a list of messages. A sample has the keys `prompt`,
+    `completion` and `loss_mask`. The completion begins with the first trained token and ends with
+    the last one. The loss mask is 1 on trained tokens and 0 on the other tokens of the completion.
 
     The options are messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong and
     truncate_side.

@@ -52,18 +52,19 @@ Values = Mapping[str, list[float]]
 class PreferenceEncoder:
     r"""Row encoder for a chosen and a rejected reply, or for a single labelled reply.
 
-    The chosen and the rejected reply can both be whole conversations: lists that begin with a user
-    or system message, or texts in the `\n\nHuman:` format. The prompt is then the common prefix of
-    the two conversations. The common prefix of two texts ends with `\n\nAssistant:`.
+    The chosen and the rejected reply usually answer the same prompt, in the column `prompt`,
+    `instruction`, `question` or `messages`. If the prompt is a conversation that ends with a reply,
+    this reply is ignored.
 
-    Otherwise, both replies answer the prompt in the column `prompt`, `instruction` or `question`,
-    or the conversation in `messages`. If that conversation already ends with a reply, the reply is
-    ignored.
+    Alternatively, both columns contain whole conversations: lists that begin with a user or system
+    message, or texts in the `\n\nHuman:` format. The prompt is then the common prefix of the two
+    conversations. For texts, this prefix ends with `\n\nAssistant:`.
 
-    A row `{prompt, completion, label}` or `{messages, label}` has a single reply, labelled as good
-    (true or 1) or bad (false or 0). In `messages`, it is the assistant's last turn. `kto_tag` is
-    another name for `label`. With `as_chat`, prompts and replies that are texts are rendered with
-    the chat template too.
+    A row `{prompt, completion, label}` has a single reply, labelled as good (true or 1) or bad
+    (false or 0). In a row `{messages, label}`, the reply is the assistant's last turn. `kto_tag` is
+    another name for `label`.
+
+    With `as_chat`, prompts and replies that are texts are rendered with the chat template too.
     """
 
     prompt_key: str | None = None

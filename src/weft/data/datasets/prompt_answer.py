@@ -17,7 +17,7 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswerEncoder:
-    """Row encoder for a prompt with one answer. The answer and its EOS are trained.
+    """Row encoder for a prompt with one answer. The model is trained on the answer and its EOS.
 
     With `as_chat`, the prompt is rendered as the user's message and the answer as the assistant's.
     """

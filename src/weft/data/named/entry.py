@@ -26,13 +26,13 @@ class CatalogueEntry:
         config: configuration of the dataset on the hub
         revision: revision of the dataset on the hub
         url: https address of a file to download
-        train: split with the training rows, or a pattern of file names such as `*x*.json`
-        valid: split or pattern for the validation rows; if None, a part of the training rows is
-            held out for validation
+        train: training split, or a pattern of file names such as `*x*.json`
+        valid: validation split, or a pattern of file names; if None, some training rows are held
+            out for validation
         separator: text between the records of a plain text file
-        rows_in: key of the list of rows, if a file is one JSON object
+        rows_in: key under which a JSON file, if it is a single object, has its list of rows
         aliases: other names of the dataset
-        licence: licence of the dataset, for messages
+        licence: licence of the dataset, which is shown in messages about the download
         note: remark for the user
         options: default options of the reader, which a user's options override
     """

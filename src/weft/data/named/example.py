@@ -17,18 +17,18 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type
 
 @dataclass(frozen=True)
 class Example:
-    """Conversation that ends with a user message, and the replies to it.
+    """Example from a named dataset: a conversation and the replies to its last message.
 
-    If `context` is empty, the replies continue `text`. If there are no replies either, `text` is
-    plain text to train on.
+    An example can have a `text` instead of a conversation. Its replies then continue the text.
+    Without replies, the text itself is the training text.
 
     Attributes:
-        context: messages of the conversation, without the replies
+        context: messages of the conversation, without the replies; empty if there is only a text
         replies: alternative replies, best first
-        text: text that precedes the replies if there is no conversation
+        text: text that is used if there is no conversation
         group: name of a group of examples that must all be used for training or all for validation
         id: id of the row made from the example, or None to number the rows
-        columns: additional columns of the row in mode rl
+        columns: additional columns of the row if it is used for RL
     """
 
     context: Sequence[Message] = ()
@@ -49,7 +49,7 @@ class ReaderContext:
         training: True for training rows, False for validation rows
         seed: seed of the random choices
         left_out: number of rows left out, by reason
-        cut: number of rows from which something was omitted, by a description of what was omitted
+        cut: number of rows that were used only in part, by description of the missing part
     """
 
     name: str

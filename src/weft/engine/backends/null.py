@@ -26,10 +26,10 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 class NullEngine:
     """Engine of a role that runs no network in this process.
 
-    The role's outputs can come from elsewhere, such as a server: `forward` returns the result of
-    `compute(batch, want, temperature)`. `forward` raises `ConfigError` if there is no `compute`, or
-    if its argument `top` requests the most likely ids. Methods that need weights always raise
-    `ConfigError`. `family` is the engine's name in reports.
+    `forward` returns the result of `compute(batch, want, temperature)`. For example, `compute` can
+    send a request to a server. Without `compute`, `forward` raises `ConfigError`. It also does so
+    for the argument `top`, which requests the most likely ids. Methods that need weights always
+    raise `ConfigError`. `family` is the engine's name in reports.
     """
 
     def __init__(

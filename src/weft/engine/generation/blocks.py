@@ -16,7 +16,7 @@ Key = Hashable
 
 
 class BlockManager(Protocol):
-    """Interface for the accounting of KV-cache memory, counted in tokens.
+    """Interface of objects that reserve KV-cache memory for sequences, counted in tokens.
 
     Each sequence and each shared prefix is identified by a `key`.
     """
@@ -65,23 +65,17 @@ class BlockManager(Protocol):
 class SlotManager:
     """Manager of KV-cache memory in slots of equal size; implements `BlockManager`.
 
-    Each sequence has one slot (see `weft.models.kv.slots`). There are at most `max_slots` slots,
-    and each has room for `capacity` tokens, a multiple of `unit`. The limit for slots and shared
-    prefixes together is `max_tokens` + `unit` - 1 tokens. With this margin, a sequence of
-    `max_tokens` tokens fits even if the size of its slot has to be rounded up to a multiple of
-    `unit`.
+    Each sequence has one slot (see `weft.models.kv.slots`). A slot has room for `capacity` tokens,
+    which is a multiple of `unit`. At most `max_slots` sequences can have a slot. Slots and shared
+    prefixes together are limited to `max_tokens` tokens, plus `unit` - 1 tokens because sizes are
+    rounded up.
 
-    `num_slots` slots are allocated, usually more than are in use. Because all slots are copied
-    whenever their number changes, some are allocated in advance for later sequences. These spare
-    slots are freed if their memory is needed for something else.
+    All slots are copied whenever their number changes. Some spare slots are therefore allocated in
+    advance; they are freed if their memory is needed for something else. `num_slots` includes them.
 
-    If `ahead` is True, slots have room for the longest expected sequence from the start, so that
-    they need not be enlarged later. This is done only if `max_slots` slots of this size use at most
-    half the limit. The unused room costs little on operating systems that provide memory only when
-    it is written.
-
-    The length of a running sequence is stored relative to a common step counter. A step only
-    increments the counter, so its cost does not depend on the number of sequences.
+    If `ahead` is True and the limit is large enough, slots have room for the longest expected
+    sequence from the start. They then need not be enlarged later. The unused room costs little on
+    operating systems that provide memory only when it is written.
     """
 
     INITIAL_CAPACITY = 64  # initial tokens per slot

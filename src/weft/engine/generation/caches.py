@@ -149,7 +149,7 @@ def _can_flash_read_pages(
 class SlotCaches:
     """Key-value caches in which each sequence has its own slot.
 
-    Passes with fewer than `min_rows` tokens are padded with extra rows.
+    A decode step of fewer than `min_rows` sequences is padded with extra sequences.
     """
 
     def __init__(self, network: Decoder, device: torch.device, budget: GenerationBudget) -> None:

@@ -98,10 +98,9 @@ def open_generator(
 
 
 class LogitsHead:
-    """Output layer of a network.
+    """Output layer of a network, which computes logits from hidden states.
 
-    On some devices, each matrix product first converts the matrix to float32. There, the output
-    matrix is converted once and kept.
+    If the device needs a float32 copy of the output matrix, the copy is made once and kept.
     """
 
     def __init__(self, network: Decoder) -> None:

@@ -77,14 +77,14 @@ class DecodeGraphs:
     `RuntimeWarning` is issued, and later steps run without graphs.
 
     Args:
-        runs: Function that runs a step, for each kind of step. It maps the step's input, int32
-            [B, C] on the device, to an output [B, ...]. Other memory that it reads must not move
-            while there are graphs.
+        runs: For each kind of step, the function that runs it. It maps the step's input, int32 [B,
+            C] on the device, to an output [B, ...]. If other memory that it reads is moved, the
+            graphs must be dropped.
         capture: Function that captures a graph, or None to run all steps without graphs.
         sizes: Numbers of rows that a graph can have. Larger graphs have a multiple of
             `LARGE_SIZE_STEP` rows.
-        after: Number of steps that use a larger graph than they need before a graph of the right
-            size is captured. Steps are counted separately for each kind and size.
+        after: Number of times that steps of one kind and size run in a graph with more rows than
+            necessary. After that, a graph of the right size is captured.
 
     Attributes:
         counts: Numbers of "eager" and "replayed" steps, and of "captured" graphs.

@@ -15,9 +15,8 @@ from weft.engine.generation.blocks import Key
 class PageManager:
     """Manager of KV-cache memory in pages of `page` tokens; implements `BlockManager`.
 
-    The pages have room for `max_tokens` tokens in total. Sequences are grouped by the step (modulo
-    `page`) at which they need another page, so the cost of a step does not depend on the number of
-    sequences.
+    The pages have room for `max_tokens` tokens in total. The time that the manager needs per decode
+    step does not depend on the number of sequences.
     """
 
     def __init__(

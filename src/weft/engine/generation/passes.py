@@ -91,7 +91,11 @@ def has_slot_kernel(network: object) -> bool:
 
 @dataclass
 class _PreparedForward:
-    """State of the CPU kernel for the network and one key-value cache, reused between passes."""
+    """CPU kernel that is set up for one key-value cache, and its description of shared prefixes.
+
+    Passes reuse the kernel until weights or cache move. Decode steps that read the same prefixes
+    also reuse the description.
+    """
 
     forward: CachedForward
     num_moves: int  # `KVCache.num_moves` at the time of preparation
@@ -102,8 +106,8 @@ class _PreparedForward:
 class DecoderPasses:
     """Runner of a network's forward passes over cached sequences, without gradients.
 
-    If the CPU kernel supports the network, it computes the passes, and keeps the addresses of
-    weights and caches between them. `forget` must therefore be called when weights change or move.
+    If the CPU kernel supports the network, the kernel computes the passes. The addresses of weights
+    and caches are stored for the kernel, so `forget` must be called when weights change or move.
     """
 
     def __init__(self, network: Decoder) -> None:

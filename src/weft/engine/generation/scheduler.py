@@ -39,9 +39,8 @@ class GenerationBudget:
 class Sequence:
     """Completion in progress, with its prompt and the tokens sampled so far.
 
-    `limit` is the maximum number of new tokens. The new tokens of a running sequence can be
-    recorded in a `DecodeBatch` instead; they are copied to this object when the sequence is
-    preempted.
+    `limit` is the maximum number of new tokens. While the sequence runs, its new tokens are
+    recorded in a `DecodeBatch`. They are copied to this object when the sequence leaves that batch.
     """
 
     id: str
@@ -67,9 +66,9 @@ class Sequence:
 class Prefill:
     """Tokens whose keys and values must be computed before the sequences that contain them can run.
 
-    The tokens come after those of `parent_prefix`, if there is one. They are either a new shared
-    prefix, `new_prefix`, or the remaining tokens of `sequences`; the sequences of one prefill have
-    identical remaining tokens. The computation takes one or more steps; `num_done` tokens are done.
+    The prefill of a shared prefix sets `new_prefix`. Any other prefill is for `sequences`, which
+    all have the same `tokens`; these follow `parent_prefix` if the sequences have a shared prefix.
+    A prefill can take several steps: `num_done` is the number of tokens computed so far.
     """
 
     tokens: tuple[int, ...]
@@ -81,7 +80,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `start` to `stop` - 1 of a prefill, which are computed in one step."""
+    """Tokens `start:stop` of a prefill, which are computed in one step."""
 
     prefill: Prefill
     start: int

@@ -66,8 +66,9 @@ def concatenate_rows(first: SampledRows, second: SampledRows) -> SampledRows:
 class SettingsTable:
     """Table of the sampling settings of a generator and of its requests.
 
-    `specs[i]` is the spec with index i. `is_stop[i]` is a bool mask [V] of the ids that end a
-    completion, and `min_new_tokens[i]` the minimum number of tokens before a completion may end.
+    Each entry has an index i, which `find_index` returns. `specs[i]` contains all settings of the
+    entry, `is_stop[i]` is a bool mask [V] of the ids that end a completion, and `min_new_tokens[i]`
+    is the minimum length of a completion in tokens.
     """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:

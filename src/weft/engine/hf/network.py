@@ -36,9 +36,10 @@ DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exa
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """Output layer, which maps a hidden state h to cap(weight (scale h) + bias).
+    """Output layer, which maps a hidden state h to the logits cap(W (scale * h) + b).
 
-    cap(x) is softcap tanh(x / softcap), or x if `softcap` is None.
+    W and b are the weight and bias of `layer`. cap(x) is softcap * tanh(x / softcap), or x if
+    `softcap` is None.
     """
 
     layer: nn.Linear
@@ -59,10 +60,11 @@ class HFNetwork(nn.Module):
         head: Kind of head, which determines the outputs.
         head_layer: Output layer of the module.
         config: Description of the network for the generator and the cost estimate.
-        pooling: "last" if a score is read from the last token, "mean" if it is the mean over all
-            tokens.
-        callers: The module's attention modules in call order. Empty if the decoder does not support
-            packed sequences; sequences of equal length are then batched.
+        pooling: How a sequence is scored: "last" is the score of its last token, "mean" is the
+            mean score of all its tokens.
+        callers: The module's attention modules in call order. If the decoder does not support
+            packed sequences, this is empty, and only sequences of equal length are computed
+            together.
         caches: Whether weft's cache can store the decoder's keys and values. If not, the cache
             contains token ids, and the whole sequence is computed again for each new token.
     """

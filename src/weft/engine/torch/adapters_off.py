@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 
 class BaseWeightsEngine:
-    """Implementation of `weft.engine.base.Engine` for the frozen base weights of `engine`.
+    """Engine that runs the network of another `engine` with its adapters disabled.
 
-    `off()` returns a context in which the adapters are disabled. The base weights belong to
-    `engine`, which also offloads them; they can't be trained or written to through this object. A
-    reference model whose weights change needs a separate engine.
+    It serves as a reference model without a second copy of the base weights. The base weights
+    cannot be trained or written to through this object, and only `engine` offloads them. `off()`
+    returns a context manager that disables the adapters, and `names` are the parameters of the base
+    model.
     """
 
     def __init__(

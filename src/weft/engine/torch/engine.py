@@ -78,22 +78,24 @@ def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
 
 @dataclass(frozen=True)
 class BuiltNetwork:
-    """Network that a backend builds from a `ModelSpec`, with related functions and facts.
+    """Network that a backend builds from a `ModelSpec`, with the data that the engine needs for it.
+
+    Trained parameters require gradients. They are float32 or wider, unless the role has adapters.
+    All other parameters can have the role's dtype.
 
     Attributes:
         network: Network on the device, called as `network(x: Packed, want, temperature, support) ->
             {output: tensor}`. For generation, it also has the methods `compute_hidden` and
-            `next_token_logits`. The parameters to train require gradients. They are at least
-            float32, unless the role has adapters; other parameters can have the role's dtype.
-        save: Function that writes a Hugging Face directory.
+            `next_token_logits`.
+        save: Function that saves the model to a Hugging Face directory.
         cost: Computing cost per token.
-        facts: Facts for the engine's description, such as the size of the vocabulary.
+        facts: Entries for the engine's description, such as the size of the vocabulary.
         dropout: Whether any module uses dropout.
         aux_loss: Load-balancing loss of experts.
         adapters_off: Function that returns a context in which adapters are disabled; None if there
             are no adapters.
         notes: Messages to the user about how this network runs.
-        part: This rank's part of a distributed network, or None if the rank runs alone.
+        part: Description of this rank's part if the network is distributed over ranks, else None.
         blocks: Blocks of the network in the order of the forward pass.
     """
 

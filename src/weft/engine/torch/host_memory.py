@@ -22,9 +22,9 @@ from weft.kernels import CopyMark, CopyQueue, get_storage, resize_storage
 
 @dataclass
 class _TensorStorage:
-    """Device storage of one or more tensors, with its copy in host memory.
+    """Device storage that one or more tensors share, with its copy in host memory.
 
-    `tensor` is one of these tensors.
+    The storage is read and resized through `tensor`, which can be any of these tensors.
     """
 
     tensor: Tensor
@@ -43,15 +43,17 @@ class _TensorStorage:
 
 
 class HostMemory:
-    """Copies of device tensors in pinned host memory, in groups that are fetched separately.
+    """Pinned host memory to which groups of device tensors are offloaded.
 
-    To offload a tensor, its storage is resized to 0, as FSDP2 does with gathered parameters. The
-    tensor object stays the same, so views, optimizers and hooks stay valid. Tensors in `constant`
-    are assumed not to change, so they are copied to the host only the first time; after
-    `mark_changed`, they are copied every time. Host memory is allocated once and kept.
+    `leave` copies all groups to the host, and `fetch` copies selected groups back. After `fetch`,
+    call `hold` or `wait` for a group before its tensors are read on the device.
 
-    A group must not be read on the device while it is offloaded or being copied: call `hold` or
-    `wait` first.
+    While a tensor is offloaded, its storage has the size 0, as FSDP2 does with gathered parameters.
+    The tensor object stays the same, so views, optimizers and hooks stay valid. Host memory is
+    allocated once and kept.
+
+    Tensors in `constant` are assumed not to change, so only the first `leave` copies them. After
+    `mark_changed`, every `leave` copies them.
     """
 
     def __init__(
@@ -178,13 +180,12 @@ class HostMemory:
 class BlockFetcher:
     """Fetcher of a network's offloaded tensors, block by block while the forward pass runs.
 
-    The groups of tensors in `memory` are, in this order: the tensors needed before the first block,
-    one group for each block, and the tensors that the forward pass doesn't need. `come` starts the
-    copies of all groups. Each block then waits only for its own group, the first time that it runs.
+    `memory` has one group of tensors that are needed before the first block, then one group for
+    each block, and then one group for all other tensors. Each block waits only for its own group.
 
-    `gathered` must be True if parameters are sharded. FSDP2 gathers them on a separate stream,
-    ahead of the pass. The host therefore waits for each group, after which every stream can use the
-    group. If `gathered` is False, only the device's current stream waits.
+    `gathered` must be True if FSDP2 shards the parameters, because it reads them on a separate
+    stream. The host then waits for each group, so that any stream can use it. If `gathered` is
+    False, only the device's current stream waits.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:

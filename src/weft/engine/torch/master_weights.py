@@ -33,25 +33,24 @@ HALF = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
-    Parameters that require gradients are trained. In `network`, they must be at least float32. If
-    adapters were added to frozen weights, they may instead have the dtype `dtype`. Public methods
-    use canonical names (`weft.models.network.parameters`); the optimizer uses parameters as they
-    are stored.
+    Parameters that require gradients are trained. In `network`, they must be float32 or wider,
+    except that a network with adapters can also have trained parameters of the dtype `dtype`.
+    Unless noted otherwise, methods identify parameters by canonical name
+    (`weft.models.network.parameters`).
 
     Args:
         network: Network on the device. Its parameters become the compute copies.
         dtype: Dtype of the compute copies.
         lane: Queue that performs the copies between device and host.
-        home: Device of the masters, such as the CPU, or None for the network's device. If it is
-            set, every trained parameter has a separate master there, even if it is float32 (Ren et
-            al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+        home: Device of the masters, such as the CPU, or None for the network's device. On a device
+            that is given here, even float32 parameters have separate masters (Ren et al. 2021,
+            "ZeRO-Offload", arXiv:2101.06840).
         places: Slice of each parameter that this rank has (default: the whole parameter).
-        shards: Sharded parameters of the network, or None. If they are set, masters and copies have
-            only this rank's rows. Trained rows are at least float32; FSDP2 casts them when it
-            gathers them.
-        blocks: Modules of the forward pass in order. When offloaded parameters are fetched back,
-            those of each block arrive before the block is called, and those outside all blocks
-            before the pass starts.
+        shards: This rank's rows of the parameters that FSDP2 shards, or None without FSDP2. Masters
+            and copies then have only these rows. Trained rows are float32 or wider; FSDP2 casts
+            them when it gathers them.
+        blocks: Modules of the forward pass in order. Their offloaded parameters are fetched back
+            in this order during the pass.
     """
 
     def __init__(

@@ -91,14 +91,16 @@ class PlainMoments:
 
 
 class BFloat16Moments:
-    """Format that stores moments in bfloat16 with stochastic rounding, which is exact on average.
+    """Format that stores the moments of an optimizer in bfloat16 with stochastic rounding.
 
-    Source: Gupta et al. 2015, arXiv:1502.02551. With beta2 = 0.999, one step changes a moving
-    average by a thousandth of its difference to the new value. This is less than half of bfloat16's
-    last bit, so with rounding to nearest the average would never change. A compensated sum would
-    avoid that, but its second tensor needs the memory that bfloat16 saves. Random numbers are
-    seeded by the parameter's name and the step, so that copies of a parameter on several ranks stay
-    equal and a resumed run draws the same numbers.
+    Stochastic rounding is exact on average (Gupta et al. 2015, arXiv:1502.02551). Rounding to
+    nearest would not work: with beta2 = 0.999, one step moves an average by a thousandth of its
+    distance to the new value. This is less than half of bfloat16's last bit, so the average would
+    never change. A compensated sum would need a second tensor, which would cost as much memory as
+    bfloat16 saves.
+
+    Random numbers are seeded by the parameter's name and the step. Copies of a parameter on several
+    ranks therefore stay equal, and a resumed run draws the same numbers.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -135,9 +137,9 @@ class EightBitMoments:
     """Format that stores moments in 8 bits, as `bitsandbytes` stores and updates them.
 
     Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
-    al. 2022, arXiv:2110.02861). Saved states contain the scales and the moments as float32 values,
-    which can be loaded in any layout. If the blocks of the new layout begin at the same elements,
-    the saved scales reproduce exactly the same codes.
+    al. 2022, arXiv:2110.02861). A saved state contains the moments as float32 values, so it can be
+    loaded into any format or sharding. It also contains the scales: if the blocks are the same as
+    before, they reproduce exactly the same codes.
     """
 
     def __init__(self) -> None:

@@ -34,10 +34,10 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Coordinates of one rank in a layout, for building its network before any rank is started.
+    """Coordinates of one rank in a layout, for building its part of a network in any process.
 
-    The network has the sizes of the rank's part, but cannot communicate with other ranks. For
-    example, it is used to describe an engine before a run.
+    They replace a `RankMesh` if an engine is described before the run starts. The network has the
+    sizes of the rank's part, but no connection to other ranks.
     """
 
     layout: Layout
@@ -52,7 +52,10 @@ GROWN = (
 
 
 class NetworkSource:
-    """Builder of one role's network on the meta device, and source of its parameters' values."""
+    """Builder of one role's network, which also provides the initial values of the parameters.
+
+    The network is built on the meta device. The values are read from a model directory, or random.
+    """
 
     def __init__(
         self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None

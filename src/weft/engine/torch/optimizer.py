@@ -113,26 +113,27 @@ def make(
 class Optimizer:
     """Optimizer of one role's trained parameters.
 
-    The state is saved and loaded by canonical name, however parameters are stored. `steps` is the
-    number of steps taken.
+    In saved states, parameters have their canonical names, regardless of how the network stores
+    them. `steps` is the number of steps taken.
 
     The state can be offloaded to host memory. The next step then fetches it in buckets (groups of
     parameters): the state of one bucket is copied while the parameters of the previous one are
     updated.
+
+    Gradients in float16 underflow below 6e-8. For a float16 network, the loss must be multiplied by
+    `loss_scale` before the backward pass. `collect_gradients` divides the gradients by it, and
+    `handle_overflow` halves it (Micikevicius et al. 2017, arXiv:1710.03740).
 
     Args:
         spec: Options of the optimizer.
         schedule: Lengths of the phases of the learning-rate schedule.
         trained: Stored parameters by canonical name.
         decay: Names of the parameters with weight decay.
-        embeddings: Names of the parameters whose states are never stored in 8 bits.
-        scaled: Whether the network computes in float16, whose gradients underflow below 6e-8. The
-            loss is then multiplied by `loss_scale` before the backward pass, and the gradients are
-            divided by it; the scale is halved when gradients overflow (Micikevicius et al. 2017,
-            arXiv:1710.03740).
+        embeddings: Names of the embedding parameters, whose states are never stored in 8 bits.
+        scaled: Whether the loss is scaled, as a float16 network needs.
         lane: Queue for copies between device and host, needed to offload the state.
-        updated: Function that is called with the masters of each updated bucket, to copy their new
-            values while the next bucket is updated.
+        updated: Function that is called with the parameters of each bucket after their update. It
+            can copy their values to the device while the next bucket is updated.
     """
 
     def __init__(

@@ -40,10 +40,10 @@ class PassSettings:
         temperature: Number by which logits are divided.
         extra: Number of additional rows after each completion's last token.
         dropout: Seed and step of the dropout masks, or None for a pass without dropout.
-        aux_loss: Collector of the data for the experts' auxiliary loss, filled during the pass.
-        trained_only: Whether rows whose loss mask is 0 are skipped.
-        gradient: Function that computes the loss's gradient with respect to the outputs, for losses
-            whose gradient at a row depends only on that row's outputs (`Loss.by_row`).
+        aux_loss: Object that collects the experts' auxiliary loss during the pass, or None.
+        trained_only: Whether to skip rows whose loss mask is 0.
+        gradient: Function that computes the loss's gradient with respect to the outputs. It is None
+            unless the loss has the property `Loss.by_row`.
         top: Request for the most likely ids, which are returned as `top_ids` and `top_logprobs`.
     """
 
@@ -187,7 +187,10 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 
 @dataclass(frozen=True)
 class ScoringProcessor:
-    """Implementation of `MicrobatchProcessor` for scoring; a result contains the outputs by id."""
+    """Implementation of `MicrobatchProcessor` for scoring.
+
+    `finish` returns the outputs of a micro-batch as a sample, or None for a filler pass.
+    """
 
     network: nn.Module
     how: PassSettings

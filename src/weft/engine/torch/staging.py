@@ -94,8 +94,9 @@ class HostGradientAccumulator:
 class MasterUploader:
     """Uploader of master weights from the host to the device.
 
-    `put` rounds the values to the dtype of the target on the device, and returns as soon as all
-    rounded values are in host buffers. `hold` makes later work on the device wait for the copies.
+    `put` rounds the values to the device tensor's dtype on the host, and copies them to the device
+    in the background. The source may be changed as soon as `put` returns. Work that is submitted to
+    the device after a call of `hold` waits for the copies.
     """
 
     def __init__(self, lane: CopyQueue, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:

@@ -80,10 +80,11 @@ class PassResults:
 
 @dataclass(frozen=True)
 class MinibatchSums:
-    """Sums of one rank over the micro-batches of a minibatch.
+    """Results of one rank for a minibatch.
 
-    `not_finite` contains the ids of the samples in micro-batches whose loss is NaN or infinite.
-    `operations` is the number of floating-point operations.
+    The loss, the numbers of tokens and the `operations` (floating-point operations) are summed over
+    the micro-batches. `stats` has the statistics of each micro-batch. `not_finite` lists the ids of
+    the samples in micro-batches whose loss is NaN or infinite.
     """
 
     loss: float
@@ -115,9 +116,9 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Collector of numbers that are on devices, for reading them together.
+    """Batch of numbers to read from devices, with one copy per device.
 
-    All numbers on a device are read with a single copy.
+    `register` adds a number, and `read_all` reads all of them.
     """
 
     def __init__(self) -> None:
@@ -172,10 +173,14 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """Load-balancing loss of the experts: its weight, and the number of ranks that compute it.
+    """Settings of the load-balancing loss of the experts, which is a mean over sequences.
 
-    The loss is a mean over sequences. All `ranks` ranks compute the same loss. Each rank divides
-    its gradient by `ranks`, because the gradients of all ranks are summed.
+    Attributes:
+        weight: Weight of the loss; 0 turns it off.
+        ranks: Number of tensor-parallel ranks. They all compute the same loss, and their
+            gradients are summed, so each rank divides its gradient by `ranks`.
+        num_layers: Number of layers with experts in the whole network. Can be None if this rank has
+            all of them.
     """
 
     weight: float = 0.0

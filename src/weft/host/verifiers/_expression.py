@@ -139,8 +139,11 @@ class _ExpressionSyntaxError(Exception):
 class _ExpressionParser:
     """Recursive-descent parser of normalized expressions (`_latex.to_plain_form`).
 
-    The grammar is sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^
-    atom)?.
+    The grammar, without the rules for atoms (numbers, names, groups, functions):
+
+        sum     = product (("+" | "-") product)*
+        product = ("+" | "-")* power (("*" | "/")? power)*
+        power   = atom "!"? ("^" "-"? atom)?
 
     The methods parse from the current position and return nodes of the expression tree. They raise
     `_ExpressionSyntaxError` for text that does not match. The argument `depth` is the current depth

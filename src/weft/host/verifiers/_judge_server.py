@@ -113,7 +113,8 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Raised if all attempts of a request fail.
 
-    `what`, stored as `cause`, is the reason for the last failure, without the server's response.
+    The attribute `cause` is the reason for the last failure, without the server's response. The
+    constructor gets it as `what`.
     """
 
     def __init__(self, message: str, what: str) -> None:

@@ -73,7 +73,7 @@ class ProtocolError(Exception):
 
 
 class RemoteProxy:
-    """Proxy that forwards operations to an object in the other process."""
+    """Proxy that forwards operations, such as calls, to an object in another process."""
 
     def __init__(self, peer: ObjectPeer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
@@ -194,12 +194,12 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 class ObjectPeer:
-    """One end of the channel between the process of a program and the process that tests it.
+    """One end of the channel between a process that runs a program and a process that tests it.
 
-    `guarded` is true at the tests' end, which restricts the program's access to the objects of the
-    tests. The program can only use objects that were sent to it. It can call functions and classes
-    that the tests define, iterate over generators, and use instances of the tests' classes, but not
-    attributes whose names start with an underscore.
+    At the tests' end, `guarded` is true and the program's access is restricted. The program can
+    then use only those objects of the tests that were sent to it: functions, classes and instances
+    of classes that the tests define, and generators. Attributes whose names start with an
+    underscore are inaccessible.
 
     A message is a JSON list:
 

@@ -48,13 +48,16 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of the program's process and of the tests' process.
+    """Limits for running a program and its tests, which run in two separate processes.
 
-    `seconds` limits the wall time of both processes together, and also, roughly, the processor time
-    of each. The other limits apply to each process: `memory_mb` limits the address space, `file_mb`
-    the size of a file, and `processes` the number of processes that it can start (root is exempt).
-    With the protection `files`, `disk_mb` limits the total size of the files in the folder of each
-    process.
+    Attributes:
+        seconds: Wall time of both processes together. The processor time of each process is limited
+            to about the same value.
+        memory_mb: Address space of each process, in MiB.
+        file_mb: Size of each file that is written, in MiB.
+        disk_mb: Total size of the files in the folder of each process, in MiB. This limit needs the
+            protection `files`.
+        processes: Number of processes that each process can start. It does not apply to root.
     """
 
     seconds: float = 5.0
@@ -79,10 +82,9 @@ class SandboxLimits:
 class SandboxTask:
     """Program to run, with its tests.
 
-    `entry_point` is the name of the function to test, which is always taken from the program. If
-    `entry_point` is set, the tests also use the helper functions that `prompt` defines, provided
-    that the prompt is code. All other names that the tests use but do not define are taken from the
-    program, unless they are names of modules or built-ins.
+    `entry_point` is the name of the function to test, which the program defines. If it is set and
+    `prompt` is code, the helper functions that `prompt` defines replace the program's functions of
+    the same names in the tests, so that a wrong program cannot pass by changing them.
     """
 
     program: str

@@ -35,7 +35,7 @@ _local = threading.local()
 
 
 class _UndecidedValue(Exception):
-    """Raised if an expression has no value, or none that can be computed within the limits."""
+    """Raised if an expression is undefined, or its value cannot be computed within the limits."""
 
 
 def have_same_value(one: str, other: str) -> bool | None:
@@ -146,10 +146,10 @@ class _ComplexValue:
     Attributes:
         real: Real part.
         imaginary: Imaginary part.
-        size: Largest absolute binary exponent of all rounded (floating-point) numbers in the
-            computation, or -1 if all numbers were exact fractions. If a fraction is converted to a
-            rounded number, the numbers of bits of its numerator and denominator count as exponents,
-            too. The larger `size` is, the more bits of precision are needed.
+        size: Largest absolute binary exponent of the floating-point numbers in the computation, or
+            -1 if all numbers were exact fractions. For a fraction that was converted to a
+            floating-point number, the bit lengths of its numerator and denominator are included. A
+            larger `size` requires a higher precision.
     """
 
     real: Fraction
@@ -191,13 +191,14 @@ def _get_context() -> Any:
 
 
 class _TreeCalculator:
-    """Calculator of the value of an expression tree.
+    """Calculator of the value of an expression tree, which is exact if possible.
 
-    Values are exact fractions where possible. All other values are rounded numbers, which means
-    floating-point numbers of `mpmath` with a precision of `bits` bits. `seed` selects the values
-    that are used for the letters of the expression. With `real`, square roots of negative numbers
-    and complex exponents raise `_UndecidedValue`. `size` is the largest absolute binary exponent of
-    the rounded numbers so far, or -1 if all numbers so far were exact.
+    Exact values are fractions. All other values are `mpmath` numbers with a precision of `bits`
+    bits. `size` is the largest absolute binary exponent of the `mpmath` numbers so far, or -1 if
+    there were none.
+
+    Letters of the expression get pseudorandom values, which depend on `seed`. With `real`, square
+    roots of negative numbers and complex exponents raise `_UndecidedValue`.
     """
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:

@@ -283,7 +283,7 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class JudgeCall:
-    """One call of the judge as a verifier, which holds the server session and the metric counts."""
+    """State of one `Judge.compute_rewards` call: the server session and the metric counts."""
 
     judge: Judge
     session: JudgeSession

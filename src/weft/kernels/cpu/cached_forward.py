@@ -112,9 +112,9 @@ class CachedPass:
     """New tokens of cached sequences, which are the input of one pass.
 
     Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`, which contains `lengths[i]`
-    tokens including the new ones. If the network has rotary positions, `rotation` is (cos, sin,
-    index), with cos and sin [P, 1, half]. Token t is rotated by `cos[index[t]]` and
-    `sin[index[t]]`.
+    tokens including the new ones. `rotation` is None for a network without rotary positions.
+    Otherwise it has two tables, cos and sin, and the index of each token's row in both tables. The
+    tables are [positions, 1, half of the rotated dimensions].
     """
 
     tokens: Tensor  # int64 [T]
@@ -153,11 +153,10 @@ def serves(weights: NetworkWeights) -> bool:
 
 @dataclass
 class CachedForward:
-    """Runner of a network's forward passes over one key-value cache.
+    """Runner of a network's forward passes over one key-value cache, with a C kernel.
 
     The kernel keeps the addresses of the parameters and of the cache, so their memory must not move
-    while this object is used. The C structure `_step` contains the values that all passes share,
-    and the arguments of the latest pass.
+    while this object is used.
     """
 
     weights: NetworkWeights

@@ -54,7 +54,7 @@ Parameters: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(PRODUCTS))
 
 
 class BlockStruct(ctypes.Structure):
-    """Parameters of a block and the block's cached keys and values."""
+    """Parameters of a transformer block, its cached keys and values, and its attention settings."""
 
     _fields_ = (
         ("parameters", Parameters),

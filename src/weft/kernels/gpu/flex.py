@@ -69,8 +69,8 @@ def _can_compile() -> bool:
 class KeySpans:
     """Spans of keys to which each query attends.
 
-    Query t attends to the keys `near[t]` to t (included), and `far_start[t]` to `far_stop[t]`
-    (excluded). All fields are int32 [padded tokens].
+    Query t attends to each key k with `near[t] <= k <= t` or `far_start[t] <= k < far_stop[t]`. All
+    fields are int32 [padded tokens].
     """
 
     near: Tensor

@@ -52,12 +52,12 @@ class SequenceBucket:
     The padding follows the tokens of each sequence, so causal attention never reads it.
 
     Attributes:
-        index: Index in the pack of the token in each cell, int64 [n, L]. A padding cell has the
-            index of the sequence's last token.
-        valid: Row-major indices of the cells that are not padding, int64 [tokens], or None if there
-            is no padding.
-        span: Pair (start, stop) if the cells are the pack's tokens `start` to `stop` (excluded) in
-            order, else None.
+        index: Pack indices of the tokens in the rectangle, int64 [n, L]. Padding repeats the index
+            of the row's last token.
+        valid: Row-major indices of the cells that are not padding, int64 [tokens], or None if
+            there is no padding.
+        span: Pair (start, stop) if the cells are the pack's tokens `start:stop` in order, else
+            None.
     """
 
     # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
@@ -91,9 +91,9 @@ class AttentionPart:
 class Dense:
     """Attention context of complete sequences, with causal attention within each sequence.
 
-    Sequence s consists of the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]` (excluded), and
-    `max_len` is the length of the longest sequence. `num_tokens` is the total number of tokens, or
-    None if the host would have to wait for the device to know it.
+    Sequence s consists of the tokens `cu_seqlens[s]:cu_seqlens[s + 1]` of the pack, and `max_len`
+    is the length of the longest sequence. `num_tokens` is the total number of tokens, or None if
+    this number is stored only on the device.
     """
 
     cu_seqlens: Tensor  # int32 [S + 1]

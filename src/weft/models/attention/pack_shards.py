@@ -31,12 +31,12 @@ class PackShard:
 
     Attributes:
         whole: Context of the whole pack.
-        runs: This rank's runs of consecutive tokens, each given as (first, one past the last) in
-            the pack. Runs are in ascending order and not empty.
+        runs: Pairs (start, stop) for this rank's tokens `start:stop` of the pack, in ascending
+            order. No run is empty.
         gather: Function that collects the local keys or values [n, ...] of all ranks and returns
             those of the whole pack, [T, ...]. All ranks must call it.
-        last_tokens: Local indices, int64, of the tokens on this rank from which the score of a
-            sequence is read.
+        last_tokens: Tokens at which sequences are scored, as indices into this rank's tokens,
+            int64. Tokens of other ranks are left out.
     """
 
     whole: Dense

@@ -56,10 +56,11 @@ class Family:
         name: Value of `model_type` in config.json.
         causal_lm: Name of the `transformers` class for a language-model head.
         classifier: Name of the `transformers` class for value and score heads, or None.
-        prefix: Prefix of all tensor names except the head's; absent in checkpoints without a head.
+        prefix: Prefix of all tensor names except the head's. Checkpoints without a head omit it.
         read_config: Function that converts config.json values to a configuration.
         write_config: Function that converts a configuration to config.json values.
-        keys: Function that returns the locations of all parameters except `score.weight`.
+        keys: Function that returns key templates (see `Key`) for all parameters except
+            `score.weight`.
         tiny: Contents of config.json for a small network that is used in tests.
         buffers: Name endings of tensors that old checkpoints contain but that are not parameters.
         score: Name of the checkpoint tensor with the weight of a value or score head.

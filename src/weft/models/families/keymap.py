@@ -22,10 +22,11 @@ Shape = tuple[int, ...]
 class FusedLayout:
     """Position of one parameter in a checkpoint tensor that contains several parameters.
 
-    The tensor consists of `blocks` blocks of rows. Each block has one run of consecutive rows per
-    parameter, with the lengths `sizes`. For example, the qkv tensor of phi3 is one block (q, k, v),
-    and that of gpt_neox has one block (head_dim, head_dim, head_dim) per head. `index` is the index
-    of this parameter in `sizes`.
+    The rows of the tensor form `blocks` blocks of equal size. Each block contains rows of all
+    parameters, one parameter after the other: `sizes[i]` rows of parameter i. `index` is the index
+    of this parameter in `sizes`. For example, the qkv tensor of phi3 is one block with all rows of
+    q, k and v, and that of gpt_neox has one block per head, with `sizes` (head_dim, head_dim,
+    head_dim).
     """
 
     blocks: int
@@ -55,17 +56,19 @@ class FusedLayout:
 class Key:
     """Location of one parameter in a checkpoint.
 
-    A key with `{i}` in its names is a template, from which `bind_layer` makes the key of each
-    layer.
+    `name` and `hf` can contain the placeholder `{i}` for the index of the layer. The key is then a
+    template for all layers, and `bind_layer` returns the key of one layer.
 
     Attributes:
-        name: Canonical name of the parameter in weft, which can contain `{i}` for the layer.
-        hf: Name of the checkpoint tensor, which can also contain `{i}`, and `{e}` for the expert.
+        name: Canonical name of the parameter in weft.
+        hf: Name of the checkpoint tensor. It contains `{e}`, the index of the expert, if each
+            expert has a separate tensor.
         part: Part of the network to which the parameter belongs.
         transpose: True if the checkpoint stores the matrix as [in, out].
-        fused: Position of the parameter in the tensor if the tensor contains several parameters.
-        experts: Number of experts if the checkpoint has one tensor per expert; the parameter is
-            then the stack of these tensors. Otherwise 0.
+        fused: Position of the parameter in a checkpoint tensor that contains several parameters;
+            None if the tensor contains only this one.
+        experts: Number of checkpoint tensors, one per expert, that are stacked to form the
+            parameter; 0 if they are not stacked.
         layer: Index of the layer; None in a template and for a parameter outside the blocks.
     """
 
@@ -98,11 +101,17 @@ class Key:
 
 @dataclass(frozen=True)
 class CheckpointRectangle:
-    """Rectangle of a parameter, and the rectangle of a checkpoint tensor with the same values.
+    """Part of a parameter, and the part of a checkpoint tensor with the same values.
 
-    `source` is the rectangle of the checkpoint tensor named `hf`, and `target` is that of the
-    parameter. The values are transposed if the parameter's `Key` has `transpose`. If `expert` is
-    set, the first dimension of `target` selects that expert, and `source` lacks this dimension.
+    Both parts are given by one slice per dimension. If the parameter's `Key` has `transpose`, the
+    values are transposed.
+
+    Attributes:
+        hf: Name of the checkpoint tensor.
+        source: Slices of the checkpoint tensor.
+        target: Slices of the parameter. If `expert` is set, the first slice selects this expert,
+            and `source` has no slice for this dimension.
+        expert: Index of the expert if each expert has its own checkpoint tensor, otherwise None.
     """
 
     hf: str

@@ -44,11 +44,14 @@ TABLE = 3  # first column of the table in a step's matrix
 
 @dataclass(frozen=True)
 class PagedHistory:
-    """All tokens of the sequences in a pass, stored and new, concatenated row by row.
+    """All tokens of the sequences in a pass, both stored and new, concatenated.
 
-    `places`, int64 [U], are the storage indices of the U tokens, counted in tokens from the
-    beginning of the first page. `cu_seqlens`, int32 [R + 1], are the boundaries of the rows, and
-    `max_len` is the length of the longest row.
+    Attributes:
+        places: Storage index of each token, int64 [U] for U tokens. The storage index counts tokens
+            from the beginning of the first page.
+        cu_seqlens: Boundaries of the sequences, int32 [R + 1]. Sequence r consists of the tokens
+            `cu_seqlens[r]:cu_seqlens[r + 1]`.
+        max_len: Number of tokens of the longest sequence.
     """
 
     places: Tensor  # int64 [U]: storage index of each token
@@ -58,13 +61,15 @@ class PagedHistory:
 
 @dataclass(frozen=True)
 class Paged:
-    """Attention context of new tokens of sequences that are stored in pages; made by `PagedCache`.
+    """Attention context of a pass over sequences whose keys and values are stored in pages.
+
+    It is built by `PagedCache`. The pass has T new tokens of R sequences, which are called rows.
 
     Attributes:
         pool: Memory of the pages.
-        places: Index at which each new token's key and value are stored, int64 [T]; tokens are
-            counted from the beginning of the first page.
-        table: Indices of each row's W pages in order, int32 [R, W].
+        places: Storage index of each new token, counted in tokens from the beginning of the first
+            page, int64 [T].
+        table: Indices of each row's pages in order, for up to W pages per row, int32 [R, W].
         used: Number of tokens of each row, including the new ones, int32 [R].
         cu_seqlens: Boundaries of the rows' new tokens, int32 [R + 1].
         max_len: Largest number of new tokens of a row, which is 1 in a decode step.

@@ -44,10 +44,12 @@ Counts = npt.NDArray[Any]  # integers
 class PrefixGroup:
     """Rows of a decode step whose sequences all begin with the same prefix.
 
-    `prefix` is the cache that contains the prefix, and `rows`, int64 [S], are the indices of the
-    rows. `queries` contains the same indices. Its last index is repeated until the length is a
-    multiple of `kernels.LEAST_QUERIES`, because for fewer queries, torch sums in another order and
-    rounds differently.
+    Attributes:
+        prefix: Cache that contains the prefix.
+        rows: Indices of the rows, int64 [S].
+        queries: `rows`, padded with copies of the last index to a multiple of
+            `kernels.LEAST_QUERIES`, int64. With fewer queries, torch would use another order of
+            summation, and results would be rounded differently.
     """
 
     prefix: KVCache
@@ -64,13 +66,13 @@ class PrefixGroup:
 
 @dataclass(frozen=True)
 class Cached:
-    """Attention context of new tokens of cached sequences; made by `KVCache.extend`.
+    """Attention context of the new tokens of R sequences in a cache; made by `KVCache.extend`.
 
-    Row r has the new tokens `cu_seqlens[r]` to `cu_seqlens[r + 1]` (excluded) of the pack, at
-    positions from `before[r] + used[r]`. Each new token attends to the `before[r]` tokens of the
-    row's prefix, to the `used[r]` tokens in slot `slots[r]`, and to the new tokens of the row up to
-    itself. The network writes the keys and values of the new tokens to the slot, where
-    `KVCache.extend` has made room for them.
+    Row r is one sequence. Its new tokens are the tokens `cu_seqlens[r]:cu_seqlens[r + 1]` of the
+    pack, and their positions begin at `before[r] + used[r]`. Each new token attends to the
+    `before[r]` tokens of the row's prefix, to the `used[r]` tokens in slot `slots[r]`, and to the
+    new tokens of the row up to itself. The network writes the keys and values of the new tokens to
+    the slot, where `KVCache.extend` has made room for them.
     """
 
     cache: KVCache
@@ -192,10 +194,10 @@ class Cached:
 class KVCache:
     """Cache of keys and values, with one contiguous slot per sequence.
 
-    `keys[row_of[layer]]` and `values[row_of[layer]]` are [num_slots, kv_heads, capacity, head_dim],
-    where `layer` is the index of the layer in the network. Slot s contains `used[s]` tokens and is
-    stored at index `places[s]` of the first dimension. `layers` are the indices of the cached
-    layers, by default all.
+    `keys` and `values` are lists of tensors [num_slots, kv_heads, capacity, head_dim], one per
+    cached layer. `row_of` maps the index of a layer in the network to its index in these lists.
+    Slot s contains `used[s]` tokens and is stored at the index `places[s]` of the tensors' first
+    dimension. `layers` are the indices of the cached layers, by default all.
     """
 
     def __init__(

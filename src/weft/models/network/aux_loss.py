@@ -19,16 +19,18 @@ DEFAULT_AUX_LOSS_WEIGHT = (
 class MoEAuxLoss:
     """Load-balancing loss of one pass.
 
-    Each layer with E experts adds one value per sequence, E * sum_e f_e P_e. Here f_e is the share
-    of the sequence's tokens that are sent to expert e, and P_e is the mean of the router's
-    probability for e over these tokens. This is the loss of Switch Transformers (Fedus et al. 2021,
-    eq. 4-6), computed over one sequence instead of a batch (DeepSeek-V3 2024, eq. 17), so that it
-    does not depend on the other sequences of the batch. If all experts are used equally, the value
-    is top_k. `transformers` computes f and P over all layers and over a whole batch without
+    Each layer with E experts has one loss value per sequence, E * sum_e f_e P_e. Here f_e is the
+    share of the sequence's tokens that are sent to expert e, and P_e is the mean probability that
+    the router gives to expert e for these tokens. If all experts are used equally, the value is
+    top_k.
+
+    This is the loss of Switch Transformers (Fedus et al. 2021, eq. 4-6), computed over one sequence
+    instead of a batch (DeepSeek-V3 2024, eq. 17), so that it does not depend on the other sequences
+    of the batch. `transformers` computes f and P over all layers and over a whole batch without
     padding; the two losses agree for one sequence and one layer.
 
-    This is not a dataclass, because FSDP2 copies the dataclasses among a module's arguments: each
-    layer would then add to a separate copy.
+    This class is not a dataclass, because FSDP2 copies dataclasses that are passed to a module.
+    Each layer would then add its values to a separate copy.
     """
 
     def __init__(

@@ -33,12 +33,12 @@ class BlockContext:
     Attributes:
         attention: Attention context of the pass.
         rotation: Tensors (cos, sin) of the tokens' rotary positions, or None without rotation.
-        dropout: Dropout keys and positions of the tokens, or None without dropout.
+        dropout: Keys and positions that seed each token's dropout, or None without dropout.
         aux_loss: Object that collects the load-balancing losses of layers with experts, or None.
         rows: Indices of the tokens for which the block returns its output, int64 [N]; None means
             all tokens. It is set only for the last block.
-        shared: Assignment of the rows of the residual stream to the ranks, or None if every rank
-            has all rows. Attention and MLP always process all rows on every rank.
+        shared: Division of the tokens among the ranks for the residual stream, or None if every
+            rank has all tokens. Attention and MLP always process all tokens on every rank.
         prefix: Placement of the trained prefix in this pass, or None if there is none.
     """
 
@@ -158,8 +158,8 @@ class Attention(nn.Module):
     """Self-attention of one layer.
 
     `layer` is the index of the layer in the whole network. `first_head` is the index of the first
-    local query head, counted over the query heads of all layers and tensor ranks. Dropout masks
-    depend on this index, so that they do not depend on how the heads are split.
+    query head of this rank, counted over all layers of the whole network. Dropout masks depend on
+    the indices of the heads, so they are the same for any number of tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -273,9 +273,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP (or experts) of one layer, with norms and residual connections.
 
-    `layer` is the index of the layer in the whole network. If attention and MLP are split over
-    ranks, `enter` sums the gradients of their inputs over the ranks. If the ranks also divide the
-    rows of a pass, the pass has a `RowShare`, which sums these gradients instead.
+    `layer` is the index of the layer in the whole network. With tensor parallelism, `enter` is the
+    function that sums the gradients of the inputs of attention and MLP over the ranks. If each rank
+    has only some of the rows, a `RowShare` sums these gradients instead.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:

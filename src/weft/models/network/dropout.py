@@ -75,11 +75,15 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """Dropout keys, int32 [T, 2], and positions, int32 [T], of the tokens of a pass.
+    """Data that determine the dropout masks of the T tokens of a pass.
 
-    `layer` is the index of the layer to which dropout is applied: an int, or a scalar integer
-    tensor that compiled code takes as an input. `first_head` is the index of the layer's first
-    local query head, counted over the heads of all layers.
+    Attributes:
+        keys: Dropout key of each token's sequence, int32 [T, 2].
+        positions: Position of each token, int32 [T].
+        layer: Index of the layer to which dropout is applied: an int, or a scalar integer tensor
+            that compiled code takes as an input.
+        first_head: Index of the layer's first query head on this rank, where the query heads of all
+            layers and ranks are numbered consecutively.
     """
 
     keys: Tensor

@@ -202,10 +202,11 @@ def _compute_logits(
 
 @dataclass(frozen=True)
 class _EventLogprobs:
-    """Log-probs of the events in each row of a chunk: one event per given id, and "any other id".
+    """Log-probs of K given ids in each row, and the total log-prob of all other ids.
 
-    `logprobs` is [R, K + 1], with the event "any other id" last. `lse` [R] is the log-sum-exp of
-    all logits of a row, and `others` [R] is that of the logits of all ids that are not given.
+    `logprobs` is [R, K + 1]; its last column is the total of the other ids. `lse` [R] is the
+    log-sum-exp of all logits of each row, and `others` [R] is the log-sum-exp of the logits of the
+    other ids.
     """
 
     logprobs: Tensor  # [R, K + 1]
@@ -290,9 +291,10 @@ def _scatter_values(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySpl
 
 
 class _EventChunk:
-    """Logits of one chunk of rows, and the log-probs of the label and of the events of each row.
+    """Chunk of rows, with its logits and the log-probs computed from them.
 
-    An event is one of the row's given ids, or "any other id".
+    `logprobs` has the log-prob of each row's label. `events` has the log-probs of each row's given
+    ids, and the log-prob of all other ids together.
     """
 
     def __init__(

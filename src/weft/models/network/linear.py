@@ -83,8 +83,8 @@ class Linear(nn.Module):
     """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
     If the columns of the matrix are split over ranks, `reduce` sums the results over the ranks
-    before the bias is added. If the ranks also divide the rows of a pass, `forward` gets a `share`.
-    The results are then summed by `share.scatter`, which returns only this rank's rows.
+    before the bias is added. If `forward` is called with a `share`, `share.scatter` computes this
+    sum instead and returns only this rank's rows of it.
 
     Attributes:
         parts: Output size of each fused layer, by the name of the layer.

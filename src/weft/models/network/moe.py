@@ -23,9 +23,10 @@ ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
 
 
 class ExpertExchange(Protocol):
-    """Interface of functions that compute the outputs of experts on several ranks.
+    """Interface of functions that compute the outputs of experts that are distributed over ranks.
 
-    Each rank has some of the experts, and the rows are sent to the ranks of their experts and back.
+    Such a function sends each input row to the rank that has the row's expert, and gets the
+    expert's output back.
     """
 
     def __call__(
@@ -89,11 +90,14 @@ class ExpertStack(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
-    The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4). If the
-    columns of every expert are split over ranks, `reduce` sums the results over the ranks. If the
-    ranks also divide the rows of a pass, `forward` gets a `share`. The results are then summed by
-    `share.scatter`, which returns only this rank's rows. `exchange` is set if the experts are
-    distributed over ranks.
+    The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
+
+    Attributes:
+        reduce: Function that sums the output over ranks, set if every expert is split over ranks.
+            If `forward` gets a `share`, `share.scatter` is used instead; it returns only this
+            rank's rows.
+        exchange: Function that computes rows on the ranks that have their experts, set if the
+            experts are distributed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

@@ -18,10 +18,11 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Location of a parameter with a canonical name, inside the parameter that the network stores.
+    """Location of a canonical parameter in the network.
 
-    For example, the weights of q, k and v are separate canonical parameters, but the network stores
-    them as rows of one matrix.
+    Canonical parameters do not depend on how the network stores them: it can store several as one.
+    For example, the canonical parameters `q.weight`, `k.weight` and `v.weight` of an attention
+    layer are rows of the stored parameter `qkv.weight`.
 
     Attributes:
         name: Name of the stored parameter in the network.

@@ -51,18 +51,19 @@ class PrefixKeysValues(nn.Module):
 
 @dataclass(frozen=True)
 class InsertedPrefix:
-    """Pack of whole sequences in which the trained prefix is inserted before each sequence.
+    """Pack in which the trained prefix is inserted before each sequence.
 
-    Only attention uses this longer pack. In shapes, `all` is the number of its tokens.
+    Only attention uses this longer pack. In shapes, `all` is the number of its tokens, and T is the
+    number of tokens of the original pack.
 
     Attributes:
         attention: Attention context of the longer pack.
         rotation: Tensors (cos, sin) for the longer pack; prefix tokens are not rotated.
-        order: For each token of the longer pack, its index in the concatenation of the original
-            pack and all inserted prefixes, int64 [all].
+        order: For each token of the longer pack, its index before reordering, int64 [all]. Before
+            reordering, the inserted prefixes follow the original pack.
         pack_places: For each token of the original pack, its index in the longer pack, int64 [T].
-        owner: For each token of the longer pack, the index in the original pack of a token of the
-            same sequence, int64 [all].
+        owner: For each token of the longer pack, its index in the original pack, int64 [all]. A
+            prefix token has the index of the first token after the prefix.
         num_copies: Number of inserted prefixes.
     """
 
@@ -104,13 +105,14 @@ class InsertedPrefix:
 class OverwrittenPrefix:
     """Placement of the trained prefix in a pass over cached sequences.
 
-    The sequences begin with placeholder tokens, whose keys and values are replaced by those of the
-    prefix.
+    Each sequence begins with placeholder tokens. Their keys and values are replaced by those of the
+    prefix, whose keys are not rotated.
 
     Attributes:
         attention: Attention context of the pass.
-        rotation: Tensors (cos, sin) of the pass, without a rotation for the placeholders.
-        tokens: Indices of the placeholders among the new tokens, int64 [n].
+        rotation: Tensors (cos, sin) of the pass, with cos = 1 and sin = 0 for the placeholders;
+            None without rotation.
+        tokens: Indices of the placeholders among the tokens of the pass, int64 [n].
         places: For each placeholder, the index of the prefix token that replaces it, int64 [n].
     """
 

@@ -45,12 +45,12 @@ class RowShare(Protocol):
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Assignment of the rows of one pass to the ranks.
+    """Division of a pass's tokens among the ranks, as seen by this rank.
 
     Attributes:
         token_share: This rank's share of all tokens of the pack.
         wanted_share: This rank's share of the tokens whose final hidden states the pass returns.
-        wanted_tokens: Indices, among this rank's tokens, of the tokens in `wanted_share`, int64.
+        wanted_tokens: Indices of the tokens of `wanted_share` in this rank's hidden states, int64.
     """
 
     token_share: RowShare  # of all tokens of the pack

@@ -17,10 +17,13 @@ from weft import kernels
 class SamplingSupport:
     """Ids that sampling kept for each row after top-k, top-p or min-p.
 
-    Log-probs are normalized over these ids. A row without ids is normalized over the whole
-    vocabulary. A row's label always counts as kept. `ids`, int64, contains the ids of all rows one
-    after the other, and `counts`, int64 [N], contains their number per row. `known_counts` is a
-    copy of `counts` on the host, or None.
+    The log-probs of a row are normalized over its kept ids. The row's label always counts as kept.
+    If no ids are listed for a row, its log-probs are normalized over the whole vocabulary.
+
+    Attributes:
+        ids: Kept ids of all rows, one row after the other, int64.
+        counts: Number of ids listed for each row, int64 [N].
+        known_counts: Copy of `counts` on the host, or None.
     """
 
     ids: Tensor  # int64 [sum of counts]

@@ -126,10 +126,10 @@ class _TokenOutputSettings:
 
 
 class ProjectionGradients:
-    """Gradients with respect to the inputs of an output projection, computed in chunks of rows.
+    """Gradients of an output layer's hidden states, weight and bias, computed in chunks of rows.
 
-    The gradients of the weight and the bias are summed over the chunks. If there is a
-    `gradient_sum`, the weight's gradient is added to it.
+    The gradients of the weight and the bias are summed over the chunks. The weight's gradient is
+    added to `gradient_sum` if this is given, and is returned otherwise.
     """
 
     def __init__(
@@ -201,10 +201,15 @@ class ProjectionGradients:
 
 @dataclass(frozen=True)
 class _RowSoftmax:
-    """Logits of some rows, divided by the temperature, with the data for computing their gradient.
+    """Logits of some rows, with the data for computing their gradient.
 
-    These data are either `logp`, the log-probs, or `statistics`, with each row's log-sum-exp and
-    possibly the entropy. The other attribute is None.
+    Either `statistics` or `logp` is None.
+
+    Attributes:
+        logits: Logits divided by the temperature.
+        capped: Logits before this division.
+        statistics: Log-sum-exp of each row and, if needed, its entropy.
+        logp: Log-probs of all ids.
     """
 
     logits: Tensor
@@ -254,12 +259,16 @@ class _RowSoftmax:
 
 @dataclass(frozen=True)
 class _ChunkResults:
-    """Results for one chunk of rows.
+    """Results for R rows of logits.
 
-    `labels` are relative to this rank's part of the vocabulary, and negative for ids of other
-    ranks. `lse` is the log-sum-exp of each row's logits, or None if `softmax` contains the
-    log-probs. `best` is the most likely id of the whole vocabulary. `entropy` and `best` are None
-    if they were not requested.
+    Attributes:
+        softmax: Logits, and what is needed to compute their gradient.
+        labels: Label of each row, relative to the first id of this rank's part of the vocabulary.
+            Negative if another rank has the label.
+        logprobs: Log-prob of each row's label.
+        lse: Log-sum-exp of each row, or None if `softmax` contains the log-probs of all ids.
+        entropy: Entropy of each row, or None if not requested.
+        best: Most likely id of the whole vocabulary for each row, or None if not requested.
     """
 
     softmax: _RowSoftmax

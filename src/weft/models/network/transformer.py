@@ -69,10 +69,10 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 class Embedding(nn.Module):
     """Embedding matrix [V, width], which maps tokens, int64 [T], to hidden states [T, width].
 
-    If the vocabulary is split over ranks, `first` is the first id of this rank. The rank computes
-    zeros for the ids of other ranks, and `reduce` sums the results over the ranks. If the ranks
-    also divide the rows of a pass, `forward` gets a `share`. The results are then summed by
-    `share.scatter`, which returns only this rank's rows.
+    If the vocabulary is split over ranks, `first` is the first id of this rank. Ids of other ranks
+    are mapped to zeros, and `reduce` sums the hidden states over the ranks. If each rank continues
+    with only some of the tokens, `forward` gets a `share`, which sums the hidden states and returns
+    those of this rank's tokens.
     """
 
     def __init__(self, size: int, width: int) -> None:

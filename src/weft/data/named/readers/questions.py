@@ -84,9 +84,9 @@ def question_answer(
 
 @dataclass(frozen=True)
 class PairReader:
-    """Converter of single rows to questions with answers, according to `options`.
+    """Reader that converts each row of a dataset to a question with its answer.
 
-    `use` counts the rows that are left out.
+    The rows that are left out are counted in `use`.
     """
 
     use: ReaderContext
