@@ -155,7 +155,7 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[lis
     """Round robin, or there and back: then the first rank has both ends."""
     names = [*(f"blocks.{layer}.norm1.weight" for layer in range(8)), "embed.weight", "norm.weight"]
     config = replace(config_of("llama"), num_layers=8, vocab_size=8)
-    layout = Layout(pipeline=2, stages_a_rank=2, turns=turns)
+    layout = Layout(pipeline=2, stages_per_rank=2, turns=turns)
     for tied in (False, True):
         for rank, own in enumerate(blocks):
             held = compute_holdings(

@@ -13,19 +13,19 @@ class Placement:
 
     Attributes:
         ranks: Number of pipeline ranks.
-        stages_a_rank: Number of stages per rank.
+        stages_per_rank: Number of stages per rank.
         turns: If True, every second group of `ranks` stages is assigned in reverse, from the last
             rank to the first. With two stages per rank, this is the V-shaped assignment of the
             schedule ZBV.
     """
 
     ranks: int
-    stages_a_rank: int = 1
+    stages_per_rank: int = 1
     turns: bool = False
 
     @property
     def num_stages(self) -> int:
-        return self.ranks * self.stages_a_rank
+        return self.ranks * self.stages_per_rank
 
     def get_rank(self, stage: int) -> int:
         row, rank = divmod(stage, self.ranks)

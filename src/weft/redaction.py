@@ -176,21 +176,21 @@ def mask_values(value: Any, name: str = "") -> Any:
     return redact_urls(value) if isinstance(value, str) else value
 
 
-def iterate_masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
+def iterate_masked_options(value: Any, name: str = "", *, in_secret: bool = False) -> Iterator[str]:
     """Iterate over the dotted names of options whose secret values were replaced by a mask.
 
-    `value` is a stored configuration, or the part of it with the dotted name `name`. `telling` is
+    `value` is a stored configuration, or the part of it with the dotted name `name`. `in_secret` is
     True if `name`, or the name of an enclosing part, is the name of a secret.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from iterate_masked_options(
-                each, f"{name}.{key}".lstrip("."), telling=telling or is_secret(str(key))
+                each, f"{name}.{key}".lstrip("."), in_secret=in_secret or is_secret(str(key))
             )
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from iterate_masked_options(each, f"{name}[{index}]", telling=telling)
+            yield from iterate_masked_options(each, f"{name}[{index}]", in_secret=in_secret)
     elif isinstance(value, str) and MASK in value:
         in_url = any(MASK in url for url in URL.findall(value)) or value.startswith(f"{MASK}@")
-        if in_url or (telling and value == MASK):
+        if in_url or (in_secret and value == MASK):
             yield name

@@ -38,7 +38,7 @@ class Layout:
         pipeline: Number of pipeline-parallel ranks.
         context: Number of ranks that share each sequence.
         expert: Number of data-parallel ranks over which the experts are distributed.
-        stages_a_rank: Number of pipeline stages per pipeline rank.
+        stages_per_rank: Number of pipeline stages per pipeline rank.
         turns: If True, every second group of `pipeline` stages is assigned to the ranks in reverse
             order (V shape).
     """
@@ -49,7 +49,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    stages_a_rank: int = 1
+    stages_per_rank: int = 1
     turns: bool = False
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Layout:
     @property
     def placement(self) -> Placement:
         """Assignment of pipeline stages to pipeline ranks."""
-        return Placement(self.pipeline, self.stages_a_rank, self.turns)
+        return Placement(self.pipeline, self.stages_per_rank, self.turns)
 
     def __str__(self) -> str:
         return "".join(f"{letter}{getattr(self, name)}" for letter, name in LETTERS.items())

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoints.config_file import find_problem, prefix_errors, read_config_file, set_by
+from weft.checkpoints.config_file import (
+    find_problem,
+    prefix_errors,
+    prefix_option,
+    read_config_file,
+)
 from weft.errors import CheckpointError
 
 
@@ -36,7 +41,7 @@ def test_the_message_begins_with_the_option_and_the_file(tmp_path: Path) -> None
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "eos_token_id": "a"}))
     said = r"^critic\.path=m/config\.json: eos_token_id='a': it must be a whole number"
-    with pytest.raises(CheckpointError, match=said), set_by("critic.path"):
+    with pytest.raises(CheckpointError, match=said), prefix_option("critic.path"):
         read_config_file(file, "m/config.json")
     with (
         pytest.raises(CheckpointError, match=r"^m/config\.json: lacks 'x'$"),

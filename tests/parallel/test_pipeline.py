@@ -45,7 +45,7 @@ class Case:
     # lora, dropout, balance (of experts), unmoved (the first micro-batch trains nothing)
     form: str = ""
     dtype: torch.dtype = torch.float64
-    stages_a_rank: int | None = None
+    stages_per_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def staged(case: Case) -> list[Run]:
     """On each rank: its stages."""
     group = dist.group.WORLD
     assert group is not None
-    known, placement = build(case), build_placement(case.kind, group.size(), case.stages_a_rank)
+    known, placement = build(case), build_placement(case.kind, group.size(), case.stages_per_rank)
     count, layers = placement.num_stages, known.config.num_layers
     networks = {
         s: stage(known, case, compute_stage(layers, count, s))
@@ -221,7 +221,7 @@ def same(found: Values, expected: Values, tolerance: float, name: str) -> None:
 
 def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None:
     expected = alone(case)
-    placement, known = build_placement(case.kind, size, case.stages_a_rank), build(case)
+    placement, known = build_placement(case.kind, size, case.stages_per_rank), build(case)
     count = placement.num_stages
     for rank, found in enumerate(ranks.run(staged, case)):
         for number, run in zip(placement.list_stages(rank), found, strict=True):
@@ -260,7 +260,7 @@ def named(case: Case) -> str:
     ]
     said += [
         "float32" if case.dtype == torch.float32 else "",
-        f"v{case.stages_a_rank}" if case.stages_a_rank else "",
+        f"v{case.stages_per_rank}" if case.stages_per_rank else "",
     ]
     return "-".join(filter(None, said))
 

@@ -42,7 +42,7 @@ class Case:
     limit: bool = False  # top-k, with the kept ids recorded
     turns: int = 0  # generators that take turns; 0: one, by itself
     kind: Kind = "1f1b"
-    stages_a_rank: int | None = None
+    stages_per_rank: int | None = None
     budget: GenerationBudget = LARGE
 
     @property
@@ -71,7 +71,7 @@ def requests() -> list[Request]:
 
 
 def decoder_of(case: Case, group: dist.ProcessGroup, host: dist.ProcessGroup) -> StagedDecoder:
-    known, placement = whole(case), build_placement(case.kind, group.size(), case.stages_a_rank)
+    known, placement = whole(case), build_placement(case.kind, group.size(), case.stages_per_rank)
     runs = {
         s: compute_stage(LAYERS, placement.num_stages, s)
         for s in placement.list_stages(group.rank())
@@ -139,13 +139,13 @@ CASES = [
     Case(kind="zbv"),
     Case(kind="zbv", turns=2, budget=SMALL),
     Case("gpt2", kind="interleaved_1f1b", turns=2, limit=True),
-    Case(kind="interleaved_1f1b", turns=2, stages_a_rank=4),
+    Case(kind="interleaved_1f1b", turns=2, stages_per_rank=4),
 ]
 
 
 def named(case: Case) -> str:
     small = "small" if case.budget is SMALL or case.budget == SMALL else ""
-    kind = "" if case.kind == "1f1b" else f"{case.kind}{case.stages_a_rank or ''}"
+    kind = "" if case.kind == "1f1b" else f"{case.kind}{case.stages_per_rank or ''}"
     turns = f"{case.turns} turns" * bool(case.turns)
     return "-".join(filter(None, [case.family, kind, "limit" * case.limit, turns, small]))
 

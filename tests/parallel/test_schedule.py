@@ -90,10 +90,10 @@ def compute(action: ComputeAction, placement: Placement, held: set[tuple[int, in
         held.add((stage, m, True))
 
 
-@pytest.mark.parametrize(("kind", "stages_a_rank"), PLACED)
-def test_every_plan_ends_under_rendezvous(kind: Kind, stages_a_rank: int | None) -> None:
+@pytest.mark.parametrize(("kind", "stages_per_rank"), PLACED)
+def test_every_plan_ends_under_rendezvous(kind: Kind, stages_per_rank: int | None) -> None:
     for ranks in RANKS:
-        placement = build_placement(kind, ranks, stages_a_rank)
+        placement = build_placement(kind, ranks, stages_per_rank)
         for count in MICROBATCHES:
             found = rendezvous(plan_actions.__wrapped__(kind, placement, count), placement)
             halves = "FIW" if kind in SPLIT_BACKWARD_KINDS else "FB"
@@ -107,10 +107,10 @@ def test_every_plan_ends_under_rendezvous(kind: Kind, stages_a_rank: int | None)
                 assert Counter(own) == wanted
 
 
-@pytest.mark.parametrize(("kind", "stages_a_rank"), PLACED)
-def test_inference_is_the_forward_half(kind: Kind, stages_a_rank: int | None) -> None:
+@pytest.mark.parametrize(("kind", "stages_per_rank"), PLACED)
+def test_inference_is_the_forward_half(kind: Kind, stages_per_rank: int | None) -> None:
     for ranks in RANKS:
-        placement = build_placement(kind, ranks, stages_a_rank)
+        placement = build_placement(kind, ranks, stages_per_rank)
         for count in MICROBATCHES:
             lists = plan_actions.__wrapped__(kind, placement, count, forward_only=True)
             found = rendezvous(lists, placement)

@@ -174,12 +174,12 @@ def test_every_pair_of_layouts_with_all_pipelines(number: int) -> None:
 
 
 PLACED = [
-    Layout(pipeline=2, stages_a_rank=2),
-    Layout(pipeline=2, stages_a_rank=2, turns=True),
-    Layout(pipeline=2, stages_a_rank=3),
-    Layout(tensor=2, pipeline=2, stages_a_rank=2, turns=True),
-    Layout(data=2, fsdp=2, pipeline=2, stages_a_rank=2),
-    Layout(pipeline=4, stages_a_rank=2, turns=True),
+    Layout(pipeline=2, stages_per_rank=2),
+    Layout(pipeline=2, stages_per_rank=2, turns=True),
+    Layout(pipeline=2, stages_per_rank=3),
+    Layout(tensor=2, pipeline=2, stages_per_rank=2, turns=True),
+    Layout(data=2, fsdp=2, pipeline=2, stages_per_rank=2),
+    Layout(pipeline=4, stages_per_rank=2, turns=True),
 ]
 
 

@@ -73,7 +73,7 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def set_by(option: str) -> Iterator[None]:
+def prefix_option(option: str) -> Iterator[None]:
     """Prefix every `CheckpointError` raised in the context with the option that set the path.
 
     With the option `critic.path`, the message becomes `critic.path=DIR/config.json: ...`.

@@ -183,7 +183,7 @@ def _find_paths(given: argparse.Namespace) -> list[str]:
     from weft.cli import named_data
 
     spec = DatasetSpec()
-    allowed = named_data.allow(
+    allowed = named_data.select_permitted(
         named_data.resolve_sources(given.datasets, given.mode, spec), spec, given.yes
     )
     if not allowed:

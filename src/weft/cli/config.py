@@ -98,7 +98,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ("ls", list_sections),
         ("show", show_stack),
         ("cp", copy_section),
-        ("validate", validate_words),
+        ("validate", validate_given),
     ):
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
@@ -251,7 +251,7 @@ def _find_top_keys(rows: Sequence[str]) -> set[str]:
     return {match[2].strip() for match in matches if match}
 
 
-def validate_words(given: argparse.Namespace) -> Iterator[str]:
+def validate_given(given: argparse.Namespace) -> Iterator[str]:
     """Check the given files and sections, for `weft config validate`.
 
     Every section in the files is checked on its own. Sections given by name are merged, together

@@ -182,7 +182,7 @@ def _set_named_datasets(
     if arguments.command == "counts" and config.tokenizer.path is None:
         allowed = wanted  # `weft data counts` asks before it downloads
     else:
-        allowed = named_data.allow(wanted, config.dataset, arguments.yes)
+        allowed = named_data.select_permitted(wanted, config.dataset, arguments.yes)
     if not allowed:
         raise ConfigError("none of the named datasets is on this machine; --yes downloads them")
     config.dataset = replace(

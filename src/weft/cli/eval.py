@@ -156,7 +156,7 @@ def _prepare_named_data(
     if given.split not in (None, "train", "valid"):
         raise ConfigError(f"--split {given.split}: must be train or valid for named datasets")
     tried = []
-    for source in named_data.allow(
+    for source in named_data.select_permitted(
         named_data.resolve_sources(given.datasets or [], "rm", spec, settings), spec, given.yes
     ):
         own = replace(source, args={**args, **source.args})

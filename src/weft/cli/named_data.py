@@ -115,7 +115,9 @@ def _resolve_word(
     return settings.list_sources(section, mode)
 
 
-def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
+def select_permitted(
+    wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool
+) -> list[SourceSpec]:
     """Return the sources that are available locally or that the user allows weft to download.
 
     Downloads are allowed if `yes` is True, or if the user agrees when asked on a terminal.
@@ -353,7 +355,7 @@ def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:
     counted = []
     shares = []
     wrong = []
-    allowed = allow(request.sources, request.spec, request.yes)
+    allowed = select_permitted(request.sources, request.spec, request.yes)
     for source, name in assign_unique_names(allowed):
         try:
             counted.append(count_source(source, name, request, tell))

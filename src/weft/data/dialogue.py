@@ -74,7 +74,7 @@ def _find_marks(text: str, mark: str) -> list[int]:
     return positions
 
 
-def count_shared_words(one: str, other: str) -> int:
+def count_shared_characters(one: str, other: str) -> int:
     """Return the number of characters before the first word in which two texts differ.
 
     The last word of each text counts as different, so that a part of the text remains after the

@@ -100,7 +100,7 @@ def read_messages(row: Row, key: str, role: str) -> list[Message]:
         raise BadRow(
             f"{key!r} must be text or a list of messages {{role, content}}, not {describe_kind(value)}"
         )
-    return _normalise_column([value] if isinstance(value, Mapping) else value, key)
+    return _normalize_column([value] if isinstance(value, Mapping) else value, key)
 
 
 def read_message_list(row: Row, key: str) -> list[Message]:
@@ -112,10 +112,10 @@ def read_message_list(row: Row, key: str) -> list[Message]:
         raise BadRow(
             f"{key!r} must be a list of messages {{role, content}}, not {describe_kind(row[key])}"
         )
-    return _normalise_column(row[key], key)
+    return _normalize_column(row[key], key)
 
 
-def _normalise_column(messages: Sequence[Any], key: str) -> list[Message]:
+def _normalize_column(messages: Sequence[Any], key: str) -> list[Message]:
     """Normalize the messages of the column `key`.
 
     Raises `BadRow` if the messages are invalid. The error names the column, except for the standard

@@ -93,7 +93,7 @@ class Tokenizer:
         if spec.add_bos_token:
             tokenizer_files.require_bos(hf, path, option)
         if spec.add_bos_token is not None:
-            tokenizer_files.set_bos_habit(hf, spec.add_bos_token)
+            tokenizer_files.set_add_bos(hf, spec.add_bos_token)
         stops = tokenizer_files.read_stop_ids(model_path or path)
         return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from, option)
 

@@ -269,11 +269,11 @@ def _build_tokenizer(
     )
     hf.chat_template = config.get("chat_template")
     habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
-    set_bos_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
+    set_add_bos(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
     return hf
 
 
-def set_bos_habit(hf: Any, add_bos: bool) -> None:
+def set_add_bos(hf: Any, add_bos: bool) -> None:
     """Set whether the `transformers` tokenizer begins texts with BOS.
 
     The setting is included when the tokenizer is saved. It has no effect on tokenizers written in
@@ -564,10 +564,10 @@ def require_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer
         )
 
 
-def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
+def compute_fingerprint(hf: PreTrainedTokenizerBase, *settings: Any) -> str:
     """Return the sha256 of everything that affects the token ids of a text or conversation.
 
-    `habits` are settings outside the `transformers` tokenizer that affect the ids, such as adding
+    `settings` are settings outside the `transformers` tokenizer that affect the ids, such as adding
     BOS.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
@@ -581,7 +581,7 @@ def compute_fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
             [type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True
         )
     special = {name: str(token) for name, token in hf.special_tokens_map.items()}
-    rest = json.dumps([special, hf.chat_template, habits], sort_keys=True)
+    rest = json.dumps([special, hf.chat_template, settings], sort_keys=True)
     return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
 
 

@@ -410,7 +410,7 @@ class ModelSpec:
         )
         if layout.pipeline == 1:
             return layout
-        return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
+        return replace(layout, stages_per_rank=placement.stages_per_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
         """Return the role's layout together with the devices that it uses.

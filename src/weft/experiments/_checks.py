@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.config_file import set_by
+from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.kind import is_reward_model, read_config_values
 from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
 from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
@@ -201,7 +201,7 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         return
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{option}: has no config.json; give {ACCEPTED_NAMES}")
-    with set_by(f"{role}.path"):
+    with prefix_option(f"{role}.path"):
         values = read_config_values(str(spec.path))
     if spec.head == "lm" and is_reward_model(values):
         raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from weft.checkpoints import kind, names
-from weft.checkpoints.config_file import set_by
+from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, ModelQuery
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
@@ -60,7 +60,7 @@ def resolve_roles(experiment: Experiment) -> Experiment:
 def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelSpec:
     located = _locate_paths(control, role, spec)
     path = None if located.backend in NO_NETWORK else located.path
-    with set_by(f"{role}.path"):
+    with prefix_option(f"{role}.path"):
         values = {} if path is None else kind.read_config_values(path)
     resolved_spec = _with_backend(role, located, values)
     notes = (*resolved_spec.notes, *_build_head_warnings(role, resolved_spec, values))

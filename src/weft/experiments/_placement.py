@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoints.config_file import set_by
+from weft.checkpoints.config_file import prefix_option
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -189,7 +189,7 @@ def _build_problem(
     networks = {}
     for role, spec in experiment.roles.items():
         if role in called and spec.path:
-            with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+            with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
                 networks[role] = _build_network_sizes(spec, dtypes, on_gpu=on_gpu)
     # List the candidates; roles without a network take no device.
     units, start = _build_units(experiment, free, count, per_node)

@@ -154,12 +154,12 @@ class RLGraphBuilder:
         return SUPPORT_KEYS if self.gen.record_support else ()
 
     def build_roles(
-        self, *, reference_by: str | None
+        self, *, reference_removed_by: str | None
     ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
         """Return the roles by name, and a mapping from copied roles to the roles that they copy.
 
         The roles are the actor and, if the run has them, the reference and the reward model. A role
-        is in the second mapping if its initial weights are copied from another role. `reference_by`
+        is in the second mapping if its initial weights are copied from another role. `reference_removed_by`
         is the option setting that removes the reference, such as "ppo.kl_ctl=0", or None if the run
         has a reference.
 
@@ -170,11 +170,11 @@ class RLGraphBuilder:
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
-        if reference_by is None:
+        if reference_removed_by is None:
             roles["ref"], init_from = build_reference(config.ref, config.actor)
         elif self.options.ref_ema_eta:
             raise ConfigError(
-                f"{self.name}.ref_ema_eta updates the reference, but {reference_by} removes it; "
+                f"{self.name}.ref_ema_eta updates the reference, but {reference_removed_by} removes it; "
                 "set only one of the two"
             )
         if self.has_model:

@@ -182,7 +182,9 @@ class GRPOConfig(PolicyConfig):
         grpo = self.grpo
         policy = RLGraphBuilder.from_options(self, grpo, "grpo", grpo.group_size)
         _check_options(grpo, self, policy)
-        roles, copied = policy.build_roles(reference_by=None if self._has_ref else "grpo.kl_coef=0")
+        roles, copied = policy.build_roles(
+            reference_removed_by=None if self._has_ref else "grpo.kl_coef=0"
+        )
         return policy.build_experiment(
             roles, copied, self._build_nodes(policy), *_build_notes(grpo)
         )

@@ -166,7 +166,7 @@ class OnlineDPOConfig(SamplingConfig):
         )
         _check_options(options, policy)
         loss = f"online_dpo.loss_type={options.loss_type}"
-        roles, copied = policy.build_roles(reference_by=None if self._has_ref else loss)
+        roles, copied = policy.build_roles(reference_removed_by=None if self._has_ref else loss)
         return policy.build_experiment(
             roles, copied, self._build_nodes(policy), _build_note(options)
         )

@@ -137,7 +137,9 @@ class PPOConfig(PolicyConfig):
         )
         # Choose the models; the actor is frozen while only the critic is trained.
         critic, begins_as = policy.build_critic(policy.config.critic, self.ppo.critic_init)
-        others, copied = policy.build_roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
+        others, copied = policy.build_roles(
+            reference_removed_by=None if self._has_ref else "ppo.kl_ctl=0"
+        )
         actor = others.pop("actor")
         warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
         roles = {"actor": replace(actor, optimizer=warmup), "critic": critic, **others}

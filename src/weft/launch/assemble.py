@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.checkpoints.config_file import set_by
+from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.hf_io import read_config, read_raw
 from weft.checkpoints.kind import HF_BACKEND, TORCH_BACKEND
 from weft.data.features import with_additions
@@ -435,7 +435,7 @@ def check_configs(experiment: Experiment) -> None:
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
             continue
-        with set_by(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+        with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
             if spec.backend == TORCH_BACKEND:
                 read_config(spec.path, spec.type)
             else:

@@ -85,7 +85,7 @@ def find_changed_options(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
         return None
     changed_options = {}
     for name, value in flatten_options(run.config):
-        if name not in NAMES and value != usual.get(name, None if unset(value) else ABSENT):
+        if name not in NAMES and value != usual.get(name, None if is_unset(value) else ABSENT):
             changed_options[name] = (value, usual.get(name))
     return changed_options
 
@@ -213,18 +213,18 @@ def render_options(config: Mapping[str, Any]) -> str:
 
 
 def _render_option(name: str, value: Any) -> str:
-    kind = "option unset" if unset(value) else "option"
+    kind = "option unset" if is_unset(value) else "option"
     return f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
 
 
-def unset(value: Any) -> bool:
+def is_unset(value: Any) -> bool:
     """Return whether an option is unset: None, an empty string or an empty container."""
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 
 def is_left_open(value: Any) -> bool:
     """Return whether an option is unset or `auto`, so that weft chooses its value."""
-    return unset(value) or value == "auto"
+    return is_unset(value) or value == "auto"
 
 
 def format_briefly(value: Any) -> str:
@@ -234,7 +234,7 @@ def format_briefly(value: Any) -> str:
 
 def format_value(value: Any) -> str:
     """Format a value for display, with "none" for a value that is not set."""
-    if unset(value) or value is ABSENT:
+    if is_unset(value) or value is ABSENT:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()

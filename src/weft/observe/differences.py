@@ -114,7 +114,7 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
     option_names: list[str] = []
     loss = last.endswith("loss")
     if group in (REWARD, CRITIC):
-        known = any(not configuration.unset(options.get(option)) for option in SOURCES[:4])
+        known = any(not configuration.is_unset(options.get(option)) for option in SOURCES[:4])
         option_names += SOURCES if known else ()
     elif (
         not loss
@@ -130,7 +130,7 @@ def find_defining_options(run: RunFiles, name: str) -> dict[str, str]:
         valid = [f"dataset.{option}" for option in VALIDATION_ROWS]
     else:
         valid = []
-    given = valid and not configuration.unset(options.get(valid[0]))
+    given = valid and not configuration.is_unset(options.get(valid[0]))
     option_names += (
         valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
     )

@@ -125,7 +125,7 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
     top = _read_top_keys(run / CONFIG)
-    lines = end_lines(run / METRICS)
+    lines = read_end_rows(run / METRICS)
     named = record.get("algorithm")
     algorithm = (named if isinstance(named, str) else "") or next(
         (name for name in ALGORITHMS if name in top), None
@@ -164,9 +164,9 @@ def diagnose(
     `lines` are the lines of metrics.jsonl, if the caller has already read them. Returns None if the
     run has too few steps.
     """
-    metrics = end_lines(run / METRICS) if lines is None else lines
+    metrics = read_end_rows(run / METRICS) if lines is None else lines
     rewarded = any(get_last_part(name) == REWARD for line in metrics[-1:] for name in line)
-    samples = end_lines(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
+    samples = read_end_rows(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
     return diagnose_run(metrics, algorithm, cache(lambda: _read_scalars(run / CONFIG)), samples)
 
 
@@ -248,7 +248,7 @@ def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
     return _read_ranges(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
-def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
+def read_end_rows(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
     """Return the rows of a JSON Lines file that have a step, oldest first.
 
     If the file has more than `most` bytes, only rows near its start and its end are returned.

@@ -73,10 +73,10 @@ Action = ComputeAction | TransferAction
 Order = Sequence[Sequence[ComputeAction]]  # by rank
 
 
-def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
+def build_placement(kind: Kind, ranks: int, stages_per_rank: int | None = None) -> Placement:
     """Return the placement of a pipeline's stages on `ranks` ranks.
 
-    Interleaved schedules have `stages_a_rank` stages per rank, by default 2. Other schedules have a
+    Interleaved schedules have `stages_per_rank` stages per rank, by default 2. Other schedules have a
     fixed number (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind of schedule, or for a
     number of stages that the kind does not allow.
     """
@@ -85,19 +85,19 @@ def build_placement(kind: Kind, ranks: int, stages_a_rank: int | None = None) ->
             f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}"
         )
     usual = STAGES_A_RANK.get(kind)
-    if usual is not None and stages_a_rank not in (None, usual):
-        were = "was" if stages_a_rank == 1 else "were"
+    if usual is not None and stages_per_rank not in (None, usual):
+        were = "was" if stages_per_rank == 1 else "were"
         raise ConfigError(
-            f"pipeline_schedule={kind} has {_format_stages(usual)} per rank, and {stages_a_rank} {were} "
+            f"pipeline_schedule={kind} has {_format_stages(usual)} per rank, and {stages_per_rank} {were} "
             "asked for; interleaved_1f1b and interleaved_zero_bubble take any number from 2"
         )
-    if usual is None and stages_a_rank is not None and stages_a_rank < 2:
+    if usual is None and stages_per_rank is not None and stages_per_rank < 2:
         raise ConfigError(
-            f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_a_rank} was "
+            f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_per_rank} was "
             f"asked for; with 1 it is "
             f"{kind.removeprefix('interleaved_')}"
         )
-    return Placement(ranks, stages_a_rank or usual or 2, turns=kind == "zbv")
+    return Placement(ranks, stages_per_rank or usual or 2, turns=kind == "zbv")
 
 
 def _format_stages(count: int) -> str:
@@ -150,7 +150,7 @@ def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     while any(left):
         ready = []
         for own in left:
-            if own and all(need in done for need in _needs(own[-1], placement)):
+            if own and all(need in done for need in _iterate_needs(own[-1], placement)):
                 ready.append(own.pop())
         if not ready:
             stuck = ", ".join(str(own[-1]) for own in left if own)
@@ -179,7 +179,7 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
     return target if 0 <= target < placement.num_stages else None
 
 
-def _needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
+def _iterate_needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations whose results an action needs.
 
     A backward action ("B" or "I") needs the action of the same kind in the next stage, because an

@@ -109,11 +109,11 @@ def plan(
                     f"the source has {_format_box(lacking)}; reallocate between layouts of one network"
                 )
             for rank in ranks:
-                transfers += _to(rank, name, cells, sent, node_of)
+                transfers += _plan_transfers_to(rank, name, cells, sent, node_of)
     return transfers
 
 
-def _to(
+def _plan_transfers_to(
     rank: int,
     name: str,
     cells: list[tuple[Box, list[int]]],

@@ -219,7 +219,7 @@ def _encode_dialogues(
     for content in contents:
         spans = dialogue.find_assistant_spans(content)
         if spans == [(0, len(content))]:
-            spans = [(dialogue.count_shared_words(*contents), len(content))]
+            spans = [(dialogue.count_shared_characters(*contents), len(content))]
         after = [span for span in spans if span[0] >= len(prompt)]
         if not after or after[-1][1] < len(content):
             raise BadRow("one of the dialogues does not end with the assistant's turn")

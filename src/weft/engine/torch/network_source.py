@@ -243,7 +243,7 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
     kind = spec.pipeline_schedule
     if count > config.num_layers:
         raise ConfigError(
-            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank "
+            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_per_rank} stages a rank "
             f"makes {count} stages of a "
             f"model with {config.num_layers} layers; every stage needs at least one: lower p, or "
             f"pipeline_stages_per_rank"
