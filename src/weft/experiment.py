@@ -264,14 +264,14 @@ class Experiment:
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
         """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
 
-        `role` lists meshes of the call's role, in order of preference. If the call sets devices,
-        but no layout, the layout is that of `role[0]`.
+        `role` lists meshes of the call's role, in order of preference. If the call sets only
+        devices, the layout is that of `role[0]`.
 
-        If the call sets a layout, but no devices, it uses the first devices of the first mesh in
-        `role` that is large enough. If all these meshes are too small, the call uses the first
-        devices of the run, provided that `role[0]` also begins there. Raises `ConfigError` if
-        `role[0]` is elsewhere, because the user must then name the devices, or if the devices do
-        not fit the layout.
+        If the call sets only a layout, it uses the first devices of the first mesh in `role` that
+        is large enough. If all these meshes are too small, it uses the first devices of the run.
+        The devices of `role[0]` must then also be the first ones of the run; if not, `ConfigError`
+        is raised, because the user must name the devices. Also raises `ConfigError` if the devices
+        do not fit the layout.
         """
         if call.layout is None and call.device_mesh is None:
             return None

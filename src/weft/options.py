@@ -96,7 +96,7 @@ def iterate_options(config: Any, prefix: str = "") -> Iterator[OptionDescription
 
 
 def list_visible_fields(config: Any) -> list[Field[Any]]:
-    """Return the fields of a configuration that users can set, without the hidden ones."""
+    """Return the fields of a configuration that are not hidden from users."""
     visible_fields: list[Field[Any]] = []
     for spec in fields(config):
         if not spec.metadata.get("hidden"):
@@ -348,8 +348,8 @@ def find_problem(spec: Field[Any], value: Any) -> str | None:
 def validate(config: Any, path: str = "") -> None:
     """Check the type and the rule of every field of a dataclass, including nested ones.
 
-    Raises `ConfigError`, which names the dotted option, its value and the rule. Unlike `read`, this
-    function converts no values: if code has set a number to the text "3", this is an error.
+    Raises `ConfigError`, which names the dotted option, its value and the rule. Values are not
+    converted, unlike in `read`: for example, the text "3" is an error in a field for numbers.
     """
     hints = _get_hints(type(config))
     try:

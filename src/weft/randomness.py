@@ -101,9 +101,9 @@ def draw_permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDAr
 
 
 def make_generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
-    """Return a numpy generator seeded with the key of `derive_key`.
+    """Return a numpy generator seeded with `derive_key(seed, purpose, step)`.
 
-    Used for random values that are not uniform numbers.
+    Used for random draws other than uniform numbers, such as permutations.
     """
     low, high = derive_key(seed, purpose, step)
     return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

@@ -293,8 +293,8 @@ def _build_yaml_error(
 def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:
     """Return an explanation if a YAML error is caused by a missing colon, or None otherwise.
 
-    An example is `- webgpt` above an indented `fraction:`. YAML's own message for this mistake is
-    misleading.
+    For example, the colon is missing if `- webgpt` is followed by an indented `fraction:`. YAML's
+    own message for this mistake is misleading.
     """
     rows = text.splitlines()
     at = error.problem_mark.line if error.problem_mark else 0

@@ -266,8 +266,9 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
 def register_filter(name: str, function: Any = None) -> Any:
     """Register a host function that decides which prompts to keep.
 
-    `function(rewards, ..., option=...)` is called with the values of one prompt, and returns
-    whether to keep the prompt. See `weft.host._functions`.
+    `function(rewards, ..., option=...)` is called once per prompt, and returns whether to keep the
+    prompt. Each parameter without a default is named after a batch key or data column, and receives
+    the values of this prompt. See `weft.host._functions`.
     """
     return functions.register(
         name, function, form=FunctionConversion("weft.host._functions:build_filter_function")
@@ -304,7 +305,7 @@ def import_user_code(names: Iterable[str]) -> None:
 
 
 def import_user_folder() -> None:
-    """Import all files of the folder `experiments/` in the working directory that mention weft.
+    """Import the files that mention weft from the folder `experiments/` in the working directory.
 
     The files are imported as modules of the package `experiments`.
     """

@@ -324,7 +324,7 @@ def compute_tensor_slice(
 
 
 def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the range of query heads that tensor rank `rank` of `t` ranks stores.
+    """Return the range of query heads that rank `rank` of `t` tensor-parallel ranks stores.
 
     Raises `ConfigError` if the heads do not split evenly.
     """
@@ -337,9 +337,9 @@ def compute_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
-    """Return the range of key-value heads that the query heads of a tensor rank use.
+    """Return the range of key-value heads that the query heads of a tensor-parallel rank use.
 
-    Raises `ConfigError` if the heads do not split evenly.
+    Raises `ConfigError` if the heads do not split evenly over the `t` ranks.
     """
     kv = config.num_kv_heads
     if kv % t and t % kv:

@@ -92,11 +92,11 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the number of averaged values, under the key `tokens` or `completions`.
+        """Return the number of tokens or completions over which the loss is averaged.
 
-        With `per="token"`, this is the number of trained tokens. With `per="completion"`, it is the
-        number of completions; completions without trained tokens are counted only if the loss reads
-        `scores`.
+        With `per="token"`, the key is `tokens`, and all trained tokens are counted. With
+        `per="completion"`, the key is `completions`. Completions without trained tokens are then
+        counted only if the loss reads `scores`.
         """
         rows = count_trained_rows(minibatch)
         if self.per == "token":

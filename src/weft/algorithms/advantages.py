@@ -36,11 +36,11 @@ def compute_segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> 
 def compute_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
-    """Return y_t = x_t + factor * y_{t+1} within each completion, [T].
+    """Return y [T] with y_t = x_t + factor * y_{t+1} within each completion.
 
-    x is `rows`, and y is 0 after the last row of a completion. The loop goes from the end of the
-    completions to their start. Each iteration computes one row of every completion that is long
-    enough, as a single vector operation.
+    x is `rows`, and `lengths` are the numbers of rows of the completions. At the last row of a
+    completion, y_t = x_t. The sums are computed backwards from the last rows, for all completions
+    at once.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -63,16 +63,16 @@ def compute_gae(
     discount: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return (advantages, returns) of completions by generalised advantage estimation, [T] each.
+    """Return (advantages, returns), both [T], computed by generalised advantage estimation.
 
         delta_t = r_t + discount V_{t+1} - V_t
         A_t = sum_l (discount lam)^l delta_{t+l}         Schulman et al. 2015, eq. 16
         R_t = A_t + V_t
 
-    `values` are V of the state before each token. `last_values` are V after the last token: 0 if
-    the completion ended, and the critic's value if it was truncated. Only trained tokens should be
-    passed (as `weft.host.advantages` does), so that tokens written by tools are skipped and not
-    discounted.
+    The T tokens are those of S completions, with `lengths` tokens each. `values` are V of the state
+    before each token. `last_values` are V after the last token: 0 if the completion ended, and the
+    critic's value if it was truncated. Only trained tokens should be passed (as
+    `weft.host.advantages` does), so that tokens written by tools are skipped and not discounted.
     """
     following = np.empty_like(values)
     following[:-1] = values[1:]
@@ -132,7 +132,8 @@ def compute_weighted_means(
 def compute_group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
     """Return the standard deviation of the rewards in each completion's group, [S].
 
-    In a group of K completions, the sum of squares is divided by K - 1, as in torch, TRL and verl.
+    In a group of K completions, the sum of squared deviations is divided by K - 1, as in torch, TRL
+    and verl.
     """
     mean, size = compute_group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))
@@ -148,9 +149,10 @@ def subtract_baseline(
 ) -> Float[Vector, "S"]:
     """Return each completion's reward minus the chosen `baseline`, [S].
 
-        group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
-        leave_one_out  mean of the other completions (RLOO, Ahmadian et al. 2024, eq. 4), which
-                       yields K / (K - 1) times the advantage of `group`
+        group          mean reward of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
+        leave_one_out  mean reward of the other completions of the group (RLOO, Ahmadian et al.
+                       2024, eq. 4); with K completions, the result is K / (K - 1) times that of
+                       `group`
         opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
                        arXiv:2505.23585): the baseline of least variance if the gradients of tokens
                        are independent; `lengths` are numbers of trained tokens
@@ -158,8 +160,8 @@ def subtract_baseline(
                        al. 2023, eq. 5)
         none           0 (REINFORCE; also REINFORCE++, Hu 2025, which whitens over the batch)
 
-    Raises `ConfigError` if the baseline is computed from the group and a group has only one
-    completion, whose advantage would be 0, and for `baseline="given"` without `given`.
+    The first three baselines need groups of at least two completions. Raises `ConfigError` for a
+    smaller group, for the baseline `given` without values, and for an unknown baseline.
     """
     if baseline in ("group", "leave_one_out", "opo"):
         mean, size = compute_group_means(rewards, group)
@@ -205,8 +207,8 @@ def scale_advantages(
         none   no division (Dr. GRPO, Liu et al. 2025: the division puts more weight on easy and on
                hard prompts)
 
-    The default of `eps` is TRL's; verl has 1e-6. Raises `ConfigError` for `scale="group"` if a
-    group has one completion.
+    The default of `eps` is TRL's; verl uses 1e-6. For `scale="group"`, raises `ConfigError` if a
+    group has only one completion.
     """
     if scale == "none":
         return advantages
@@ -253,12 +255,14 @@ def compute_overlong_penalty(
 def compute_pass_at_k(
     passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
 ) -> Float[Vector, "S"]:
-    """Return the probability that at least one of k completions from the group passed, [S].
+    """Return pass@k of each completion's group, [S].
 
         1 - C(N - c, k) / C(N, k)         Chen et al. 2021 (Codex), eq. 1
 
-    The k completions are drawn without replacement from the N completions of a group, c of which
-    passed. `passed` is 1 or 0. Raises `ConfigError` if a group has fewer than k completions.
+    This is the probability that at least one of k completions passed, if the k are drawn without
+    replacement from the N completions of the group, c of which passed. `passed` is 1 for
+    completions that passed and 0 for others. `group` is the index of each completion's group.
+    Raises `ConfigError` if a group has fewer than k completions.
     """
     size = np.bincount(group).astype(np.float64)
     if (size[size > 0] < k).any():
@@ -355,8 +359,8 @@ def compute_step_advantages(
     This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` has the reward of a
     step at the step's last token, and NaN at all other tokens. The mean reward of all steps in the
     group is subtracted from each reward, and the result is divided by the standard deviation that
-    `scale` selects (`group`, `batch` or `none`). The advantage of a token is the sum over the steps
-    that end at this token or later.
+    `scale` selects (`group`, `batch` or `none`). The advantage of a token is the sum of these
+    normalized rewards over all steps of its completion that end at this token or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

@@ -99,11 +99,11 @@ class RowBatch(Protocol):
         ...
 
     def pairs(self) -> tuple[Array, Array]:
-        """Return the indices of the better and the worse sequence of each of P pairs, [P] each.
+        """Return the better and the worse sequences of all P pairs, as two index arrays, each [P].
 
-        Both sequences of a pair belong to the same group and have the same value of the key
-        `comparison`, which distinguishes several pairs or rankings within a group; without this
-        key, a group is a single ranking. The better sequence has the smaller `rank`.
+        Two sequences of a group form a pair if they have the same `comparison` and different ranks;
+        the one with the smaller `rank` is the better one. The key `comparison` separates several
+        rankings within a group. Without this key, each group is a single ranking.
         """
         ...
 
@@ -243,7 +243,10 @@ def compute_masked_sum(values: Array, mask: Array) -> Array:
 
 
 def masked_mean(values: Array, mask: Array) -> Sum:
-    """Return the mean of `values` [N] over rows with mask 1, as a statistic without a gradient."""
+    """Return the mean of `values` [N] over the rows with mask 1, to be reported as a metric.
+
+    The values are detached, so no gradient flows through the mean.
+    """
     xp = array_api_compat.array_namespace(values, mask)
     return Sum(compute_masked_sum(fixed(values), mask), xp.sum(mask))
 

@@ -39,7 +39,8 @@ def compute_kl_divergence(
 ) -> Float[Array, "N"]:
     """Return KL(one || other) of each row in nats, [N].
 
-    `one` and `other` are the log-probs of E events, which are single ids or "any other id".
+    `one` and `other` are the log-probs of the same E events. An event is a single token id or "any
+    other id".
     """
     xp = array_api_compat.array_namespace(one, other)
     return xp.sum(xp.exp(one) * (one - other), axis=-1)

@@ -90,11 +90,12 @@ def compute_cispo_loss(
 def compute_sapo_loss(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
 ) -> Float[Array, "N"]:
-    """Return -sigmoid(t (w - 1)) * 4 / t * A, [N], with t = `positive` if A > 0, else `negative`.
+    """Return the SAPO loss of each token, -sigmoid(t (w - 1)) * 4 / t * A, [N].
 
-    SAPO (Gao et al. 2025, arXiv:2511.20347) replaces clipping of the importance ratio w by a soft
-    gate. On-policy, its gradient equals the gradient of the loss -w A. The gradient fades as w
-    moves away from 1, faster for larger t.
+    w is the importance ratio, A is the advantage, and t is `positive` if A > 0, else `negative`.
+    SAPO (Gao et al. 2025, arXiv:2511.20347) replaces clipping of w by a soft gate. On-policy, its
+    gradient equals the gradient of the loss -w A. The gradient fades as w moves away from 1, faster
+    for larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -190,9 +191,8 @@ class GRPOLoss(Loss):
     def clip(self) -> RatioClip:
         """Range to which importance ratios are clipped.
 
-        Bounds that the user has not set come from `RANGES`, which has defaults for each loss type
-        and importance level. Except for CISPO, `eps_clip` bounds the ratio on both sides if
-        `eps_clip_high` is not set.
+        Bounds that are not set come from `RANGES`. However, if only `eps_clip` is set, it bounds
+        the ratio on both sides. This does not apply to CISPO, which keeps its default upper bound.
         """
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # a single given bound applies to both sides
@@ -252,7 +252,10 @@ class GRPOLoss(Loss):
         log_ratio: Float[Array, "N"],
         advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        """Return each token's policy loss, and 1 where its ratio is clipped (else 0), both [N]."""
+        """Return (losses, clipped), the policy loss and the clip mask of each token, both [N].
+
+        The mask is 1 where the token's probability ratio is clipped, and 0 elsewhere.
+        """
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
             return compute_clipped_surrogate(log_ratio, advantages, self.clip)

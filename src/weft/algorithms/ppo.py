@@ -357,8 +357,8 @@ class PPOCriticLoss(Loss):
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, with `explained_variance` added.
 
-        The means of R^2 and (R - V)^2, from which `explained_variance` is computed, are removed.
-        `explained_variance` is omitted if all returns R are equal.
+        `explained_variance` is computed from the statistics `return_square` and `error_square`,
+        which are not logged themselves. It is omitted if all returns are equal.
         """
         metrics = dict(stats)
         square = metrics.pop("return_square", None)

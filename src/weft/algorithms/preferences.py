@@ -268,11 +268,11 @@ class PreferenceLossKind:
 def _build_delta_kind(
     loss: Callable[[Array, Any], Array], *options: str, score: str = "sum"
 ) -> PreferenceLossKind:
-    """Return the `PreferenceLossKind` of a loss that depends only on `delta` = better - worse.
+    """Return the `PreferenceLossKind` of a loss that depends only on the difference of two scores.
 
-    `loss` takes delta and the values of the options. `options` are the names of the options that it
-    reads besides beta, and `score` is the kind of score that it compares, one of `SCORES`. Such a
-    loss can be combined with every f-divergence.
+    `loss` takes the better score minus the worse score, and the values of the options. `options`
+    are the names of the options that the loss reads besides beta. `score` is the kind of score, one
+    of `SCORES`. Such a loss can be combined with every f-divergence.
     """
     return PreferenceLossKind(
         lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True

@@ -58,8 +58,8 @@ def compute_pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]
 def count_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
     """Return the number of (better, worse) pairs of each sample id, int64 [num_ids].
 
-    The counts equal the numbers of pairs that `RowBatch.pairs` lists, but are computed from the
-    data's `rank` and `comparison` alone.
+    These are the pairs that `RowBatch.pairs` lists. To count them, only the data's `rank` and
+    `comparison` are needed.
     """
     rank = to_host_array(minibatch.data["rank"])
     if "comparison" in minibatch.data:

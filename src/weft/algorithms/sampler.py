@@ -41,12 +41,12 @@ def compute_sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return each token's weight in the policy loss, and its unbounded importance ratio, [T] each.
+    """Return each token's weight in the policy loss, and the importance ratio behind it, [T] each.
 
-    `correction` is one of `CORRECTIONS`, which the module's docstring defines. The ratio is that of
-    the token or, for the corrections whose names begin with `sequence`, that of its whole
-    completion. The truncating corrections bound the weight by `high` only. The masking ones set it
-    to 0 if the ratio is above `high`, or below `low` unless `low` is None.
+    `correction` is one of `CORRECTIONS` (see the module's docstring). If its name begins with
+    `sequence`, the ratio of a token is that of its whole completion. A truncating correction limits
+    the weight to at most `high` and ignores `low`. A masking correction sets the weight to 0 if the
+    ratio is above `high`, or below `low` if `low` is not None.
 
     `trainer` and `sampler` are the token log-probs of the two policies, in nats. Tokens with mask 0
     are ignored and have weight 1. Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError`

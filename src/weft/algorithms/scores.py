@@ -17,8 +17,8 @@ def compute_completion_scores(
     """Return (scores, summed log-probs) of completions over their trained tokens, [S] each.
 
     A score is the sum of log pi - log ref or, without a reference, of log pi. The summed log-probs
-    have no gradient. The reference is subtracted from each token's log-prob before the summation,
-    as these differences are small.
+    have no gradient. The reference is subtracted from each token's log-prob rather than from the
+    sum, which reduces rounding errors.
     """
     xp = array_api_compat.array_namespace(logprobs)
     each = logprobs if reference is None else logprobs - reference
@@ -35,11 +35,10 @@ def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "
 def is_above(one: Array, other: Array, terms: Array) -> Array:
     """Return whether `one` exceeds `other` by more than rounding error, elementwise.
 
-    `terms` has the magnitude of the operands from which `one` and `other` were computed, which
-    determines the rounding error. The tolerance is 8 eps |terms|, where eps is the machine epsilon
-    of the dtype. The tolerance matters at the first step, when the policy equals its reference: the
-    difference of their log-probs then depends on the order of summation, not on which answer is
-    preferred.
+    `terms` has the magnitude of the values from which `one` and `other` were computed. The
+    tolerance is 8 eps |terms|, where eps is the machine epsilon of the dtype. It is needed at the
+    first step, when the policy equals its reference: the difference of their log-probs is then only
+    rounding error, and says nothing about which answer is preferred.
     """
     xp = array_api_compat.array_namespace(one, other, terms)
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
@@ -50,10 +49,10 @@ def compute_pair_stats(
 ) -> dict[str, Stat]:
     """Return the metrics of P pairs of completions.
 
-    `rewards` and `logps` each consist of two arrays [P], the first for the better and the second
-    for the worse completions. `terms` has the same form, and contains the magnitudes of the numbers
-    from which the rewards were computed. These magnitudes determine the rounding error: if the
-    rewards of a pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
+    `rewards`, `logps` and `terms` each consist of two arrays [P], the first for the better and the
+    second for the worse completions. `terms` determines the rounding error of the rewards: it has
+    the magnitudes of the terms that were added or subtracted to compute them. If the rewards of a
+    pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

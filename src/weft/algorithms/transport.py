@@ -49,13 +49,12 @@ class TransportLoss(Loss):
         aot_unpaired   a is the log-ratio of policy to reference for a better completion, and b is
                        the log-ratio for a worse completion
 
-    Over the whole batch, all a and all b are sorted, and values of the same rank are matched. The
-    host function `optimal_transport` does this, and outputs the matching values as the key
-    `partner`. For `aot`, the better completion of each pair has the matching b. For `aot_unpaired`,
-    each better completion has the matching b, and each worse completion has the matching a. No
-    gradient flows through `partner`.
+    The host function `optimal_transport` sorts all a and all b of the whole batch, and matches
+    values of the same rank. It outputs the matches as the key `partner`: for `aot`, the better
+    completion of each pair has the matching b. For `aot_unpaired`, each better completion has the
+    matching b, and each worse completion has the matching a. No gradient flows through `partner`.
 
-    The loss reads the keys `rank`, `comparison` if present, `ref_logprobs` and `partner`.
+    The loss reads the keys `rank`, `ref_logprobs`, `partner` and, if present, `comparison`.
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
     """
 
@@ -103,9 +102,9 @@ class TransportLoss(Loss):
     ) -> Float[Array, "P"]:
         """Return the mean of two losses, but with the gradient of their sum.
 
-        `one` is the loss of the better completions, and `other` that of the worse completions. Each
-        of the two covers all comparisons, so their values are averaged. Their gradients are added,
-        because each loss has a gradient only for the completions on its own side.
+        `one` is the loss of the better completions, and `other` that of the worse completions. The
+        value is a mean because each of the two is a loss over all comparisons. The gradient is a
+        sum because each of the two has a gradient only for the completions on its own side.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

@@ -74,9 +74,10 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def prefix_option(option: str) -> Iterator[None]:
-    """Prefix every `CheckpointError` raised in the context with the option that set the path.
+    """Prefix the message of any `CheckpointError` raised in the `with` block with `OPTION=`.
 
-    With the option `critic.path`, the message becomes `critic.path=DIR/config.json: ...`.
+    `option` is the name of the option that set the path. For `critic.path`, the message becomes
+    `critic.path=DIR/config.json: ...`.
     """
     try:
         yield

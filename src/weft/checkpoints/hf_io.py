@@ -86,7 +86,7 @@ def resolve(path: str | Path) -> Path:
 def find_weights(path: str | Path) -> Path:
     """Return the directory with a model's weights.
 
-    For a trained prefix, this is the directory of the base model.
+    For a trained prefix (from prefix tuning), this is the directory of the base model.
     """
     directory = resolve(path)
     prefix = read_prefix(directory)
@@ -393,11 +393,11 @@ def initialize_parameter(
     Random values are drawn in float32 on the CPU, so that they are the same on every device.
 
     Matrices and embeddings are normal with standard deviation `initializer_range`. For matrices
-    that write into the residual stream (o, down), it is divided by sqrt(2 layers) (Radford et al.
-    2019, section 2.3). Norms start as the identity, and biases at 0. A score head is normal with
-    standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores have
-    about unit variance. A value head starts at 0, so that an untrained critic adds no noise to the
-    first advantages.
+    that write into the residual stream (o, down), this value is divided by sqrt(2 layers) (Radford
+    et al. 2019, section 2.3). Norms start as the identity, and biases at 0. A score head is normal
+    with standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores
+    have about unit variance. A value head starts at 0, so that an untrained critic adds no noise to
+    the first advantages.
     """
     with torch.no_grad():
         parameter.copy_(compute_initial_values(name, tuple(parameter.shape), config, head, seed))

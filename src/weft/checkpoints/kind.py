@@ -91,12 +91,12 @@ def find_shipped_config(path: str) -> dict[str, Any] | None:
 
 
 def read_config_values(path: str) -> Mapping[str, Any]:
-    """Return the values of a model's config.json without downloading it.
+    """Return the values of a model's config.json, without downloading anything.
 
-    The file is looked up in the directory, in the hub's cache and among the built-in
-    configurations; for a trained prefix, the base model's file is used. If there is no such file,
-    the result is an empty mapping. Raises `CheckpointError` if the file is invalid; the message
-    starts with its path.
+    `path` is a model directory or a hub name. The file is read from this directory, from the hub's
+    local cache or from the configurations that weft contains. For a trained prefix (from prefix
+    tuning), the base model's file is read. Returns an empty mapping if no file is found. Raises
+    `CheckpointError` if the file is invalid; the message starts with its path.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
@@ -119,15 +119,16 @@ def is_reward_model(values: Mapping[str, Any]) -> bool:
 
 
 def choose_backend(values: Mapping[str, Any]) -> str:
-    """Return the backend for a model: `torch`, or `hf` if weft has no family for the model type."""
+    """Return the backend for a model: `torch`, or `hf` if weft does not implement its type."""
     kind = values.get("model_type")
     return TORCH_BACKEND if kind is None or kind in families.list_names() else HF_BACKEND
 
 
 def describe_disadvantages(values: Mapping[str, Any]) -> str:
-    """Return a one-line warning for a model type that weft has no family for.
+    """Return a one-line warning for a model type that weft does not implement itself.
 
-    The warning names the backend that runs such a model, and its disadvantages.
+    The warning says that the backend `hf` runs such a model, and names the disadvantages of this
+    backend.
     """
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "

@@ -87,10 +87,10 @@ class ModelQuery:
 def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """Return the model that the name `given` refers to, without looking up hub names.
 
-    If `given` matches nothing on this machine but has the form of a hub name, the path of the
-    result is `given` itself. By default, `wanted` asks for a policy. Raises `CheckpointError` if
-    the name refers to no model. The message names the option, lists the accepted names and suggests
-    a similar one.
+    `wanted` states which models are acceptable; by default, these are policies. If nothing on this
+    machine matches `given`, but it could be a hub name, it is returned unchanged as the model's
+    path. Raises `CheckpointError` if the name refers to no model. The message names the option,
+    lists the accepted names and suggests a similar one.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -127,9 +127,10 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
 
 
 def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the model that `given` refers to; a hub name must exist in the cache or on the hub.
+    """Return the model that `given` refers to.
 
-    Raises `CheckpointError` if there is no such model.
+    If this is a model of the hub, the hub or the local cache must contain it. Raises
+    `CheckpointError` if there is no such model.
     """
     model = locate_model(given, wanted)
     if not Path(model.path).expanduser().exists():
@@ -194,11 +195,11 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
 def _find_in_newest_run(
     given: str, step: str | None, role: str | None, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return a checkpoint of a suitable role in the newest run that has one.
+    """Return a checkpoint from the newest run that has one for a suitable role.
 
-    `step` is a step such as "step40". None and "latest" mean the newest checkpoint. In a resumed
-    run, they mean the checkpoint that the run began with (`wanted.initial_checkpoint`). Raises
-    `CheckpointError` if no run has a suitable checkpoint.
+    `step` is a step such as "step40". None and "latest" mean the newest checkpoint or, if the run
+    that will use it is being resumed, the checkpoint that this run began with
+    (`wanted.initial_checkpoint`). Raises `CheckpointError` if no run has a suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -251,8 +252,9 @@ def _choose_newest(
 ) -> LocatedModel:
     """Return the newest checkpoint of a role.
 
-    There is one exception: a resumed run that began with an older checkpoint of this role gets this
-    older checkpoint again, so that it continues with the same model.
+    However, a resumed run that began with a checkpoint of this role gets that checkpoint again,
+    even if it is older. `steps` maps steps to the role's checkpoints, and `given` is the name that
+    the user gave.
     """
     newest = steps[max(steps)]
     began = (
@@ -272,10 +274,10 @@ def _choose_newest(
 
 
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the location of `began`, the checkpoint that the resumed run started from.
+    """Return the location of the checkpoint `began`, from which the resumed run originally started.
 
-    The result includes a note for the user, to which `more` is appended. Raises `CheckpointError`
-    if the checkpoint has been removed.
+    The result includes a note for the user, which ends with `more`. Raises `CheckpointError` if the
+    checkpoint has been removed.
     """
     if not began.is_dir():
         raise CheckpointError(
@@ -362,9 +364,10 @@ def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> Checkpo
 
 
 def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
-    """Return the run that a name without the folder `runs/` refers to, or None.
+    """Return the directory of a run that is given as EXPERIMENT/TRIAL, without `runs/` before it.
 
-    Such a name has the form EXPERIMENT/TRIAL. The run that will use the model is not considered.
+    Returns None if `given` has another form, if there is no such run, or if this is the run that
+    will use the model.
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None

@@ -270,7 +270,10 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a numeric setting or an alpha pattern is invalid."""
+    """Raise `CheckpointError` if `r`, `lora_alpha`, `alpha_pattern` or `lora_dropout` is invalid.
+
+    `settings` are the values in the adapter's configuration `file`.
+    """
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(
@@ -307,10 +310,10 @@ def load_adapted(
 ) -> Transformer:
     """Load `base` with the adapters in the directory `adapter`, as PEFT would.
 
-    The vocabulary is resized to that of the saved embedding. A base model may use its embedding
-    also as the output matrix. The network gets two separate matrices if the adapter's files contain
-    only the embedding, only the output matrix, or different values for the two. With `exact`, the
-    adapters keep the dtype of their file; otherwise they are converted to `dtype`.
+    The vocabulary is resized to that of the saved embedding. If the base model ties its output
+    matrix to the embedding, the two stay tied only if the adapter's files contain neither of them,
+    or equal values for both. With `exact`, the adapters keep the dtype of their file; otherwise
+    they are converted to `dtype`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -512,10 +515,11 @@ def _find_rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) ->
 
 
 def _unfuse(key: Key, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrices (A, B) of one layer of a fused adapter.
+    """Return the matrices (A, B) of one layer, extracted from those of a fused adapter.
 
-    A rank component (a row of A and a column of B) is kept only if the layer uses it: its column of
-    B has a nonzero element in the layer's rows. If the layer uses no component, all are kept.
+    `a` and `b` are the matrices of the fused adapter. Only the layer's rows of B are kept. A column
+    of B that is zero in all of these rows is dropped together with the corresponding row of A,
+    unless all columns are zero. If the layer is not fused, `a` and `b` are returned unchanged.
     """
     if key.fused is None:
         return a, b

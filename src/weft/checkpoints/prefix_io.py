@@ -54,7 +54,7 @@ class PrefixReader:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the parameter with the canonical name `name` is stored with the prefix."""
+        """Return whether the checkpoint contains the parameter with the canonical name `name`."""
         return isinstance(name, str) and (
             is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
         )
@@ -81,10 +81,11 @@ def save_prefix(
     base: str,
     score: str,
 ) -> None:
-    """Write the prefix among `parameters`, and the value or score head if there is one.
+    """Write the prefix of a prefix-tuned model, and its value or score head if it has one.
 
-    `parameters` have canonical names (weft's own). `base` is the name of the base model, and
-    `score` is the name of the head in the checkpoint. Raises `RunError` if writing fails.
+    `parameters` has the model's parameters by canonical name (weft's own). `base` is the name of
+    the base model, and `score` is the name of the head's weight in the checkpoint. Raises
+    `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

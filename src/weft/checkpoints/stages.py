@@ -64,9 +64,10 @@ def partition(
 
 
 def _open_reader(source: str | Path, type: str | None) -> ParameterReader:
-    """Open the model `source`, and return a reader of its parameters.
+    """Return a reader of the parameters of the model `source`.
 
-    Raises `ConfigError` if the weights belong to another family than `type`.
+    `type` is the model family of the weights; None means the family in config.json. Raises
+    `ConfigError` if there is no family `type`, or if the weights do not belong to it.
     """
     own = read_raw(resolve(source)).get("model_type")
     if type is None or type == own:

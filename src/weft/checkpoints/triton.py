@@ -106,8 +106,8 @@ class TracedRewardModel(nn.Module):
 
     It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is computed
     from the hidden state of the last token or, if `mean` is True, from the mean of the hidden
-    states. Tokens with mask 0 are ignored. If the token id `padding` is given, the last token is
-    the last one with another id.
+    states. Tokens with mask 0 are ignored. If `padding` is given, tokens with this id at the end of
+    a row do not count as its last token.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
@@ -137,7 +137,7 @@ class TracedRewardModel(nn.Module):
 
 
 class TracedLogProbs(nn.Module):
-    """Language model with the inputs and outputs that the exported Triton model has.
+    """Language model with the inputs and outputs of the exported Triton model.
 
     It maps token ids and an attention mask, both [B, T], to log-probs [B, T] of the tokens and
     logits [B, T, V]. The log-prob is 0 for the first token of a row and for padding.

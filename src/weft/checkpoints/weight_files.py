@@ -200,9 +200,10 @@ def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int,
 
 
 def _read_index(index: Path) -> dict[str, list[str]]:
-    """Return the names of the tensors in each weight file, by file name, from an index file.
+    """Read an index file, and return the names of the tensors in each weight file.
 
-    Raises `CheckpointError` if the index names files in another directory.
+    The result maps file names to tensor names. Raises `CheckpointError` if the index is invalid or
+    names files in another directory.
     """
     places = read_object(index, str(index), CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not places:
@@ -303,9 +304,10 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, given as (key, value) pairs, as a dictionary.
+    """Return the dictionary for a JSON object with the given (key, value) pairs.
 
-    Raises `ValueError` if a key occurs twice. Without this check, `json` keeps the last value.
+    Raises `ValueError` if a key occurs twice; by default, `json` would silently keep the last
+    value.
     """
     entries = dict(pairs)
     if len(entries) < len(pairs):

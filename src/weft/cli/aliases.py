@@ -149,9 +149,10 @@ class OverrideTranslation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """Return the overrides under weft's option names, and a note for each alternative spelling.
+    """Translate overrides from alternative spellings to weft's option names.
 
-    Unknown names are returned unchanged; `options.read` raises an error for them later.
+    Returns the translated overrides, and a note for the user on each alternative spelling. Unknown
+    names are returned unchanged; `options.read` raises an error for them later.
     """
     done = build_translation(overrides, config)
     return done.overrides, done.notes
@@ -361,7 +362,7 @@ def _translate_warmup(done: OverrideTranslation, override: Override, given: dict
 def _translate_half_precision(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `MODEL.dtype` to bfloat16 for bf16=true, or to float16 for fp16=true."""
+    """Set the dtype of all trained roles to bfloat16 for bf16=true, or to float16 for fp16=true."""
     if _read_bool(override, given):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
         done.add_assignments([f"{role}.dtype" for role in done.trained_roles], override, dtype)
@@ -378,10 +379,10 @@ def _translate_use_cpu(
 def _translate_use_peft(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Set `MODEL.lora.r` to 16, TRL's default, for use_peft=true.
+    """Set the LoRA rank of all trained roles to 16, TRL's default, if `use_peft` is true.
 
-    Does nothing if the user sets the rank by lora_r, or selects prefix tuning by
-    num_virtual_tokens.
+    Does nothing if the user also sets `lora_r` (another rank) or `num_virtual_tokens` (prefix
+    tuning).
     """
     if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)

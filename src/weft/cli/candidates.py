@@ -179,10 +179,11 @@ def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator
 
 
 def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
-    """Iterate over the names of `options`, shortened to the level at which `current` ends.
+    """Yield (name, description) for each way to extend the option name `current` by one level.
 
-    For example, `actor.optimizer.lr` is shortened to `actor.optimizer.` if `current` is "actor.".
-    If all options are in the same group, the names within this group are returned instead.
+    For example, if `current` is "actor.", the option `actor.optimizer.lr` gives the name
+    `actor.optimizer.`. If a group such as this one is the only possibility, the names within the
+    group are yielded instead.
     """
     start = current.rfind(".") + 1
     descriptions: dict[str, str] = {}
@@ -200,7 +201,11 @@ def list_next_parts(options: Sequence[OptionDescription], current: str) -> Itera
 
 
 def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Iterate over completions `OPTION=VALUE`, with values that the option accepts."""
+    """Yield a completion `OPTION=VALUE` for each value that can be suggested for an option.
+
+    `current` is the word to complete, which contains `OPTION=`. `name` is the quickstart, and
+    `words` are the words before `current`. Yields nothing if the quickstart lacks the option.
+    """
     option, _, begun = current.partition("=")
     leaf = next(
         (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
@@ -281,7 +286,10 @@ def _complete_command(name: str, words: list[str], current: str) -> Iterator[Wor
 
 
 def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
-    """Iterate over experiments for `-e`, or over trials of the experiment in `words` for `-f`."""
+    """Yield completions for the value of `flag`: experiments for `-e`, or trials for `-f`.
+
+    If the preceding `words` of the command name an experiment, only its trials are yielded.
+    """
     named = []
     for before, word in pairwise(words):
         if before in EXPERIMENT_FLAGS:
@@ -326,10 +334,9 @@ def _list_flags(names: Iterable[str]) -> Iterator[Word]:
 
 
 def list_runs_and_paths(begun: str) -> Iterator[Word]:
-    """Iterate over paths that begin with `begun`: first the runs in ./runs, then files and folders.
+    """Yield the paths that begin with `begun`: runs in ./runs first, then other files and folders.
 
-    The files and folders do not include the folders of these runs or their parent folders, because
-    the runs are already listed.
+    Parent folders of the yielded runs are left out.
     """
     runs = []
     for run in find_runs(Path(RUNS_FOLDER)):

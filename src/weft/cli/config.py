@@ -129,7 +129,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def list_sections(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines that list the recipes with their purpose, other sections, and unusable files."""
+    """Yield lines that list the recipes, the other sections, and the problems of unusable ones.
+
+    Each recipe is listed with its purpose.
+    """
     broken: list[str] = []
     library = SectionLibrary.from_folders(given.folders, broken)
     sections = []
@@ -252,11 +255,12 @@ def _find_top_keys(rows: Sequence[str]) -> set[str]:
 
 
 def validate_given(given: argparse.Namespace) -> Iterator[str]:
-    """Check the given files and sections, for `weft config validate`.
+    """Check the files, folders and sections given to `weft config validate`.
 
-    Every section in the files is checked on its own. Sections given by name are merged, together
-    with the given assignments, and the result is checked. Yields a line for each valid section and
-    for a valid combination. Raises a `ConfigError` that lists every problem.
+    Each section in the files is checked separately. Sections given by name are merged with each
+    other and with the assignments on the command line, and the result is checked. Yields a line for
+    each valid section of a file, and a line for the merged sections if they are valid. If there are
+    problems, raises a `ConfigError` at the end that lists all of them.
     """
     problems: list[str] = []
     names: list[str] = []
@@ -324,11 +328,12 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Check the merged sections `names`; return a quickstart name and an error message.
+    """Check the merged sections `names`, and return (quickstart name, error message).
 
-    If a quickstart accepts the sections, its name and an empty message are returned. If none does,
-    the returned name is that of the quickstart for which the sections are most likely meant, and
-    the message is the error for that quickstart. If `quickstart` is given, only that one is tried.
+    Quickstarts are tried, the likeliest first, until one knows all keys of the sections. It is
+    returned with its error message, or with an empty message if it accepts the sections. If none
+    knows all keys, the likeliest quickstart is returned. If `quickstart` is given, only that one is
+    tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
@@ -350,9 +355,10 @@ def _read_checked_stack(
     quickstart: str,
     given: Iterable[overrides.Override],
 ) -> SectionStack:
-    """Merge the sections `names`, and check the resulting options as for a run of `quickstart`.
+    """Merge the sections `names`, and check the result as options of the quickstart `quickstart`.
 
-    Raises a `ConfigError` that states where an invalid option was set.
+    `given` are the options that the user has set in addition. Raises a `ConfigError` that states
+    where an invalid option was set.
     """
     from weft.cli.quickstart import apply_overrides
 

@@ -240,9 +240,8 @@ class Conversation:
     def _encode_within_context(self) -> list[int]:
         """Return the token ids of the conversation, without the oldest turns if it is too long.
 
-        A conversation is too long if it does not leave enough of the model's context free for the
-        answer. Enough is the maximum length of an answer or a quarter of the context, whichever is
-        less.
+        Part of the model's context is kept free for the answer: the maximum length of an answer, or
+        a quarter of the context if that is less.
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._build_messages(start), add_generation_prompt=True)
@@ -328,7 +327,7 @@ class Conversation:
         self._show_answer_end(finish, len(new), time.perf_counter() - started)
 
     def _show_answer_end(self, finish: str | None, count: int, seconds: float) -> None:
-        """Print the token count and the speed, and why the answer was cut if it is incomplete.
+        """Print an answer's token count and speed and, if it is incomplete, the reason.
 
         Nothing is printed unless the output is a terminal.
         """
@@ -344,7 +343,7 @@ class Conversation:
 
 
 def _collect_limits(spec: GenerationSpec) -> dict[str, float]:
-    """Return the sampling limits that are in effect (of top_p, top_k and min_p), keyed by name."""
+    """Return the sampling limits that are in effect among top_p, top_k and min_p, keyed by name."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     result: dict[str, float] = {}
     for name, value in off.items():

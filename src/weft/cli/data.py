@@ -358,8 +358,8 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
     """Print, for each source, the longest and 99th-percentile row length, and a count of long rows.
 
-    A line has the form `name: longest (p99 N, >4096: COUNT)`. Lengths are in tokens. No row is
-    truncated or left out.
+    A line has the form `name: longest (p99 N, >LIMIT: COUNT)`, where LIMIT is the value of
+    `--limit`. Lengths are in tokens and are measured without truncation.
     """
     from weft.cli.named_data import iterate_length_statistics
 

@@ -65,9 +65,10 @@ def build_prompt_rows(chosen: Iterable[AdditionProblem], times: int = 1) -> list
 def build_lesson_rows(
     chosen: Iterable[AdditionProblem], seed: int, times: int
 ) -> list[dict[str, Any]]:
-    """Return `times` rows per problem, each with a prompt and an answer of the unreliable teacher.
+    """Return `times` rows per problem, each with a prompt and an answer that may be wrong.
 
-    On average, the fraction `TEACHER_ACCURACY` of the answers is correct.
+    The answers are those of an unreliable teacher: each is correct with probability
+    `TEACHER_ACCURACY`.
     """
     draw = random.Random(seed)
     result: list[dict[str, Any]] = []

@@ -103,9 +103,10 @@ class _EvaluationData:
 
 
 def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
-    """Return the given files, and the named datasets that are local or may be downloaded.
+    """Return the data to evaluate on: the given files, and the files of the named datasets.
 
-    Raises `ConfigError` if no data are named.
+    A named dataset without a local copy is only included if the user allows its download. Raises
+    `ConfigError` if the command line names no data.
     """
     words = [*given.data, *take_assignments(given, "datasets")]
     of_names = []
@@ -134,7 +135,7 @@ def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
 def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Convert the named datasets to rows for reward-model training, and return their files.
+    """Convert named datasets to files of rows for reward-model training, and return these files.
 
     `words` are assignments that set parameters of the datasets or the path of a local copy. `args`
     are arguments of the dataset type.

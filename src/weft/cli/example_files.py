@@ -53,7 +53,7 @@ TEXT_TEMPLATE = (
 
 
 def build_files() -> dict[str, bytes]:
-    """Return the contents of every file, keyed by its path relative to the output folder."""
+    """Return the contents of all example files, keyed by path relative to the output folder."""
     sums = []
     for left in range(10):
         for right in range(10):

@@ -65,9 +65,9 @@ class OptionSheet:
     width: int
 
     def list_options(self) -> list[OptionDescription]:
-        """Return the options of the configuration, without those that would have no effect.
+        """Return the options of the configuration.
 
-        Options without effect are the optimizer options of roles that are not trained.
+        The optimizer options of untrained roles are left out, because they have no effect.
         """
         result: list[OptionDescription] = []
         for leaf in iterate_options(self.config):

@@ -130,8 +130,8 @@ def main(argv: Sequence[str]) -> int:
 def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
     """Return the runs in `root` with one of the statuses and one of the algorithms.
 
-    An empty list of statuses or algorithms excludes no run. Raises `ConfigError` for a missing
-    folder or an unknown status.
+    An empty list selects all statuses or all algorithms. Raises `ConfigError` for a missing folder
+    or an unknown status.
     """
     from weft.launch.status import is_alive
 
@@ -175,8 +175,8 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    The summary has the total size and the newest metric. Its status is the first of running,
-    failed, unfinished, stopped and finished that one of the runs has.
+    The summary has the total size and the newest metric. If the runs differ in status, the summary
+    has the first of these that occurs: running, failed, unfinished, stopped, finished.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])

@@ -125,7 +125,8 @@ def drop_empty_variables(environment: MutableMapping[str, str]) -> None:
 def _end_if_still_running(code: int) -> None:
     """End the process immediately if a worker thread is still running after a failure.
 
-    Otherwise the interpreter's normal exit would abort the process with code 134.
+    The exit code is `code`. A normal exit while such a thread runs would abort the interpreter with
+    code 134.
     """
     if any(thread.name == WORKER_THREAD and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()

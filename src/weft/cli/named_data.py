@@ -292,7 +292,10 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
-    """Write the table of counts as CSV, with one column for each language."""
+    """Write the table of counts as CSV, with one column for each language.
+
+    If `drawn` is True, the table also has a column of rows per epoch.
+    """
     languages = sorted({language for each in counted for language in each.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)

@@ -44,9 +44,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def find_given_run(given: argparse.Namespace, command: str) -> Path:
     """Return the directory of the run that the command line selects.
 
-    `given` has the arguments that `add_run` defines. `command` is the command's name, for error
-    messages. A run is also found if it has not finished a step yet. Raises `ConfigError` if the run
-    does not exist, or if the arguments do not select exactly one run.
+    The run need not have finished a step. `given` has the arguments that `add_run` defines.
+    `command` is the command's name, for error messages. Raises `ConfigError` if the run does not
+    exist, or if the arguments do not select exactly one run.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -73,13 +73,12 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with experiment and trial names set, and a note on a generated name.
+    """Return the configuration with experiment and trial names, and a note on the chosen trial.
 
-    If the experiment has no name, it is called `asked_for`, which is the name of a config file or a
-    quickstart. If the trial has no name, the newest unfinished numbered trial with the same
-    configuration is continued. If there is no such trial, if recovery is disabled, or if
-    `resume_from` is set, a new trial gets the next free number as its name. The note is None if the
-    user named the trial.
+    An unnamed experiment is named after `asked_for`, the name of a config file or a quickstart. If
+    the trial has no name, the newest unfinished numbered trial with the same configuration is
+    continued. If there is no such trial, if recovery is disabled, or if `resume_from` is set, a new
+    trial gets the next free number as its name. The note is None if the user named the trial.
     """
     if config.experiment_name and config.trial_name:
         return config, None

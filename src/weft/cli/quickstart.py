@@ -143,8 +143,8 @@ def _run(
 ) -> int:
     """Build the configuration, carry out the requested action, and return the exit code.
 
-    Flags can request that the configuration or the plan (a dry run) is printed. Otherwise, the run
-    is started, or submitted as a Slurm job.
+    By default, the run is started or, with `mode=slurm`, submitted as a job. With flags such as
+    `--dry-run`, the configuration, the plan of the run or the script of the job is printed instead.
     """
     config, notes = apply_overrides(base, values, words.imports)
     print_notes([*(taken.describe_autos(config) if taken is not None else ()), *notes])
@@ -190,7 +190,7 @@ def _run(
 
 
 def _assign_run_names(config: RunConfig, words: QuickstartCommandLine) -> RunConfig:
-    """Return the configuration with the names of the experiment and the trial set.
+    """Return the configuration with `experiment_name` and `trial_name` filled in.
 
     A process that a supervisor has started uses the names that the supervisor has chosen.
     """

@@ -202,8 +202,8 @@ def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str)
 def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
     """Store one of ReaL's parallel degrees, such as `data_parallel_size`, for the layout of `call`.
 
-    The assignment is not changed if weft has no option `layout` for `call`, or if the user also
-    sets this option. Raises `ConfigError` for an invalid size.
+    If weft has no option `layout` for `call`, or if the user also sets that option, the assignment
+    is left untranslated. Raises `ConfigError` for an invalid size.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.translated.append(override)
@@ -249,10 +249,11 @@ def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
 
 
 def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
-    """Convert devices such as `NODE01:0,1` to indices that count over all nodes in `nodelist`.
+    """Convert devices such as `NODE01:0,1` to device indices, separated by commas.
 
-    A node name without device numbers means all devices of the node. Raises `ConfigError` for a
-    node that is not in `nodelist` and for a device that the node does not have.
+    The devices are numbered consecutively across the nodes in `nodelist`. A node name without
+    device numbers means all devices of the node. Raises `ConfigError` for a node that is not in
+    `nodelist` and for a device that the node does not have.
     """
     size = done.given.get("n_gpus_per_node")
     if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check

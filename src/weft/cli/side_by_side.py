@@ -109,7 +109,8 @@ class SideBySide:
     def converse(self) -> None:
         """Read and handle lines until the input ends or the user quits.
 
-        If the input is not a terminal, an error ends the program, as with one model.
+        On a terminal, errors are shown and the chat continues. Otherwise, an error ends the
+        program.
         """
         while (line := self.view.read_line()) is not None:
             if not self.handle_line(line):

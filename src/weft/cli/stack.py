@@ -69,7 +69,8 @@ class SectionStack:
         origins: For each option, the key in the user's spelling, and a `StackedValue` that states
             where the key is set.
         notes: Notes for the user.
-        deepspeed: File for the flag `--deepspeed` if the flag has no value, or None.
+        deepspeed: DeepSpeed file named in the sections, or None. It is used if the flag
+            `--deepspeed` is given without a file.
     """
 
     names: tuple[str, ...]
@@ -129,13 +130,12 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> SectionStack:
-    """Merge config sections, assignments on the command line, and those of a DeepSpeed file.
+    """Merge config sections with assignments from the command line and from a DeepSpeed file.
 
-    `names` are the sections; later sections override earlier ones. The command line's assignments,
-    `given`, override all sections. The assignments of the DeepSpeed file, `below`, are overridden
-    by all of these. Raises `ConfigError` for unknown sections and keys, and for settings that weft
-    does not support. The message gives the file and line of an invalid key, and suggests similar
-    names.
+    Later values override earlier ones, in this order: the assignments of the DeepSpeed file
+    (`below`), the sections `names` one after the other, and the assignments on the command line
+    (`given`). Raises `ConfigError` for unknown sections and keys, and for settings that weft does
+    not support. The message gives the file and line of an invalid key, and suggests similar names.
     """
     reader = _StackReader(base)
     sections = [library.get(name) for name in names]
@@ -298,10 +298,11 @@ class _StackReader:
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:
-        """Return a `StackedValue` whose `place` is where an Open-Assistant key is set.
+        """Return where an Open-Assistant key is set, as the `place` of a `StackedValue`.
 
-        The place of a key in a group is the key's line in the section that sets the group, unless
-        the command line sets the key individually. For a key that is not set, `place` is `IMPLIED`.
+        If the command line sets the whole key, or sets it individually within a group, the place is
+        the command line. Otherwise, it is the key's line in a section. For a key that is not set,
+        `place` is `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -391,11 +392,12 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
 
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
-    """Return the path of keys in `section` that leads to the option with the dotted name `name`.
+    """Return the keys, from the outermost to the innermost, under which `section` sets an option.
 
-    For example, the path of `actor.optimizer.lr` is `("actor.optimizer", "lr")` if the section has
-    the key "actor.optimizer". If the section does not set the option, the path of the option's
-    nearest enclosing group in the section is returned.
+    `name` is the dotted name of the option. For example, the result for `actor.optimizer.lr` is
+    `("actor.optimizer", "lr")` if the section sets `lr` under the key "actor.optimizer". If the
+    section does not set the option, the result leads to the closest enclosing group that it sets,
+    or is empty if there is none.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:
@@ -533,11 +535,11 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 
 
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
-    """Return the name of the quickstart for which the sections are most likely meant.
+    """Return the name of the quickstart that best fits the sections.
 
-    The guess is based on the first of these that the sections contain: a built-in recipe, an option
-    group named after PPO, GRPO or DPO, and a key that only one of Open-Assistant's trainers reads.
-    The default is "sft".
+    If there is a built-in recipe among the sections, its quickstart is chosen. Otherwise, the
+    choice depends on an option group named after PPO, GRPO or DPO or, if there is none, on keys
+    that only one of Open-Assistant's trainers reads. The default is "sft".
     """
     recipes = []
     for section in sections:

@@ -86,9 +86,10 @@ class NamedDataSettings:
     def apply_to(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
         """Return the sources with the command line's settings applied.
 
-        Parameters are changed, and paths are replaced by those of the copies in `data_path`.
-        `files` are the user's dataset catalogues, in which aliases are also looked up. Raises
-        `ConfigError` if a parameter is set for a dataset that is not in `sources`.
+        The values in `parameters` replace those of the sources. If `data_path` is set, the local
+        copies there replace the paths of named datasets. `files` are the user's dataset catalogues,
+        which can define aliases of datasets. Raises `ConfigError` if a parameter is set for a
+        dataset that is not in `sources`.
         """
         names = [source.named for source in sources if source.named]
         parameters_by_name = {

@@ -79,11 +79,11 @@ Packed = tuple[TokenTable, list[Problem]]
 
 @runtime_checkable
 class SingleSampleEncoder(Protocol):
-    """Row encoder that makes one sample, with at most one completion, from each row.
+    """Row encoder that makes exactly one sample, with at most one completion, from each row.
 
-    Only a row with a message tree can give several samples. The encoder must mark the first token
-    of each completion as trained. Truncation keeps this token, so a truncated completion always has
-    a trained token.
+    Rows with message trees are the exception, since they can give several samples. The encoder must
+    mark the first token of each completion as trained. Truncation keeps this token, so a truncated
+    completion always has a trained token.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -97,12 +97,11 @@ class SingleSampleEncoder(Protocol):
 def tokenize_in_background(
     form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
 ) -> TokenTable | BackgroundTokenTable:
-    """Return a table of the samples of `source`, tokenized during training if possible.
+    """Return a table of the samples of `source`, which is filled during training if possible.
 
-    The result is then a `BackgroundTokenTable`, which the caller has to start. It is a complete
-    `TokenTable` instead if the cache has one, if the files are small, if a row could give several
-    samples, or if the rows vary too much (see `_read_all_rows`). Setting `source.most`, or
-    `num_workers` to 0, also disables tokenization during training.
+    Such a table is a `BackgroundTokenTable`, which the caller has to start. A complete `TokenTable`
+    is returned instead if the cache has one, the files are small, a row could give several samples,
+    the rows vary too much (see `_read_all_rows`), `source.most` is set, or `num_workers` is 0.
 
     Raises `DataError` with a report on the invalid rows that were found.
     """
@@ -252,11 +251,10 @@ def _can_exceed(job: EncodingJob, row: Row, most: int) -> bool:
 def _build_background_table(
     job: EncodingJob, rows: _SourceRows, source: RowSource, cache_file: Path
 ) -> BackgroundTokenTable:
-    """Tokenize the rows chosen in `rows.eager_rows` and build the table of all samples.
+    """Tokenize the rows in `rows.eager_rows`, and build a table with the ids of all samples.
 
-    The table has the ids of all samples. The remaining samples are tokenized during training, and
-    the complete table is then written to `cache_file`. Raises `DataError` with reports on all
-    invalid rows that were found.
+    The remaining samples are tokenized during training, and the complete table is then written to
+    `cache_file`. Raises `DataError` with reports on all invalid rows that were found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -426,10 +424,10 @@ class BackgroundTokenTable:
     def _gather(
         self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
     ) -> SequenceSample:
-        """Return the samples at `indices` as one `SequenceSample`, in that order.
+        """Return the samples at `indices` as one `SequenceSample`, in the given order.
 
-        Most samples are taken from finished chunks. The samples at the indices `others` are in no
-        finished chunk; `extra` contains them, in the order of `others`.
+        Most samples come from finished chunks. `extra` contains the samples that are not in a chunk
+        yet. Their indices are `others`, in the same order.
         """
         apart = {index: place for place, index in enumerate(others)}
         # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]

@@ -260,7 +260,7 @@ class MapLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return the largest batches, followed by batches spread evenly over the first epoch.
 
-        The largest batches are those with the most tokens. Up to `NUM_LARGE_BATCHES` of either kind
+        The largest batches are those with the most tokens. Up to `NUM_LARGE_BATCHES` of each kind
         are returned. The evenly spread batches are included because the largest batch does not
         always need the most memory. For example, the completions of a row share the memory of their
         prompt, so a smaller batch with shorter prompts can need more.

@@ -41,10 +41,11 @@ Read = tuple[RowLocation, Row | UnreadableRow]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
-    """Check that the new column names in `columns` are columns of the dataset type `type`.
+    """Check that the keys of `columns` are names of columns that the dataset type `type` reads.
 
-    The values of arguments such as `prompt_key` in `args` are accepted as column names too. Raises
-    `ConfigError`, suggesting similar names, for any other name.
+    Types that are not in `NAMES` accept any name. The values of arguments such as `prompt_key` in
+    `args` are accepted too. Raises `ConfigError` for an unknown name, and if an argument such as
+    `prompt_key` is empty.
     """
     for name, value in args.items():
         if name.endswith("_key") and value == "":
@@ -113,9 +114,10 @@ def rename_columns(rows: Iterable[Read], columns: Columns, path: str | Path) -> 
 
 
 def _describe_missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
-    """Format the error message for columns to rename that occur in no row.
+    """Format the error message for columns that are to be renamed but do not exist.
 
-    `missing` maps new names to the missing columns, and `there` lists the columns that exist.
+    `missing` maps the new name of each of these columns to its old name. `there` lists the columns
+    that exist.
     """
     name, column = next(iter(missing.items()))
     close = find_nearest(column, there)

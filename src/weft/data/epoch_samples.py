@@ -37,8 +37,8 @@ class EpochSamples:
     Attributes:
         job: encoder, length limits and tokenizer for the rows
         source: source of the rows
-        table: the same samples, encoded without random draws; in no epoch does a sample have more
-            tokens than here
+        table: the same samples, encoded without random draws; their token counts are upper bounds
+            of the counts in all epochs
         seed: seed of the random draws
         window: random cropper for rows that are too long, or None
     """
@@ -52,7 +52,8 @@ class EpochSamples:
     def take(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
         """Return the samples at `indices`, encoded for `epoch`, as one `SequenceSample`.
 
-        The random draws also depend on `name`, the name of the source.
+        The random draws for a sample depend on the seed, the epoch, the sample id and `name`, the
+        name of the source.
         """
         encoded = [self._encode(index, epoch, name) for index in indices]
         ids = [self.table.sample.ids[index] for index in indices]

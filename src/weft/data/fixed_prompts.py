@@ -56,10 +56,10 @@ def read_fixed_prompts(
 ) -> SequenceSample:
     """Return the tokenized prompts of a file as one `SequenceSample` with the key `prompt`.
 
-    The ids are 0, 1, 2, ... in file order. With `as_chat`, a text prompt is rendered as a user
-    message; prompts of messages are always rendered. `most` is the maximum number of tokens of a
-    prompt. Raises `DataError` for invalid prompts and prompts that are too long; the message names
-    the option `option`.
+    The ids are 0, 1, 2, ... in file order. A prompt is a list of messages, which is rendered with
+    the chat template, or a text. With `as_chat`, a text is rendered too, as a user message. `most`
+    is the maximum number of tokens of a prompt. Raises `DataError` for invalid prompts and prompts
+    that are too long; the message names the option `option`.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

@@ -28,9 +28,9 @@ class GroupRearrangement:
 
     Attributes:
         ids: new ids
-        rows: for each new id, the index of the old id from which metadata are copied
-        index: by key, the old index of each sequence, in the new order; int64
-        counts: by key, the number of sequences of each new id; int64
+        rows: for each new id, the index of the old id whose metadata are copied to it
+        index: for each key, the old indices of its sequences, listed in the new order; int64
+        counts: for each key, the number of sequences of each new id; int64
         metadata: additional metadata of the new ids, by name
     """
 

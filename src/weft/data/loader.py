@@ -100,7 +100,7 @@ class SourceData:
     Attributes:
         share: number of training samples, and the share of them drawn in each epoch
         train: training samples; a `StreamDataset` yields whole batches
-        counts: numbers of samples of the source and, if it has one, of its validation file
+        counts: sample counts of the source, followed by those of its validation file if it has one
         valid: validation samples, or None if the source has none
     """
 
@@ -267,7 +267,10 @@ class SourceReader:
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def describe_limits(self, count: SourceCount) -> str:
-        """Format the options that limit the length of the rows in `count`, for messages."""
+        """Format the options that limit the row length of a source, for messages.
+
+        `count` is the count of the source's samples.
+        """
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
@@ -383,10 +386,10 @@ class SourceReader:
         return SourceSubset(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
-        """Return all rows of a validation file, and their count.
+        """Return all rows of the validation file `source.path`, and their count.
 
-        The argument `path` in `source.args` is ignored, since it sets the file of the training
-        rows.
+        `name` is the name of the source. The argument `path` in `source.args` is ignored, because
+        it sets the file of the training rows.
         """
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.validation_reader._build(replace(source, args=args))
@@ -400,9 +403,9 @@ class SourceReader:
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """Build the dataset of a source and return (dataset type, dataset).
 
-        The constructor is called with the user's arguments. It also gets those options of weft,
-        such as `max_seqlen`, for which it has a parameter. Raises `ConfigError` if arguments or
-        options do not fit the dataset type.
+        The user's arguments are passed to the constructor. Options of weft, such as `max_seqlen`,
+        are passed too if the constructor has a parameter for them. Raises `ConfigError` if
+        arguments or options do not fit the dataset type.
         """
         type = source.type or self.spec.type or detect_type(source, self.type)
         make = datasets.get(type)

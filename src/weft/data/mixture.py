@@ -42,7 +42,7 @@ class SourceShare:
 def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
     """Return the random generator for one purpose in one epoch.
 
-    `purpose` is any text that no other use of random numbers shares. The generator produces the
+    `purpose` is a text that is different for each use of random numbers. The generator produces the
     same numbers on every machine with the same version of numpy.
     """
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
@@ -83,10 +83,11 @@ def _count_samples(share: SourceShare) -> int:
 def compute_epoch_order(
     shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
-    """Return (source indices, sample indices) of an epoch in order, each int64 [number of samples].
+    """Return the samples of an epoch in order, as int64 arrays (source indices, sample indices).
 
-    If an epoch uses only a share of a source, it draws a new random subset, without replacement.
-    Without `shuffle`, the sources follow each other, and samples are in file order.
+    If only a part of a source's samples is used per epoch, each epoch draws a new random subset of
+    them, without replacement. Without `shuffle`, the sources follow each other, and samples are in
+    file order.
     """
     sources = []
     samples = []

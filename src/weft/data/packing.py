@@ -100,10 +100,10 @@ def _minimize_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """Return the bounds of the split in which each of `parts` parts begins as early as possible.
+    """Return the earliest index at which each part can begin if no part costs more than `largest`.
 
-    No part costs more than `largest`. `sums` are the cumulative costs, beginning with 0. The last
-    bound is the number of items.
+    `parts` is the number of parts, and `sums` are the cumulative costs of the items, beginning with
+    0. The number of items is appended to the result as the end of the last part.
     """
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1

@@ -62,11 +62,12 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 
 
 def find_template_fault(render: Render) -> str | None:
-    """Return the reason why a template cannot render text conversations, or None if it can.
+    """Return the reason why a template cannot render text conversations, or None if no fault is
+    found.
 
-    The check renders a simple conversation, with contents as texts and as lists of parts. If the
-    template rejects both forms, the result is None, since it may still accept the user's
-    conversations.
+    The check renders a simple conversation, first with each content as a string and then, if that
+    fails, with each content as a list of parts. If both raise an error, no fault is reported, since
+    the template may still accept the user's conversations.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -150,8 +151,8 @@ def _list_calls(marks: Mapping[str, str]) -> list[str]:
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
     """Return whether a tool call's function name or all of its arguments are missing.
 
-    `call` is the path of the tool call, such as `tool_calls[0]`. `marks` has the paths of all
-    fields of the message, and `missing` has the paths of the missing ones.
+    `call` is the path of the tool call in the message, such as `tool_calls[0]`. The keys of `marks`
+    are the paths of all texts in the message, and `missing` are the paths of the missing ones.
     """
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))
@@ -167,7 +168,11 @@ def has_content(text: str, content: str) -> bool:
 
 
 def has_text(text: str, content: str) -> bool:
-    """Return whether a rendered text contains `content`, up to white space and quoting."""
+    """Return whether a rendered text contains `content`.
+
+    Differences in white space are ignored. `content` can be escaped in the text as in a JSON or
+    Python string.
+    """
     stripped_content = content.strip()
     if stripped_content in text:
         return True

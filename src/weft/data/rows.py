@@ -110,8 +110,8 @@ def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
 def require_key(row: Row, keys: Sequence[str], form: str) -> str:
     """Return the first of the column names `keys` with a non-null value in the row.
 
-    Raises `BadRow` if there is none. The error names the missing column and, if possible, a dataset
-    type that fits the row better than its type `form`.
+    Raises `BadRow` if there is none. The error names the missing column. If the row fits another
+    dataset type better than `form`, the error names that type, too.
     """
     first_key = find_first_key(row, keys)
     if first_key is not None:

@@ -209,9 +209,9 @@ class SequenceSample:
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """Split into `k` samples of consecutive ids, with token counts as even as possible.
+        """Split into `k` samples of consecutive ids so that the largest token count is minimal.
 
-        The largest token count of a sample is minimized. `gather` joins the samples again.
+        `gather` joins the samples again.
         """
         return _split_at(self, packing.split_evenly(self.token_costs(), k))
 

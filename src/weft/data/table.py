@@ -169,7 +169,7 @@ class TokenTable:
         rows: Sequence[int],
         report: TokenizationReport,
     ) -> TokenTable:
-        """Build a table from encoded samples, in order.
+        """Build a table that contains encoded samples in the given order.
 
         `rows` are the row numbers of the samples. The keys of the table are those of the first
         sample.

@@ -149,7 +149,9 @@ class TrainedTurn:
         return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with <think>...{END_OF_THOUGHT} in content)"
 
     def _advise_on_content(self) -> str:
-        """Return advice on how to keep reasoning that is at the beginning of the content."""
+        """Return advice on how to keep reasoning that the template omits from the start of the
+        content.
+        """
         _, _, answer = self.message["content"].rpartition(END_OF_THOUGHT)
         apart = {**self.message, "content": answer.strip(), REASONING: MARK}
         inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{answer.strip()}"}
@@ -163,11 +165,11 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template renders `MARK` in `message` if no messages follow it.
+        """Return whether the template renders `MARK` when `message` is the last message of the row.
 
         `message` is this turn with `MARK` in place of one of its texts. If the result is True, the
-        user can keep the text by ending the row with this turn. Returns False if this turn is the
-        last one anyway.
+        user can keep the text by ending the row with this turn. Returns False if this turn is
+        already the last one.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]
@@ -211,7 +213,7 @@ def _find_largest(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _has_argument(text: str, value: Any) -> bool:
-    """Return whether a text contains an argument of a tool call, in JSON or Python notation."""
+    """Return whether a text contains a tool call's argument `value`, in JSON or Python notation."""
     if isinstance(value, str):
         return has_text(text, value)
     return any(form in text for form in (json.dumps(value), str(value)))

@@ -214,8 +214,8 @@ class Tokenizer:
         """Return the text of a conversation, including the system texts that `additions` adds.
 
         By default, the result is the text that `mask_chat` tokenizes for training. With
-        `add_generation_prompt`, only the fixed prefix is added, and the result is the text that
-        `encode_context` tokenizes.
+        `add_generation_prompt`, it is the text that `encode_context` tokenizes; the only addition
+        is then the system text `additions.prefix`.
         """
         self.check_template()
         talk = normalize_messages(messages)
@@ -246,8 +246,8 @@ class Tokenizer:
     ) -> list[int]:
         """Render a conversation and return its token ids.
 
-        BOS is written by the template. If the option `add_bos_token` is true, BOS is also added to
-        the output of templates that write none.
+        The ids begin with BOS if the template writes it. If the option `add_bos_token` is true,
+        they begin with BOS in any case.
         """
         self.check_template()
         text = self.render(
@@ -425,7 +425,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Hash (sha256) of everything that affects token ids.
 
-        This includes the vocabulary, merges, special tokens, templates, BOS settings and additions.
+        This includes the vocabulary, merges, special tokens, templates, BOS settings, and the
+        system texts that are added to conversations.
         """
         dress = [] if self.additions == NO_ADDITIONS else [asdict(self.additions)]
         return tokenizer_files.compute_fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)

@@ -192,10 +192,10 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _describe_path(path: str, option: str, *, own: bool) -> str:
-    """Format the option that set the tokenizer path, as `OPTION=PATH`, for error messages.
+    """Return `path` with the option that set it, as `OPTION=PATH`, for error messages.
 
-    If `own` is True, the path was set as the path of the model, and OPTION is the model's option.
-    For commands such as `weft chat`, `option` is `COMMAND`, and only PATH is returned.
+    If `own` is True, this is the option that sets the path of the model, such as `actor.path`. If
+    `option` is `COMMAND`, there is no option, and `path` is returned unchanged.
     """
     if option == COMMAND:
         return path
@@ -344,10 +344,7 @@ def apply_spec(
 
 
 def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error to raise if messages need a chat template but the tokenizer has none.
-
-    `option` is the prefix of the tokenizer's options as the user writes them.
-    """
+    """Return the error to raise if messages need a chat template but the tokenizer has none."""
     return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
         f"write {format_option(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or "
@@ -384,12 +381,12 @@ def encode_text(
 def compute_tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
     """Return upper bounds on the number of tokens per byte of text, or None if unknown.
 
-    The result is (bound for ASCII texts, bound for other texts). Bounds exist for BPE tokenizers
-    that merge bytes, or characters with byte fallback. Each of their tokens represents at least one
-    byte of the normalized text (a space counts as one byte), so the bound is the factor by which
-    normalization can lengthen a text. The factor is 2 if a space is inserted before each stretch of
-    text between special tokens. NFC multiplies it by 3 for texts that are not ASCII. With other
-    normalizers, there is no bound.
+    The result is (bound for ASCII texts, bound for other texts). Bounds are known for BPE
+    tokenizers that work on bytes or fall back to bytes. Each of their tokens represents at least
+    one byte of the normalized text (a space counts as one byte), so the bound is the factor by
+    which normalization can lengthen a text. This factor is 2 if a space is inserted before each
+    stretch of text between special tokens, and otherwise 1. NFC multiplies it by 3 for texts that
+    are not ASCII.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None
@@ -436,7 +433,7 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
     """Return an upper bound on the number of tokens of a text.
 
-    `of_ascii` and `of_others` are the tokens per byte that `compute_tokens_per_byte` returns.
+    `of_ascii` and `of_others` are upper bounds on the tokens per byte of ASCII and other texts.
     """
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)
@@ -455,7 +452,7 @@ def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
 
 
 def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserError:
-    """Return the error to raise if the tokenizer has no EOS, which completions must end with.
+    """Return the error to raise for a tokenizer that has no EOS token.
 
     `added` lists the tokenizer's special tokens, for the message.
     """

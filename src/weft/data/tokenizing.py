@@ -155,7 +155,7 @@ def build_no_rows_error(source: RowSource, rows: int) -> DataError:
 
 
 def _add_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table, adding the file and line of each `TemplateOmission` to its report.
+    """Add the file and line to each `TemplateOmission` in the table's report, and return the table.
 
     File names and lines are not cached, since another file can contain the same rows.
     """
@@ -319,10 +319,10 @@ def assign_ids(
 ) -> tuple[list[str], list[Problem]]:
     """Assign an id to each row, and return (ids, problems).
 
-    `own_ids` has the row number of each row and the id that is given in it (or None), in file
-    order. A row without an id is identified by its row number, or by a variant of the number if
-    another row has that id. If two rows have the same id, the second one is reported as a problem.
-    `places` are the locations of all rows.
+    `own_ids` contains (row number, own id) for each row in file order; the own id is None if the
+    row has none. Such a row gets its row number as its id, with a prefix if another row has that
+    id. If two rows have the same id, the second one is reported as a problem. `places` are the
+    locations of all rows, for error messages.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -344,9 +344,9 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return an id for a row without its own id, made from its number.
+    """Return an id for a row that has none, made from the row number.
 
-    If the number is one of the ids in `given`, a prefix is added.
+    The prefix `row-` is added until the id is not one of the ids in `given`.
     """
     id = str(row)
     while id in given:

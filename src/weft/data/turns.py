@@ -140,9 +140,10 @@ class _RenderedConversation:
         return self._find_header_end(header[header.find(mark) :], mark_position)
 
     def find_stop(self, index: int, start: int) -> int:
-        """Return the position after the end token of turn `index`, which begins at `start`.
+        """Return the position directly after the end token of turn `index`.
 
-        Raises `DataError` if the position cannot be determined.
+        `start` is the position at which the turn begins. Raises `DataError` if the end of the turn
+        cannot be determined.
         """
         # The conversation begins with the rendering up to this turn.
         text = self.text
@@ -179,10 +180,10 @@ class _RenderedConversation:
     def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index` for a template that has no generation prompt.
 
-        `at` is the end of the text that belongs to the earlier messages. Any text between `at` and
-        the content of the turn, other than white space, is a header, and the turn starts after it.
-        If there is no header, or the turn has no content that can be found, the turn starts at
-        `at`.
+        `at` is the end of the text that belongs to the earlier messages. If there is a header,
+        which is any text other than white space between `at` and the content of the turn, the turn
+        starts at the content. Otherwise it starts at `at`. It also starts at `at` if the content is
+        empty or cannot be found.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]
@@ -245,8 +246,8 @@ class _RenderedConversation:
     def _find_header_end(self, header: str, at: int) -> int:
         """Return the end of the generation prompt `header`, which begins at `at`.
 
-        If the text differs from the generation prompt (for example by an empty think block),
-        returns the position at which they diverge.
+        If the text contains only the beginning of the generation prompt (for example because an
+        empty think block is missing), returns the position at which the two diverge.
         """
         rest = self.text[at:]
         shared = count_common_prefix(self.template.encode(header), self.template.encode(rest))

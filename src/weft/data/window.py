@@ -31,12 +31,11 @@ class RandomWindow:
     bos_id: int | None = None
 
     def apply(self, encoded: EncodedSample, draw: np.random.Generator) -> EncodedSample:
-        """Crop a sample longer than `size` to a random window.
+        """Crop a sample longer than `size` to a random window, with the given `probability`.
 
-        A sample is selected for cropping with `probability`. It is returned unchanged if it is
-        short enough, is not selected, has several completions, or cannot be cropped. All windows
-        that contain a token with a loss are equally likely. The first token of a sample has no
-        loss, since no token precedes it.
+        The sample is returned unchanged if it has several completions or cannot be cropped. The
+        window is drawn uniformly from all windows that contain a token with a loss. The first token
+        of the cropped sample has no loss, since no token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

@@ -13,8 +13,8 @@ def list_special_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
     """Return the ids of special tokens, keyed as in config.json and generation_config.json.
 
     `eos_token_id` is the id of the token that ends a completion, or a list if there are several, so
-    that other programs stop at the same tokens as weft. A token that the tokenizer lacks has no
-    entry; for a reward model, its entry is None.
+    that other programs stop at the same tokens as weft. Tokens that the tokenizer lacks are left
+    out or, for a reward model, have the id None.
     """
     stops = tokenizer.list_stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -34,10 +34,10 @@ def read_generation_config(spec: ModelSpec) -> dict[str, Any]:
 def find_skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
     """Return the id of the padding token that is skipped when a score is read, or None.
 
-    There is such a token only in a reward model that was trained with `transformers` and whose
-    padding token (EOS) also ends texts. `transformers` takes the final EOS for padding and reads
-    the score at the token before it, so weft does the same. In a reward model that weft trains from
-    a language model, `choose_padding` prevents this, so the result is None.
+    For most models, this is None. The exception is a reward model that was trained with
+    `transformers` and whose padding token is also an end token, such as EOS. `transformers` then
+    takes the final EOS for padding and reads the score at the token before it, so weft does the
+    same. For reward models that weft trains from a language model, `choose_padding` prevents this.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None

@@ -120,7 +120,8 @@ class Collectives(Protocol):
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Return whole tensors by name on the rank that writes them to disk, else None.
+        """Return whole tensors by name on the rank that writes them to disk, and None on other
+        ranks.
 
         `own` contains this rank's slice of each tensor.
         """
@@ -151,9 +152,9 @@ def run_microbatch(
 ) -> T:
     """Run one micro-batch through a network, and return the result of `work.finish`.
 
-    The network must not be split into pipeline stages. With `trains`, the result is the loss, and
-    the backward pass is also run. With `always`, it is run even if the loss has no gradient,
-    because other ranks may wait for this rank's gradients.
+    The network must not be split into pipeline stages. With `trains`, the result is the loss, and a
+    backward pass follows. A loss without a gradient needs no backward pass. With `always`, one is
+    run even then, because other ranks may wait for this rank's gradients.
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)

@@ -173,11 +173,11 @@ def keep_sums_wide(device: torch.device) -> None:
 
 
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
-    """Select the flash attention version `version`, the value of the option `flash_attention`.
+    """Select the version of flash attention, and return notes on it for the user.
 
-    For "auto" and "fa3" on a Hopper GPU, returns one note for the user, which names the selected
-    version. In all other cases, returns no notes. Raises `ConfigError` if the version is not
-    available.
+    `version` is the value of the option `flash_attention`. There is one note, which names the
+    selected version, if the device is a Hopper GPU and `version` is "auto" or "fa3". Otherwise
+    there are none. Raises `ConfigError` if the version is not available.
     """
     try:
         note = flash.choose(device, version)
@@ -197,7 +197,10 @@ def set_threads(count: int) -> None:
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Allow a GPU to use TF32 (10 bits of mantissa) for float32 matmuls, if `enabled`."""
+    """Let a GPU use TF32 (10 bits of mantissa) for float32 matrix products.
+
+    Does nothing if `enabled` is False, or on a device without CUDA.
+    """
     if enabled and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 

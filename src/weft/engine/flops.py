@@ -20,8 +20,8 @@ class TokenCost:
         attention: Number of layers x number of heads x head size.
         backward: Cost of a backward pass relative to a forward pass: 2, or 1 if most weights are
             frozen and need no gradient.
-        late: Number of the `products` weights that are used only for tokens whose output is needed,
-            such as those of the output layer.
+        late: Part of `products` that is used only for tokens whose output is needed, such as the
+            number of weights of the output layer.
     """
 
     products: int
@@ -34,15 +34,15 @@ class TokenCost:
     ) -> float:
         """Return the floating-point operations of a forward and a backward pass over a pack.
 
-        `lengths` contains the number of tokens of each segment of the pack, usually a sequence. A
-        forward pass has 2 operations per parameter and token, and 4 per head dimension and (query,
-        key) pair. With causal attention, a segment of length L has L (L + 1) / 2 pairs. (Chowdhery
-        et al. 2022, arXiv:2204.02311, appendix B, count all L^2.) `across` is the number of
-        additional pairs between segments, for example between a shared prefix and its
-        continuations.
+        `lengths` contains the number of tokens of each segment of the pack, usually a sequence.
+        `across` is the number of (query, key) pairs between segments, for example between a shared
+        prefix and its continuations. The output layer is computed for `rows` tokens, or for all
+        tokens if `rows` is None.
 
-        The output layer is computed for `rows` tokens, or for all tokens if `rows` is None.
-        Recomputation is not counted.
+        A forward pass has 2 operations per parameter and token, and 4 per head dimension and
+        (query, key) pair. A backward pass has `backward` times as many; recomputation is not
+        counted. Attention is causal, so a segment of length L has L (L + 1) / 2 pairs. Chowdhery et
+        al. 2022 (arXiv:2204.02311, appendix B) count all L^2 pairs instead.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
@@ -144,6 +144,9 @@ def parse_gpu_model(name: str) -> str | None:
 
 
 def find_peak_rates(name: str) -> PeakRates | None:
-    """Return the peak rates of the GPU that the driver calls `name`, or None if it is not known."""
+    """Return the peak rates of a GPU, or None if the GPU is not known.
+
+    `name` is the device name that the driver reports.
+    """
     model = parse_gpu_model(name)
     return None if model is None else dict(PEAKS)[model]

@@ -112,17 +112,20 @@ class NetworkShape:
     def count_saved_in_last_layer(self, tokens: int, rows: int) -> int:
         """Return the number of elements that the last layer keeps for its backward pass.
 
-        After attention, the layer computes only `rows` of its `tokens`. For these rows, it keeps
-        the output of attention a second time. For the other tokens, it does not keep the hidden
-        state before the MLP or anything computed from that state, including what adapters would
-        keep.
+        After attention, the layer continues with only `rows` of its `tokens`. It keeps the output
+        of attention for all tokens, and a copy of it for these rows. The hidden state before the
+        MLP and everything computed from it, including what adapters keep, is kept only for these
+        rows.
         """
         late = self.stream_width + self.hidden + self._mlp_saved + self.adapters
         return tokens * (self.count_saved_per_token() - late) + rows * (late + self.query)
 
     @property
     def stream_width(self) -> int:
-        """Average number of elements of the residual stream that one rank has per token of a pack."""
+        """Width of the residual stream on one rank, in elements per token.
+
+        If ranks divide the tokens, this is the average over all tokens of a pack.
+        """
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -224,9 +227,9 @@ class RoleMemory:
         masters: Master weights, if they are separate from the parameters.
         optimizer: Optimizer state.
         gradients: Gradients of the trained parameters.
-        activations: Activations of the call for which they are largest.
-        cache: KV cache of the call for which it is largest.
-        call: Highest peak memory of any call in addition to `permanent`. It can be less than
+        activations: Largest activations of any call.
+        cache: Largest KV cache of any call.
+        call: Highest peak memory of any call, not counting `permanent`. It can be less than
             `gradients` + `activations`, which don't peak at the same time.
         resident_cache: KV cache that stays allocated between calls.
         away: Part of `permanent` that is in host memory between calls.
@@ -327,7 +330,10 @@ def compute_peak(roles: Mapping[str, RoleMemory]) -> int:
 def _estimate_call(
     shape: NetworkShape, settings: MemorySettings, trainable: int, work: CallDemand
 ) -> tuple[int, int, int]:
-    """Return the sizes in bytes of a call's activations and KV cache, and its peak memory."""
+    """Return an estimate of a call's memory in bytes: (activations, KV cache, peak).
+
+    `trainable` is the number of trained parameters on this rank.
+    """
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

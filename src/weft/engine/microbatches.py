@@ -37,10 +37,11 @@ def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
 
 
 def list_sample_ids(part: SequenceSample) -> list[str]:
-    """Return the ids of the whole batch that have completions in the micro-batch `part`.
+    """Return the ids of the samples that have completions in the micro-batch `part`.
 
-    If the completions of an id are divided, `part` itself names them `id[first:stop]`; the result
-    contains the original id, and contains it only once.
+    These are ids of the whole batch, without duplicates. If the completions of an id were divided
+    among micro-batches, the ids of `part` have the form `id[first:stop]`; the result has the
+    original id.
     """
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))

@@ -13,7 +13,7 @@ from weft.writing import rename, resolve_destination
 
 
 def label_work(name: str) -> AbstractContextManager[object]:
-    """Return a context manager whose work appears in a trace with the label `name`."""
+    """Return a context manager that labels the work in its block as `name` in profiler traces."""
     label: AbstractContextManager[object] = torch.profiler.record_function(name)
     return label
 

@@ -167,9 +167,9 @@ class PackLayout:
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
         """Return the index of each row in the pack, and a mask that is False for missing rows.
 
-        Each completion has one row per token, followed by `extra` rows. The row of a token is at
-        the token before it, which predicts it. Only the row of the first token after an empty
-        prompt is missing, because no token precedes it; the returned index is then that of the
+        Each completion has one row per token, followed by `extra` rows. A token is predicted at the
+        token before it, so the index of its row is the index of that earlier token. If the prompt
+        is empty, the row of the completion's first token is missing, and its index is that of the
         token itself.
         """
         counts = self.length + extra
@@ -261,7 +261,7 @@ class _SumBySequence(torch.autograd.Function):
 
 
 class _RepeatByRow(torch.autograd.Function):
-    """Autograd function that repeats each sequence's value for all its rows: `[S]` to `[N]`."""
+    """Autograd function that copies the value of each sequence to all its rows: `[S]` to `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
@@ -349,23 +349,27 @@ class SampleRows:
         )
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum `rows`, one value per row `[N]`, over each sequence, and return the sums `[S]`.
+        """Return the sum of `rows` [N] over each sequence, [S].
 
         On every device, the values are added in row order.
         """
         return _SumBySequence.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """Return `[N]` values: one value per sequence, `[S]`, repeated for all its rows."""
+        """Return each sequence's value repeated for all rows of the sequence, [N].
+
+        `sequences` has one value per sequence, [S].
+        """
         return _RepeatByRow.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the indices of the better and the worse sequence of each of P pairs, both `[P]`.
+        """Return the better and the worse sequences of all P pairs, as two index tensors, each
+        `[P]`.
 
-        Two sequences are a pair if they belong to the same id and comparison and have different
-        ranks; the one with the smaller rank is the better one. The keys `rank` and `comparison` of
-        the batch contain these values. Without the key `comparison`, each id is one comparison.
-        Pairs are in index order.
+        Two sequences of the same id form a pair if they have the same `comparison` and different
+        ranks; the one with the smaller `rank` is the better one. `rank` and `comparison` are keys
+        of the batch. Without the key `comparison`, each id is a single ranking. The pairs are in
+        the order of the better sequences.
         """
         rank = to_host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)

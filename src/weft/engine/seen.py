@@ -21,9 +21,9 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return the ids, at most `IDS`, whose outputs are kept for inspection.
+    """Choose at most `IDS` ids whose outputs are kept for inspection.
 
-    The ids with the smallest hashes are chosen. Each rank may first choose among its own ids:
+    These are the ids with the smallest hashes. Each rank may first choose among its own ids:
     choosing among the results of all ranks then gives the same ids as choosing among all ids.
     """
     return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
@@ -36,8 +36,8 @@ def keep_outputs(
 
     Each completion of L tokens has `logprobs` [L] or `scores` [1], without gradients, on the device
     of `out`. Ids whose completions have more than `TOKENS` tokens in total are left out. Returns
-    None if no id is left, if the completions of an id were divided, or if the loss uses neither
-    log-probs nor scores.
+    None if no id is left, if some ids may have completions outside this micro-batch, or if the loss
+    uses neither log-probs nor scores.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):

@@ -114,7 +114,7 @@ def _build_prefix_tree(common: Sequence[int], least: int) -> list[_CommonPrefix]
 
 
 def _count_common_tokens(one: Tokens, other: Tokens) -> int:
-    """Return the length of the common prefix of two prompts, without the last token of either."""
+    """Return the length of the longest common prefix that is shorter than both prompts."""
     most = max(0, min(len(one), len(other)) - 1)
     differing = np.flatnonzero(one[:most] != other[:most])
     return int(differing[0]) if len(differing) else most

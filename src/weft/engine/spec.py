@@ -372,9 +372,9 @@ class ModelSpec:
         check_adapters(self)
 
     def resolve_layout(self) -> Layout:
-        """Return the layout that `layout` or `parallel.*` sets.
+        """Return the layout that is set by the option `layout` or the options `parallel.*`.
 
-        Raises `ConfigError` if both are set and differ.
+        Raises `ConfigError` if both are set and differ, or if `zero_stage` contradicts `layout`.
         """
         sizes = self.parallel
         sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
@@ -421,7 +421,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval n if every n-th layer is recomputed in the backward pass, otherwise 0."""
+        """Interval at which layers are recomputed in the backward pass; 0 if none are."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property

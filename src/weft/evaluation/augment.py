@@ -153,7 +153,7 @@ def write(
 
 
 def _read_unfinished(part: Path, first: str) -> list[str]:
-    """Return the finished parts in the unfinished file `part`, one line per part.
+    """Return the lines of the unfinished file `part`, each with the result of one chunk of rows.
 
     If the file does not exist, it is created with the line `first`, which contains the options of
     this command. If it exists, its first line must equal `first`; otherwise, `ConfigError` is
@@ -238,8 +238,8 @@ def _sample_weak_replies(
     """Return the weak model's reply to each row; None for a row without a usable reply.
 
     If there is a reward model, it selects the best of several replies. A row has no usable reply if
-    all replies are empty or the prompt does not fit in the context. The seed depends on `number`,
-    the index of the part that the rows belong to.
+    all replies are empty, if the prompt does not fit in the context, or if there are no prompt
+    messages. `number` is the index of this chunk of rows in the output; the seed depends on it.
     """
     prompts = {}
     for place, row in enumerate(rows):

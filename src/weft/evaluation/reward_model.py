@@ -57,7 +57,7 @@ class AgreementSummary:
         accuracy: fraction of pairs that the scores order correctly; ties count as incorrect
         error: standard error of `accuracy` over rows
         best_accuracy: fraction of rows whose best reply scores higher than the worst reply
-        kendalltau: mean over rows of (right - wrong) / pairs
+        kendalltau: mean over rows of (correctly - incorrectly ordered pairs) / all pairs
         margin: mean over rows of the best reply's score minus the worst reply's score
     """
 
@@ -164,7 +164,7 @@ def _count_pairs(
 
 
 def _read_categories(path: str, split: str | None, column: str | None) -> list[str]:
-    """Return the value of `column` in every row; an empty list if `column` is None.
+    """Return the value of `column` in every row, or an empty list if `column` is None.
 
     Raises `DataError` if no row has the column.
     """

@@ -64,7 +64,7 @@ class ExperimentParts:
 
 
 def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
-    """Return the experiment that `plan` describes, after all checks that do not need torch.
+    """Build the experiment that `plan` describes, and check all that can be checked without torch.
 
     Raises `UserError` if an option is invalid. The message names the option, its value and the rule
     that it breaks.

@@ -55,7 +55,7 @@ def find_mode_problem(mode: str) -> str | None:
 
 
 def find_device_problem(device: str) -> str | None:
-    """Return an error message for an invalid `device`, else None."""
+    """Return an error message if `device` is invalid, or None if it is valid."""
     if DEVICE.fullmatch(device):
         return None
     return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best device available"

@@ -41,7 +41,8 @@ class DecoderSizes:
         key: Width of the keys over all key-value heads.
         inner: Width of the MLP, summed over the experts that process a token.
         vocab: Size of the vocabulary, or 1 for a model that returns scores.
-        active: Number of weights per layer that a token uses, so without unselected experts.
+        active: Number of weights per layer that process a token. Of the experts, only the selected
+            ones count.
         whole: Number of weights per layer, including all experts.
         embedding: Number of weights in the input embedding.
         outputs: Number of weights in the output matrix.
@@ -192,11 +193,10 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of the parameters needed by device `rank` that it already stores.
+    """Return the fraction of a device's shard for the mesh `target` that the device already stores.
 
-    The device needs its shard of the parameters for the mesh `target`, and already stores its shard
-    for the mesh `source`. The fraction is 1 if the device has the same position in the same layout,
-    and 0 if `source` does not include the device.
+    Device `rank` stores its shard of the parameters for the mesh `source`. The fraction is 1 if the
+    device has the same position in the same layout, and 0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0

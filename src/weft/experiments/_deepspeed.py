@@ -220,10 +220,10 @@ def _is_off(value: Any) -> bool:
 
 
 def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
-    """Return whether the value is a number that is not below `least`.
+    """Return whether the value is a number of at least `least`.
 
-    Any other value is recorded in `done` as refused, except None and "auto", which mean that the
-    key is not set.
+    Also returns False for None and "auto", which mean that the key is not set. Any other invalid
+    value is recorded in `done` as refused.
     """
     if value in (None, AUTO):
         return False

@@ -154,8 +154,9 @@ def _has_tokenizer(place: Path) -> bool:
 def _find_initial_value(config: NamedRunConfig, run: Path, option: str) -> str | None:
     """Return the value that `option` had when the resumed run began, or None for a new run.
 
-    The value is read from the saved configuration in `run`, the directory of this run. If there is
-    none, it is read from the saved configuration of the run that the option `resume_from` names.
+    The value is read from the configuration saved in the run's directory, `run`. If that directory
+    has no saved configuration, the value is read from the configuration of the run that the option
+    `resume_from` names.
     """
     places = [run]
     if config.resume_from is not None:

@@ -57,7 +57,10 @@ class PlacementReport:
     loads: Mapping[str, CallWorkload]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates for the best placement and for the heuristic's, as plain values."""
+        """Return the estimates for the best and the heuristic placement, as plain values.
+
+        The result also contains facts about the search and the device.
+        """
         result = self.result
         return {
             "device": self.rates.name,
@@ -69,7 +72,7 @@ class PlacementReport:
         }
 
     def build_lines(self) -> list[str]:
-        """Return lines about the best placement and the heuristic's, to print before the run."""
+        """Return lines of text that compare the best placement with the heuristic placement."""
         # Describe the search and the heuristic's placement.
         best = self.result.best
         first = self.result.first
@@ -525,9 +528,10 @@ def _estimate_lengths(experiment: Experiment, config: RunConfig) -> tuple[int, i
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:
-    """Map each reference role that can share the weights of a trained role to the trained role.
+    """Map reference roles to trained roles whose weights they can share.
 
-    A reference can share the actor's weights if it equals the actor with its adapters disabled.
+    A reference can share the weights of a trained role if it equals this role with its adapters
+    disabled.
     """
     from weft.engine.torch.adapters_off import can_share_base
 

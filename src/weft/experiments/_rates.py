@@ -128,10 +128,10 @@ DISPATCH = 4e-3
 def estimate_cpu_rates(
     cores: float, memory_gb: float, per_node: int, threads: int | None = None
 ) -> DeviceRates:
-    """Return the rates of one of `per_node` processes that share the CPU cores of a machine.
+    """Return the estimated speed of a process that computes on the CPU.
 
-    The machine has `cores` cores, and each process has `memory_gb` GiB of memory. `threads` is the
-    number of threads per process, if the user set it (`OMP_NUM_THREADS`).
+    `per_node` processes share the `cores` cores of a machine, and each has `memory_gb` GiB of
+    memory. `threads` is the number of threads per process, if the user set it (`OMP_NUM_THREADS`).
     """
     products, memory, launch = _estimate_core_rates(max(1.0, cores / per_node))
     return DeviceRates(

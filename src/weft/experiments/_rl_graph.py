@@ -147,7 +147,7 @@ class RLGraphBuilder:
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys of the token ids that truncated sampling allows, and of their number per position.
+        """Keys of the token ids that truncated sampling allowed, and of their number per token.
 
         The tuple is empty if sampling is not truncated (by top-k, top-p or min-p).
         """
@@ -420,9 +420,9 @@ class RLGraphBuilder:
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
-        """Return the weight updates after a step: none, or one if `ref_ema_eta` is set.
+        """Return the weight updates to run after each training step.
 
-        This update makes the reference a moving average of the actor.
+        If `ref_ema_eta` is set, one update makes the reference a moving average of the actor.
         """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
@@ -486,7 +486,7 @@ def format_epochs(count: int) -> str:
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return a line about the minibatches and epochs of a step for the printed plan, as a list.
+    """Return at most one note for the printed plan, on the minibatches and epochs of a step.
 
     The list is empty if a step has one minibatch and one epoch. `passes` is the number of epochs.
     """
@@ -528,9 +528,9 @@ def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
 
 
 def _with_staleness(node: Node, options: SamplingOptions) -> Node:
-    """Return the node with the options for sampling ahead of training, if it samples completions.
+    """Return the node, with `max_staleness` and `interruptible` set if it samples completions.
 
-    These are `max_staleness` and `interruptible`. Other nodes are returned unchanged.
+    These options let it sample ahead of training. Other nodes are returned unchanged.
     """
     if (
         not isinstance(options, PolicyOptions)

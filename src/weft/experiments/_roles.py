@@ -63,12 +63,13 @@ def build_critic(
 ) -> tuple[ModelSpec, dict[str, str]]:
     """Return the critic's spec, and {"critic": "actor"} if its initial weights are copied.
 
-    The mapping is empty if the weights are read from files. If `spec` has a path, the critic is
-    loaded from this path. Otherwise the critic is the reward model, whose score head is already
-    trained, or the actor with a new head. `init` is "rew" or "actor", or None for the default. The
-    default is the reward model if it has the actor's tokenizer and adds no text to the prompt,
-    because the critic reads the actor's tokens. Otherwise, the default is the actor. Raises
-    `ConfigError` if `init` is "rew" and there is no reward model.
+    The mapping is empty if the weights are read from files.
+
+    If `spec` has a path, the critic is loaded from this path. Otherwise, `init` selects the initial
+    model: "rew" is the reward model, whose score head is already trained, and "actor" is the actor
+    with a new head. If `init` is None, the reward model is used if there is one that has the
+    actor's tokenizer and adds no text to the prompt, and the actor otherwise. Raises `ConfigError`
+    if `init` is "rew" and there is no reward model.
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}

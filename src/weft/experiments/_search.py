@@ -162,8 +162,8 @@ class PlacementProblem:
     def _count_started(self, numbers: Sequence[int]) -> int:
         """Return the number of processes that the run starts.
 
-        The run starts a process for each device up to the last one that a call uses. `numbers[i]`
-        is the index of unit i's mesh in the list of all meshes.
+        The run starts a process for each device up to the last one that a call uses. For each unit
+        (group of calls), `numbers` has the index of the unit's mesh in the list of all meshes.
         """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
@@ -188,7 +188,7 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return (number of processes that work on a call, number of all processes) for a machine.
+        """Return the numbers of processes on one machine: (those that work on a call, all).
 
         `mesh` is the call's mesh, and `started` is the number of processes of the run on all
         machines.
@@ -297,11 +297,12 @@ class PlacementProblem:
     def _estimate_memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
-        """Return (bytes that a role always uses, bytes that its calls add) per device of a mesh.
+        """Return a role's memory per device of a mesh: (permanent bytes, bytes that its calls add).
 
         `number` is the index of the mesh in the list of all meshes, and `calls` are the role's
-        calls on that mesh. `own` is True on the mesh that trains the role, or on the first mesh of
-        a frozen role. `shared` is True if the role uses the weights of another role.
+        calls on that mesh. `own` is True if the role is trained on the mesh or, for a frozen role,
+        if the mesh is the role's first. `shared` is True if the role uses the weights of another
+        role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -371,12 +372,13 @@ def _list_divisors(number: int) -> list[int]:
 def list_uniform_placements(problem: PlacementProblem) -> list[list[int]]:
     """Return the placements in which all movable calls are data-parallel on the same devices.
 
-    The calls use the first n devices, and there are up to three placements for each n: one with the
-    weights of trained roles sharded in all calls, one without any sharded weights, and one with the
-    weights of trained roles sharded only in the calls that train.
+    A placement is a list with one index per unit (a group of calls that are placed together). The
+    index selects the unit's mesh from `PlacementUnit.meshes`. The calls of a unit with a single
+    mesh are not movable.
 
-    Calls that are placed together form a unit. A placement is a list with one index per unit, which
-    selects the unit's mesh from `PlacementUnit.meshes`.
+    The movable calls use the first n devices, and there are up to three placements for each n: one
+    with the weights of trained roles sharded in all calls, one without any sharded weights, and one
+    with the weights of trained roles sharded only in the calls that train.
     """
     placements = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -448,8 +450,8 @@ def _descend(
 ) -> list[int]:
     """Improve a placement by coordinate descent, and return the result.
 
-    One unit (group of calls to place together) at a time is moved to its best mesh, until no move
-    improves the score. A placement, such as `start`, has the index of each unit's mesh. `look`
+    `start` is the initial placement: for each unit (group of calls to place together), the index of
+    its mesh. One unit at a time is moved to its best mesh, until no move improves the score. `look`
     returns the score of a placement.
     """
     now = list(start)

@@ -480,11 +480,11 @@ def _find_default_options(config: RunConfig) -> frozenset[str]:
 
 
 def _build(config: RunConfig) -> Experiment:
-    """Return the experiment, built by the method that a user's class overrides.
+    """Build the experiment of a configuration.
 
-    This is `initial_setup` if the class overrides it, and otherwise `build`. Raises `ConfigError`
-    if the class overrides both, or if it defines a method of ReaL's configurations that weft never
-    calls.
+    Calls `initial_setup` if a user's class overrides that method, and otherwise `build`. Raises
+    `ConfigError` if user classes override both, or if they define a method of ReaL's configurations
+    that weft never calls.
     """
     # Find the methods of user classes.
     own = []

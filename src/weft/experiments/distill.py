@@ -208,8 +208,8 @@ class _DistillationGraphBuilder:
     def from_config(cls, config: DistillConfig) -> _DistillationGraphBuilder:
         """Create a builder from the options.
 
-        Raises `ConfigError` for lengths that do not fit the models' context, and for batches by
-        token count if a batch needs a fixed number of rows.
+        Raises `ConfigError` for lengths that do not fit the models' context. Also raises it if
+        batches are formed by token count, but sampling or minibatches need a fixed number of rows.
         """
         options = config.distill
         dataset = fill_batch_sizes(config.dataset)
@@ -265,9 +265,9 @@ class _DistillationGraphBuilder:
     def _names(self) -> Mapping[str, str]:
         """Mapping from output keys of `actor_gen` to the names under which the graph stores them.
 
-        If the student samples only some of the completions, `actor_gen` reads the completions of
-        the rows and writes them, mixed with the sampled ones, under new names. The mapping is empty
-        if `actor_gen` samples all completions or none.
+        If the student samples only some of the completions, the others are read from the dataset.
+        `actor_gen` then writes all of them under new names, because it cannot write a key that it
+        reads. The mapping is empty if `actor_gen` samples all completions or none.
         """
         return MIXED_NAMES if 0.0 < self.share < 1.0 else {}
 

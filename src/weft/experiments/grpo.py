@@ -362,9 +362,9 @@ def _check_gdpo(grpo: GRPOOptions, config: GRPOConfig) -> None:
 
 
 def _build_notes(grpo: GRPOOptions) -> list[str]:
-    """Return a line about dynamic sampling for the plan printed before the run, as a list.
+    """Return notes on dynamic sampling for the plan that is printed before the run.
 
-    The list is empty if dynamic sampling is disabled.
+    The list has one line, or is empty if dynamic sampling is disabled.
     """
     if not grpo.dynamic_sampling:
         return []

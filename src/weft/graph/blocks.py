@@ -95,7 +95,8 @@ class StateBlocks(Generic[T]):
         return parts
 
     def separate_states(self, ids: Sequence[str]) -> list[T]:
-        """Return the states of these ids, one for each block, for the caller to modify in place.
+        """Return the states of these ids, one per block, so that the caller can modify them in
+        place.
 
         A block that also contains other ids is split first, so that changes to the returned states
         affect only `ids`. New ids get a new block.

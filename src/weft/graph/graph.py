@@ -36,8 +36,8 @@ class VersionEdge:
     """Dependency of a model function call on weights that another node updates.
 
     Attributes:
-        producer: Name of the node that trains the weights, or after which a parameter sync updates
-            them.
+        producer: Name of the node that trains the weights, or of the node that is followed by a
+            parameter sync of the weights.
         consumer: Name of the call that uses the weights.
         max_staleness: Maximum number of weight updates between the time when the consumer processes
             a sample and the time when the producer processes it.

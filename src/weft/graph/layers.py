@@ -68,7 +68,10 @@ def lay_out_graph(
 
 
 def compute_layers(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node: one below its lowest source, or 0 if it has no sources."""
+    """Return each node's layer: 0 if it has no sources, else 1 plus the highest layer of a source.
+
+    In `names`, each node must come after its sources.
+    """
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(

@@ -13,7 +13,8 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 class Offload:
     """Hook that moves weights or optimizer state (`what`) to host memory after a call.
 
-    In `pre_hooks`, it instead moves them back to the device before the call.
+    In a call's `pre_hooks`, the hook has the opposite effect: before the call, it moves the weights
+    or optimizer state back to the device.
     """
 
     what: Literal["weights", "optimizer"] = "weights"

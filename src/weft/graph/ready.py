@@ -133,7 +133,7 @@ class IdBuffer:
 
         An id is no longer needed if it is not in `kept_ids`, because a filter removed it, or if all
         `num_nodes` nodes of the graph have finished processing it. `keys` are the output keys of
-        the firing, which its ids now have.
+        the firing, which become available for its ids.
         """
         output_keys = set(keys)
         keep = set(kept_ids)
@@ -195,10 +195,10 @@ def find_ready_firings(
     A node can fire when `batch_size` ids have the keys that it reads and its version edges allow
     processing them with the current weights. It processes the oldest such ids.
 
-    A smaller batch is allowed only if nothing is running, no node has a full batch, and more rows
-    from the loader would not help (`needs_rows`). In that case, only the first node in the graph's
-    order that can process any ids fires. This happens at the end of an epoch, and when ids removed
-    by a filter are replaced.
+    If nothing is running and no node has a full batch, one node may fire with a smaller batch: the
+    first node in the graph's order that can process any ids. This is allowed only if more rows from
+    the loader would not help (`needs_rows`), as at the end of an epoch, or when ids removed by a
+    filter are replaced.
 
     `versions` maps each node to the number of its firings whose updated weights are available. A
     node in `running` does not fire again before it has finished. The arguments are not modified.
@@ -294,8 +294,8 @@ def _find_available_ids(
 def _compute_max_ids(graph: DataflowGraph, edge: VersionEdge) -> int:
     """Return how many ids a call may process with the same weights before it needs newer ones.
 
-    This is the number of ids in `max_staleness` + 1 batches of the training node. Returns 0, which
-    means that there is no limit in ids, if the training node has no fixed batch size.
+    This is the number of ids in `max_staleness` + 1 batches of the training node. If that node has
+    no fixed batch size, the result is 0, which means no limit.
     """
     return (edge.max_staleness + 1) * graph.get_node(edge.producer).batch_size
 
@@ -313,11 +313,11 @@ def _count_allowed(
     `able` are the ids whose inputs exist, oldest first. With `another=1`, one id of the loader's
     next batch is added to them, which shows whether loading this batch would help.
 
-    Each edge in `edges` links the node to a training node that updates its weights. For each edge,
-    the limit is the number of ids that fit into the `max_staleness` + 1 firings of the training
-    node that follow the current version of the weights. Two things use up this limit: firings that
-    the training node has already started, and ids that the node has started to process and that the
-    training node will use in later firings.
+    Each edge in `edges` links the node to a training node that updates its weights, and limits the
+    number of ids: the node may process only the ids for the next `max_staleness` + 1 firings
+    (executions) of the training node, counted from the current version of the weights. Firings that
+    have already started use up part of the limit. So do ids that the node has started to process
+    and the training node has not.
     """
     count = len(able) + another
     for edge in edges:
@@ -343,8 +343,8 @@ def _count_allowed(
 def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdState]]:
     """Return the blocks of ids that a call has started to process but the training node has not.
 
-    The call is `edge.consumer`, because it uses weights. The training node is `edge.producer`,
-    because it produces these weights.
+    The training node is `edge.producer`, which updates the weights. The call is `edge.consumer`,
+    which uses these weights.
     """
     blocks = buffer.entries.blocks
     result: list[StateBlock[IdState]] = []
@@ -367,11 +367,11 @@ def _count_refill(
 ) -> int:
     """Return how many ids a call may process for a training node that still needs `missing` ids.
 
-    The result is `missing` unless a filter between the two nodes has refill rounds, in which whole
-    batches are processed to replace removed ids. With such a filter, the first round gets `missing`
-    ids, and each later round gets at least a whole batch. A later round may start only when the
-    filter has processed all ids of the earlier rounds (`pending`). Until then, and after the last
-    round, the result is 0.
+    The result is `missing`, unless there is a filter between the call and the training node that
+    has refill rounds. In these rounds, more samples are processed to replace those that the filter
+    removed. The first round gets `missing` ids, and each later round gets at least a whole batch. A
+    later round may start only when the filter has processed all ids of the earlier rounds
+    (`pending`). Until then, and after the last round, the result is 0.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:
@@ -403,7 +403,10 @@ def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[
 
 
 def find_exhausted_filter(graph: DataflowGraph, buffer: IdBuffer) -> HostFunction | None:
-    """Return a filter that has used all its refill rounds and left no id to train on, or None."""
+    """Return a filter that has used up its `refill_rounds` and left no id to train on, or None.
+
+    `refill_rounds` is the maximum number of sampling rounds per step.
+    """
     for edge in graph.version_edges:
         filter = graph.find_refilling_filter(edge)
         spent = (

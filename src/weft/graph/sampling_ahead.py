@@ -20,12 +20,12 @@ def can_run_ahead(graph: DataflowGraph) -> bool:
 
 
 def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
-    """Return the firings to schedule first.
+    """Return the firings (executions of graph nodes) that should be scheduled first.
 
-    If any of `firings` are calls that tolerate stale weights, only these are returned, since other
-    calls of their role would delay them. Otherwise the firings that do not train are returned,
-    since calls that are scheduled after a train step wait for its weights. If all firings train,
-    all are returned.
+    If any of `firings` are calls that tolerate stale weights, only these are returned, because
+    other calls of their role would delay them. Otherwise, all firings that do not train are
+    returned, because a call that is scheduled after a train step has to wait for the new weights.
+    If all firings train, all are returned.
     """
     lagging = _find_stale_calls(graph)
     sampling = [firing for firing in firings if firing.node in lagging]

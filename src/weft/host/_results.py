@@ -46,11 +46,11 @@ class RewardResultCheck:
     def validate(self, result: Any) -> tuple[list[Value], dict[str, float]]:
         """Check the result of a reward function, and return its rewards and metrics.
 
-        The rewards are returned as a list with one entry per completion. `result` is such a list,
-        or a tuple of such a list and a mapping of metrics. A reward is a finite number of absolute
-        value at most `MOST_REWARD`, or None. With `by_token`, it can also be a list with one number
-        or None per token, or a mapping from the end positions of steps (in characters of the
-        completion) to numbers. Raises `InvalidRewardResult` for anything else.
+        `result` is a list with one reward per completion, or a tuple of such a list and a mapping
+        of metrics. A reward is None or a number from -`MOST_REWARD` to `MOST_REWARD`. With
+        `by_token`, it can also be a list with a number or None for each token, or a mapping from
+        the end positions of steps (in characters of the completion) to numbers. Raises
+        `InvalidRewardResult` for anything else.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):

@@ -20,8 +20,8 @@ FORBIDDEN_ROW_OPTIONS = {"judge": ("url", "api_key_env", "insecure", "cache")}
 class RoutedFunction:
     """Reward function of a `RewardRoute`, with its weight in the total reward.
 
-    `target` is the function's index in `RewardRoutes.targets`. `args` are keyword arguments for the
-    function that a row of the dataset specifies.
+    `target` is the function's index in `RewardRoutes.targets`. `args` are the keyword arguments
+    that a dataset row specifies for this function.
     """
 
     target: int

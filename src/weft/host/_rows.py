@@ -110,7 +110,7 @@ class CompletionRows:
         return mask
 
     def sum_tokens(self, key: str) -> Vector:
-        """Return each completion's sum of the values of `key`, weighted by `mask`, float64 [S]."""
+        """Return the sum of `key` over each completion's tokens, weighted by `mask`, [S]."""
         trained = self.mask
         return compute_segment_sums(
             np.where(trained != 0.0, self.read_tokens(key), 0.0) * trained, self.lengths

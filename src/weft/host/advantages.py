@@ -262,7 +262,7 @@ class GroupAdvantages(StatelessHostFunction):
     with one value per completion token:
 
     1. The reward of each completion is shaped: bias, scale, clip, missing-eos penalty, and DAPO's
-       soft overlong penalty. The KL penalty is `kl_coef` times the KL to the reference.
+       soft overlong penalty.
     2. `baseline` is subtracted, and the difference is divided by `scale` (both are described in
        `weft.algorithms.advantages`). All trained tokens of the completion get the result.
     3. With `whiten`, the advantages are whitened over all trained tokens of the batch.
@@ -278,12 +278,13 @@ class GroupAdvantages(StatelessHostFunction):
     - OPO: baseline="opo", scale="none"
     - GPG: baseline="group", scale="none", rescale_informative=True
 
-    With a baseline, the total KL penalty of a completion is subtracted from its reward (verl, TRL's
-    RLOO). Without one, the KL penalty of each token is subtracted from the advantages of this token
-    and of all tokens before it (REINFORCE++).
+    The KL penalty of a token is `kl_coef` times its KL to the reference. With a baseline, the sum
+    of a completion's KL penalties is subtracted from its reward (verl, TRL's RLOO). Without one,
+    the KL penalty of each token is subtracted from the advantages of this token and of all tokens
+    before it (REINFORCE++).
 
     `pass_k` replaces `baseline` and `scale`: prompts are rewarded if at least one of k completions
-    passes, which means that its reward is above `pass_reward`. With `part_weights`, the rewards by
+    passes, which means that its reward is above `pass_reward`. With `part_weights`, the rewards of
     each reward function are normalised separately and then added up with these weights (GDPO). With
     `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated completions
     (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0
@@ -385,10 +386,11 @@ class GroupAdvantages(StatelessHostFunction):
         charged: Vector,
         context: HostContext,
     ) -> Vector:
-        """Return one advantage per completion [S].
+        """Return one advantage per completion, [S].
 
-        `raw` [S] are the rewards before shaping, and `charged` [S] is the KL penalty that is
-        subtracted from the shaped rewards.
+        The three vectors also have one value per completion. `raw` is the reward before shaping,
+        `finished` is 0 if the completion was truncated, and `charged` is the KL penalty to
+        subtract.
         """
         overlong = self._compute_overlong_penalty(rows.lengths)
         group = rows.group

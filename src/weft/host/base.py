@@ -138,8 +138,8 @@ class PlainFunction(StatelessHostFunction):
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     """Return a new instance of the host function registered as `name`.
 
-    `name` can also be `module:thing` or `FILE.py:thing`. A class is constructed with `args`; a
-    plain function gets `args` in every call.
+    `name` can also be the location of a class or function: `MODULE:NAME` or `FILE.py:NAME`. A class
+    is constructed with `args`; a plain function gets `args` in every call.
 
     Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """

@@ -18,10 +18,10 @@ from weft.registry import register_function
 @register_function("high_covariance")
 @dataclass
 class HighCovariance(StatelessHostFunction):
-    """Host function that marks the tokens that Clip-Cov or KL-Cov acts on.
+    """Host function that selects the tokens on which Clip-Cov or KL-Cov acts.
 
-    The key `high_covariance` is 1 for these completion tokens and 0 for all others. `method`
-    selects the algorithm: "clip" for Clip-Cov, "kl" for KL-Cov; `weft.algorithms.covariance`
+    The output key `high_covariance` is 1 for selected completion tokens and 0 for all others.
+    `method` is the algorithm: "clip" for Clip-Cov, "kl" for KL-Cov; `weft.algorithms.covariance`
     describes both. `share` is the fraction of all trained tokens to select. Clip-Cov draws these
     tokens at random from those with a covariance between `low` and `high`.
 

@@ -30,13 +30,13 @@ from weft.registry import register_function
 
 @register_function("kto_mismatch")
 def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """Pair each prompt with the completions of the next prompt, and the last with the first.
+    """Pair each prompt with the completions of the next prompt.
 
-    These completions are returned as `kl_completion`, and their `loss_mask` as `kl_mask` (ones if
-    there is no `loss_mask`). The KTO paper (section 4.1) estimates z0 from such mismatched pairs.
-    TRL forms the pairs in the same way, but within each micro-batch; weft forms them over the whole
-    batch. A batch of one prompt, such as the last batch of an epoch, has no mismatched completions,
-    so the mask and z0 are 0.
+    The last prompt is paired with the completions of the first. The completions are returned as
+    `kl_completion`, and their `loss_mask` as `kl_mask` (ones if there is no `loss_mask`). The KTO
+    paper (section 4.1) estimates z0 from such mismatched pairs. TRL forms the pairs in the same
+    way, but within each micro-batch; weft forms them over the whole batch. A batch of one prompt,
+    such as the last batch of an epoch, has no mismatched completions, so the mask and z0 are 0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}

@@ -25,8 +25,9 @@ def optimal_transport(
 ) -> SequenceSample:
     """Return the key `partner` [1] of each completion: the value that its score is compared with.
 
-    Scores are compared between two lists of values, which depend on `loss_type`. Both lists are
-    sorted; the partner of a score is the value at the same position in the other list.
+    The scores and the values that they are compared with are two lists, which depend on
+    `loss_type`. Both lists are sorted, and the partner of a score is the value at the same position
+    in the other list.
 
     With "aot", there is one score per pair, the margin: the log-prob of the better completion minus
     that of the worse one. The margins of the policy are compared with those of the reference. The
@@ -37,9 +38,9 @@ def optimal_transport(
     completions, and the partner of a worse completion is a log-ratio of the better ones. See
     `weft.algorithms.transport`.
 
-    Input keys: the lengths of `completion`, `old_logprobs` [L] by the policy before its update,
-    `ref_logprobs` [L], `rank`, and, if present, `comparison`, `loss_mask` and `prompt`. Raises
-    `DataError` for completions that are not in exactly one pair.
+    The function reads `old_logprobs` [L] (of the policy before its update), `ref_logprobs` [L],
+    `rank`, the lengths of `completion` and, if present, `comparison`, `loss_mask` and `prompt`.
+    Raises `DataError` for completions that are not in exactly one pair.
     """
     if loss_type not in TRANSPORTED:
         raise ConfigError(f"loss_type={loss_type!r} must be {' or '.join(TRANSPORTED)}")

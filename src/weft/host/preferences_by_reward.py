@@ -95,8 +95,9 @@ def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
     This implements the setting "best_worst". The best completion has rank 0, and the worst one has
     rank 1. Both have comparison index 0, so that they form a pair. Every other completion has a
-    unique comparison index, and so is in no pair. The margin is the difference of the best and the
-    worst reward. If all rewards are equal, the margin and all ranks are 0, and there is no pair.
+    comparison index of its own, so it belongs to no pair. The margin is the reward of the best
+    completion minus that of the worst. If all rewards are equal, the margin and all ranks are 0,
+    and there is no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)

@@ -108,7 +108,11 @@ def _parse_parts(entry: Any) -> list[RewardPart]:
 
 
 def _parse_named_part(entry: Mapping[str, Any]) -> RewardPart:
-    """Return the part that a mapping with `name`, `weight` and `args` specifies."""
+    """Return the part of the reward that a mapping specifies.
+
+    The mapping has the key `name`, and can also have `weight` and `args`. Raises `ConfigError` for
+    an invalid mapping.
+    """
     if not isinstance(entry["name"], str) or set(entry) - {"name", "weight", "args"}:
         raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
     args = entry.get("args") or {}

@@ -162,10 +162,10 @@ def _render_as_turns(
 ) -> tuple[Ids, list[Ids]]:
     """Return the token ids of a prompt and of its completions, rendered with the role's template.
 
-    `prompt` has the token ids of the rendered `messages`, and `completions` has the text of each
-    completion and whether it ended. White space that the data's own template adds around a reply is
-    removed from the text. Text that the role's template adds after the end token of the last turn
-    is cut off.
+    `prompt` has the token ids of the rendered `messages`. `completions` has (text, ended) for each
+    completion; `ended` is False if the completion was truncated. White space that the chat template
+    of the data's tokenizer adds around a reply is removed from the text. Text that the role's
+    template adds after the end token of the last turn is cut off.
     """
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)

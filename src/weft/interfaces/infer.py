@@ -30,7 +30,7 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(TOP_OUTPUTS))
 
 @register_interface("infer")
 class InferInterface:
-    """Interface that runs a role's network on completions and returns `outputs`, one key each.
+    """Interface that runs a role's network on completions and returns the requested `outputs`.
 
     Logits are divided by `temperature`, as in the sampler. `top_k` is the number of token ids per
     position in the outputs `top_ids` and `top_logprobs`.
@@ -129,9 +129,9 @@ class OutputSums:
     """Data from one rank's part of a batch, from which the metrics are computed.
 
     Attributes:
-        sums: Pair (sum, number of elements) for each of `entropy` and `values` among the outputs.
+        sums: Pairs (sum, number of elements) for the outputs `entropy` and `values`, if computed.
         scores: Score of each completion, or None if the call computes no scores.
-        owners: For each score, the sample id of its completion. Empty without scores.
+        owners: Sample id of each scored completion; empty if there are no scores.
         ids: Number of sample ids.
         cut: Number of sample ids for which the chat template omitted a part of the prompt, or None
             if it omitted nothing.

@@ -99,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 
 def rotate_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads [T, n, dim] with the first `count` heads rotated."""
+    """Return `heads` [T, n, dim] with the first `count` heads rotated as by `rotate`."""
     return torch.cat([rotate(heads[:, :count], cos, sin, False), heads[:, count:]], dim=1)
 
 

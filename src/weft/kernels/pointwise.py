@@ -55,7 +55,11 @@ def _compute_rms_norm(
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x in float32 or wider, and the inverse RMS 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    """Return (x in float32 or wider, its inverse RMS).
+
+    The inverse RMS is 1 / sqrt(mean(x^2) + eps), with the mean over the last dimension; its shape
+    is [..., 1].
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -120,9 +124,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """Return activation(gate_up), or activation(gate) * up if `gated`, [T, n].
+    """Return activation(gate_up) or, if `gated`, activation(gate) * up.
 
-    `gate_up` is [T, n]. If `gated`, it is [T, 2 n], and each row contains gate and up side by side.
+    The result is [T, n]. `gate_up` is [T, n] or, if `gated`, [T, 2 n]; each row then contains gate
+    and up side by side.
     """
     if torch.compiler.is_compiling():
         return formulas.activated(gate_up, gated, activation)
@@ -139,9 +144,10 @@ def activated_linear(
     activation: Activation,
     gradient_sum: GradientSum | None = None,
 ) -> Tensor:
-    """Return activated(gate_up) times weight [hidden, n] transposed, plus bias, [T, hidden].
+    """Return `activated(gate_up) @ weight.T + bias`, a tensor [T, hidden].
 
-    `gate_up` is [T, n], or [T, 2 n] if `gated`. If there is a `gradient_sum`, the gradient of the
+    `gate_up` is [T, n], or [T, 2 n] if `gated`, and `weight` is [hidden, n]. See
+    `formulas.activated` for the activation. If there is a `gradient_sum`, the gradient of the
     weight is added to it.
     """
     if torch.compiler.is_compiling():

@@ -66,11 +66,12 @@ class GradientSum:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None
 ) -> Tensor:
-    """Return x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out].
+    """Return `x @ weight.T + bias`, a tensor [..., out].
 
-    The result can be differentiated once with respect to `x`, `weight` and `bias`. If there is a
-    `gradient_sum`, the gradient of the weight is added to it. Under torch's compiler, torch's own
-    function is used, and there must be no `gradient_sum`.
+    `x` is [..., in], `weight` is [out, in], and `bias` is [out]. The result can be differentiated
+    once with respect to each of them. If there is a `gradient_sum`, the gradient of the weight is
+    added to it. Under torch's compiler, torch's own function is used, and there must be no
+    `gradient_sum`.
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
@@ -85,9 +86,9 @@ def linear(
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times the transpose of right [m, n], plus bias [m]: [..., m].
+    """Return left [..., n] times the transpose of right [m, n], plus `bias` [m] if it is given.
 
-    The result is not differentiable. Both matrices can be transposed views.
+    The result is [..., m] and is not differentiable. Both matrices can be transposed views.
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
@@ -105,7 +106,8 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 def prepare_wide(right: Tensor) -> Tensor | None:
     """Return the float32 copy of `right` that each call of `wide_product` would otherwise make.
 
-    Returns None if `wide_product` needs no copy. Prepare matrices that are multiplied many times.
+    Returns None if `wide_product` needs no copy. Making the copy once saves time if the matrix is
+    used many times.
     """
     if right.dtype in HALF and right.device.type not in WIDE:
         return right.detach().float()

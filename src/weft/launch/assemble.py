@@ -104,14 +104,18 @@ def build_parts(
     announce: Callable[[RunPlan, str], None] | None = None,
     cluster: RayCluster | None = None,
 ) -> SessionParts:
-    """Build all components of a session: data, engines, evaluator and others.
+    """Build all components of a session: data, engines, evaluator and others. Writes nothing.
 
     With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
-    separate process, which starts while the data are read. With `is_restart`, lost devices are
-    replaced. `quiet` hides the progress of reading the data. If there are device processes,
-    `announce` is called with the plan and the line of `format_start_line` before the engines are
-    built. `cluster` is a running Ray cluster for these processes, which is closed on errors. Raises
-    `UserError` for every problem that can be detected before the first step. Writes nothing.
+    separate process, which starts while the data are read. If `cluster` is given, the processes
+    start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
+
+    If there are device processes, `announce` is called before the engines are built. Its arguments
+    are the plan and the result of `format_start_line`. `quiet` hides the progress of reading the
+    data.
+
+    Raises `UserError` for every problem that can be detected before the first step. On any error,
+    the cluster is closed.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1

@@ -201,7 +201,7 @@ def check_processes(count: int) -> None:
 
 
 def get_device_kind(experiment: Experiment) -> str:
-    """Return the type of the devices of a run with device processes: `cuda` or `cpu`.
+    """Return the device type, `cuda` or `cpu`, of a run that has device processes.
 
     Raises `ConfigError` if the option `device` names a single device, such as `cuda:1`.
     """

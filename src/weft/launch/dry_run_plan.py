@@ -106,9 +106,9 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 
 
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """Return a batch of the longest rows that the options allow, and a note for the user on it.
+    """Return a batch of the longest rows that the options allow, and a note that describes it.
 
-    The batch replaces the data's largest batches in the memory forecast if no data are read.
+    If no data are read, the memory forecast uses this batch instead of the data's largest batches.
     """
     written = experiment.config.get("dataset") or {}
     search = experiment.config.get("search") or {}

@@ -17,10 +17,11 @@ from weft.experiments._models import find_option_role
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Check that missing models and datasets are on the hub, and download the models' config.json.
+    """Check that models and datasets can be downloaded, and fetch the config.json of each model.
 
-    Models and datasets are missing if they are not on this machine. Returns whether any file was
-    downloaded. If so, the caller must build the experiment again, with the values in the files.
+    Models and datasets at local paths or in the local cache are not checked. Returns whether any
+    file was downloaded. If so, the caller must build the experiment again, with the values in the
+    files.
 
     Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
     for a model or `DataError` for a dataset if it is not on the hub or the hub does not answer. The

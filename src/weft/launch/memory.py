@@ -95,7 +95,7 @@ class MemoryForecast:
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
     def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
-        """Yield the plan's lines on the memory of each role, of each KV cache and of each device.
+        """Yield lines for the plan that state the memory of each role, KV cache and device.
 
         `on` maps the rank of each device to the names of its roles; without it, all roles are on
         one device.

@@ -102,9 +102,9 @@ class RestartingRun:
     def _count_restart(self, lost: DevicesLost) -> None:
         """Count a restart, and raise `RunError` if there were too many without progress.
 
-        At most `MOST_RESTARTS` restarts in a row are allowed. The count begins again when the run
-        has completed more steps than before any earlier restart. `lost` is the error that reported
-        the loss of devices.
+        At most `MOST_RESTARTS` restarts without progress are allowed. The count is reset if the run
+        has completed more steps than at any earlier restart. `lost` is the error that reported the
+        loss of devices.
         """
         if self._session.step > self._last_step:
             self._restarts_left = MOST_RESTARTS

@@ -167,10 +167,11 @@ def _build_checked(
 def build_with_files(
     config: ExperimentConfig | Experiment, experiment: Experiment, *, data: bool = True
 ) -> Experiment:
-    """Return the experiment of `config`, after downloading missing config.json files of models.
+    """Download missing config.json files of models, and return the experiment of `config`.
 
-    Raises `UserError` if a model is neither on this machine nor on the hub. With `data`, tokenizers
-    and datasets are checked too.
+    `experiment` is the experiment as built before the download. It is returned if nothing had to be
+    downloaded; otherwise the experiment is built again. Raises `UserError` if a model is neither on
+    this machine nor on the hub. With `data`, tokenizers and datasets are checked too.
     """
     from weft.launch.hub import fetch_configs
 

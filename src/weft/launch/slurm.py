@@ -135,9 +135,10 @@ def plan_job(
 
 
 def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = True) -> Experiment:
-    """Build the experiment, and make the checks that do not need torch.
+    """Build the experiment, and run the checks that do not need torch.
 
-    The checks assume that the nodes see the same files as this machine.
+    With `data`, the availability of tokenizers and datasets is checked too. The checks assume that
+    the nodes see the same files as this machine.
     """
     experiment = build_with_choices(config)
     import_user_code(experiment.control.imports)

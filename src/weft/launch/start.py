@@ -69,10 +69,10 @@ def build_registered(
 
 
 def build_scheduling(name: str) -> Scheduling | None:
-    """Return the resources that the experiment registered as `name` requests, or None.
+    """Return the resources requested by the experiment registered as `name`, or None.
 
-    An experiment can request resources if it is registered as a class with a method
-    `scheduling_setup()`: the result of this method is returned. All other experiments request none.
+    An experiment can request resources only if it is registered as a class with a method
+    `scheduling_setup()`, which returns them.
     """
     thing = experiments.get(name)
     if not inspect.isclass(_unwrap_partial(thing)) or not hasattr(

@@ -184,7 +184,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return the names, one per run, of the metric that decides which run is better.
 
-    The names can differ in the graph node. Returns None if no metric can be compared.
+    The names can begin with different graph nodes. Returns None if no metric can be compared.
     """
     names = _find_headline_metric(listed)
     runs = [each.run for each in listed]
@@ -194,10 +194,10 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the names of the headline metric, one per run, which can differ in the graph node.
+    """Return the name of the common headline metric in each run, or None if there is none.
 
-    A validation metric is preferred if all runs have one and its values can be compared. Returns
-    None if the runs have no common headline metric.
+    The names can differ in the graph node. A validation metric is preferred if all runs have one
+    and its values can be compared.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -217,9 +217,9 @@ def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
-    """Return whether the metric is the loss of a policy.
+    """Return whether a metric is a policy's loss, which does not measure the model's quality.
 
-    Such a loss does not measure the model's quality.
+    `names` are the metric's names, which can differ between runs.
     """
     policy = any(configuration.find_algorithm(run) in POLICIES for run in runs)
     return policy and any(get_last_part(name).endswith("loss") for name in names)
@@ -648,7 +648,7 @@ def _build_title(name: str) -> str:
 
 
 def _build_label(name: str) -> str:
-    """Return a metric's label in the table, with the node if the meaning depends on the node."""
+    """Return a metric's label in the table. For metrics such as `loss`, it includes the node."""
     if _differs_by_node(name) and "/" in name:
         return f"{_build_title(name)}, {name.partition('/')[0]}"
     return _build_title(name)

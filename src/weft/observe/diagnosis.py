@@ -79,7 +79,7 @@ class RunDiagnosis:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether the diagnosis found no problems."""
+        """True if the diagnosis found no problems."""
         return not self.findings
 
     @property
@@ -254,7 +254,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the bounds of a metric are meaningful for this run.
+    """Return whether the warning bounds of a metric are meaningful for this run.
 
     `pattern` identifies the metric's description, and `values` are the metric's values. For
     example, the bounds of KL metrics apply only to runs that train a policy with rewards, and to

@@ -66,7 +66,7 @@ class LoggedFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the failure only reports that the connection to another process was lost.
+        """True if the failure only reports that the connection to another process was lost.
 
         The cause is then the failure of the other process.
         """

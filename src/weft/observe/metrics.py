@@ -131,10 +131,11 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
 
 
 def find_evaluation(name: str | None, names: Iterable[str]) -> str | None:
-    """Return the validation metric, over all sources, that matches the training metric `name`.
+    """Return the name of the validation metric that matches the training metric `name`.
 
-    If no validation metric matches, returns the validation reward, accuracy or loss. Returns None
-    if `names` contains none of these.
+    The metric covers all validation sources. If no metric matches, the validation reward, accuracy
+    or loss is returned, in this order of preference. Returns None if `names` contains none of
+    these.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], get_last_part(name))
@@ -181,10 +182,10 @@ def find_title(name: str) -> str:
 
 
 def compute_tokens_per_second(line: Line) -> float | None:
-    """Return the number of tokens trained on per second in one step.
+    """Return the training speed of one step in tokens per second, or None if it is unknown.
 
-    This is the number of tokens divided by the duration of the whole step. If no node counts
-    tokens, returns the highest rate that a node reports. Returns None if the rate is unknown.
+    This is the largest number of tokens counted by a node, divided by the duration of the whole
+    step. If one of these numbers is missing, returns the highest speed that a node reports.
     """
     seconds = line.get("step_seconds")
     counts = []

@@ -152,10 +152,10 @@ class RunPace:
         return "  ".join(parts)
 
     def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return the latest step's validation metric as [(name, value)], or [] without one.
+        """Return the latest step's validation metric as [(name, value)], or [] if it has none.
 
-        This is the metric that matches the headline metric or, if there is none, the validation
-        reward, accuracy or loss.
+        This is the validation metric that corresponds to the headline metric. If the step has no
+        such metric, it is the validation reward, accuracy or loss.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]

@@ -80,7 +80,10 @@ class ProgressView(Protocol):
         ...
 
     def record_step(self, numbers: Mapping[str, float], *, is_shown: bool) -> list[str]:
-        """Record the finite metrics of a step. If `is_shown` is True, a line is shown for the step."""
+        """Record the finite metrics of a step, and return lines about the step for the log file.
+
+        If `is_shown` is False, no line is printed, and the list is empty.
+        """
         ...
 
     def show_sample(self, step: int, row: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ NICE = 10  # niceness of the process that builds the report
 
 
 class ReportProcess(Protocol):
-    """Process that builds a report; a subset of the interface of `subprocess.Popen`."""
+    """Interface of the process that builds a report; `subprocess.Popen` implements it."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -39,7 +39,8 @@ def start(directory: Path) -> ReportProcess:
 class ReportRenewal:
     """Builder that keeps the report of one run up to date.
 
-    The first time that a build fails, `tell` is called with a message. The run continues.
+    A failed build does not stop the run. The first time that a build fails, `tell` is called with a
+    message.
     """
 
     def __init__(

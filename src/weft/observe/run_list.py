@@ -59,7 +59,7 @@ class RunSummary:
 
     @property
     def is_flagged(self) -> bool:
-        """Return whether the diagnosis found a problem in the run."""
+        """True if the diagnosis found a problem in the run."""
         return self.diagnosis not in (None, FINE)
 
 
@@ -75,7 +75,7 @@ def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[R
 
 
 def list_newest_first(root: Path) -> list[Path]:
-    """Return the directories of the runs in `root`, in the same order as `list_runs`.
+    """Return the directories of the runs in `root`, newest first, in the same order as `list_runs`.
 
     Reads only the modification times of files, not their contents.
     """
@@ -118,7 +118,7 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """Summarize one run from those of its files that can be read.
+    """Summarize one run, ignoring files that cannot be read.
 
     See `list_runs` for `alive`.
     """

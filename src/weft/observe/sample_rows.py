@@ -44,7 +44,7 @@ class SampleGroup:
 
     @property
     def is_ranked(self) -> bool:
-        """Return whether there are at least two completions and all of them have a rank."""
+        """True if there are at least two completions and all of them have a rank."""
         return len(self.rows) > 1 and all(is_finite(row.get("rank")) for row in self.rows)
 
     def read_values(self, name: str) -> list[float]:

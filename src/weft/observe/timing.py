@@ -93,7 +93,7 @@ class SpansByStep:
 
     @classmethod
     def from_spans(cls, spans: Sequence[TimelineSpan]) -> SpansByStep:
-        """Group spans, which are sorted by start, by step.
+        """Group spans by step; `spans` must be sorted by start.
 
         A span without a step is assigned to the preceding step. Spans before the first step are
         left out, unless no span has a step. If there are too many spans, only a selection of steps

@@ -72,12 +72,12 @@ def format_noise(noise: float) -> str:
 
 
 def count_last(count: int) -> int:
-    """Return how many of the last values of a curve are averaged, for a curve of `count` values."""
+    """Return the number of values to average at the end of a curve with `count` values."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
 def count_first(count: int) -> int:
-    """Return how many of the first values of a curve are averaged, for a curve of `count` values.
+    """Return the number of values to average at the start of a curve of `count` values.
 
     The number is small, because curves are steep at the start.
     """
@@ -170,9 +170,9 @@ def compute_sampling_noise(name: str, value: float, rows: float) -> float | None
 def compute_difference_noise(noises: Sequence[float | None]) -> float | None:
     """Return the noise of the difference between the two noisiest of several curves.
 
-    `noises` has the noise of each curve, as the half-width of a 95% confidence interval. The result
-    is such a half-width too, and is at least the noise of the difference between any two of the
-    curves. It is None if the noise of any curve is unknown.
+    This is an upper bound on the noise of the difference between any two of the curves. `noises`
+    has the noise of each curve. All noises are half-widths of 95% confidence intervals. Returns
+    None if the noise of any curve is unknown.
     """
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None

@@ -88,7 +88,8 @@ def sum_backward(x: Tensor, group: ProcessGroup) -> Tensor:
 def sum_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks. The backward pass also sums the gradient over the ranks.
 
-    Used if each rank computes a different part of the result from the sum.
+    Use this if each rank computes a different part of the result from the sum. Each rank then has
+    only a part of the gradient with respect to the sum.
     """
     return sum_backward(sum_forward(x, group), group)
 
@@ -166,10 +167,11 @@ class RowAssignment:
 
 @_disable_dynamo
 def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:
-    """Gather all rows [rows, ...] on every rank from each rank's own rows x [n, ...].
+    """Gather the rows of all ranks on every rank, [N, ...].
 
-    The backward pass sums the gradients over the ranks. Used if each rank computes a different part
-    of the result from the rows.
+    `x` [n, ...] contains this rank's rows, and `rows` assigns the N rows to the ranks. The backward
+    pass sums the gradients over the ranks. Used if each rank computes a different part of the
+    result from the rows.
     """
     y: Tensor = _GatherRows.apply(x, rows, True)
     return y

@@ -183,12 +183,12 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
 def draw_on_first_rank(
     draw: Callable[[], DrawnTokens], rows: int, group: ProcessGroup
 ) -> Callable[[], DrawnTokens]:
-    """Return a function that returns, on every rank, the tokens drawn on the group's first rank.
+    """Draw tokens on the group's first rank, and return a function that returns them on every rank.
 
-    The first rank calls `draw` and broadcasts the tokens immediately; on the other ranks, the
-    returned function receives them. Used by ranks that must generate the same tokens although their
-    logits can differ by rounding (see `weft.engine.generation.settings.TokenAgreement`). `rows` is
-    the number of tokens, and `group` is a process group for host tensors.
+    The first rank calls `draw` and broadcasts the tokens immediately. The other ranks receive the
+    tokens when they call the returned function. `rows` is the number of tokens, and `group` is a
+    process group for host tensors. In this way, ranks generate the same tokens although their
+    logits can differ by rounding (see `weft.engine.generation.settings.TokenAgreement`).
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

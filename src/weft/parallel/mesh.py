@@ -74,11 +74,12 @@ class ProcessGroups:
 
 @contextmanager
 def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Make torch name the process groups created in this context by `ranks` and a counter.
+    """Make torch name the process groups created in the block by their ranks and a counter.
 
     The counter is the number of earlier groups of the same ranks, so all of these ranks choose the
-    same name. torch itself includes the number of all groups of the process in the name. Ranks that
-    belong to different numbers of groups would then wait for each other under different names.
+    same name. The names that torch itself chooses contain the number of all groups of the process.
+    They would differ between ranks that belong to different numbers of groups, and these ranks
+    could not connect.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(

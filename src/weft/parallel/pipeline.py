@@ -324,8 +324,8 @@ class _PipelineRun:
 
         `_run_backward_weight` computes the gradients of the weights later. The first stage has no
         input gradient, so its whole backward pass is left to `_run_backward_weight`. With
-        activation recomputation, the whole backward pass runs immediately, because in two halves
-        the blocks would be recomputed once for each group of weights.
+        activation recomputation, the whole backward pass runs immediately; split in two, it would
+        recompute the blocks several times.
         """
         if stage == 0:
             return
@@ -362,10 +362,11 @@ class _PipelineRun:
     def _find_roots(
         self, stage: int, microbatch: int, passed: _StagePass
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors at which a backward pass starts, and the gradient of each.
+        """Return the tensors at which a stage's backward pass starts, and the gradient of each.
 
-        The tensors are the stage's losses, whose gradient is None (counted as 1), and its output
-        with the gradient from the next stage. The last stage has only losses.
+        The first tensors are the stage's losses. Their gradients are None, which stands for 1. They
+        are followed by the stage's output and the gradient received from the next stage, except on
+        the last stage, which has only losses.
         """
         roots: list[Tensor] = []
         for loss in passed.losses:

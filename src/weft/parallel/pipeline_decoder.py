@@ -229,10 +229,11 @@ class StagedDecoder:
     def agree_on_tokens(
         self, draw: Callable[[], DrawnTokens], rows: int
     ) -> Callable[[], DrawnTokens]:
-        """Return a function that returns the tokens drawn in this step, on every rank.
+        """Return a function that, on every rank, returns the tokens drawn in this step.
 
-        The last rank calls `draw` as soon as its last stage is computed, and sends the tokens. On
-        the other ranks, the returned function waits for the tokens. `rows` is the number of tokens.
+        The rank with the last stage calls `draw` as soon as this stage is computed, and sends the
+        tokens. On the other ranks, the returned function waits for the tokens. `rows` is the number
+        of tokens.
         """
         step = self._last_deferred
         self._last_deferred = None
@@ -264,12 +265,11 @@ class StagedDecoder:
         return take_drawn
 
     def _receive_drawn(self, rows: int, sent: int, step: _DecoderPass | None) -> DrawnTokens:
-        """Receive the tokens that the last rank has drawn.
+        """Receive the tokens that the last rank has drawn from the output of a forward pass.
 
-        `step` is the forward pass from which the tokens are drawn, or None if it deferred no
-        stages. Deferred stages are computed first, because the last rank needs their results. The
-        method also waits until the first `sent` tensors sent by this rank are received, and
-        releases them.
+        If this rank has deferred stages of the pass, it computes them first, because the last rank
+        needs their results. In this case, `step` is the pass; otherwise, it is None. The method
+        also waits until the first `sent` tensors sent by this rank are received, and releases them.
         """
         self._compute_deferred(step)
         first = torch.empty(3, rows, dtype=torch.float64)
@@ -281,9 +281,11 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Compute all deferred stages if `step` still has stages to compute.
+        """Finish the forward pass `step`, if some of its stages have been deferred and not computed
+        yet.
 
-        `step` is the forward pass whose tokens are needed next, or None if it deferred no stages.
+        In this case, the deferred stages of all other passes are computed too. `step` is None for a
+        pass that did not defer any stages.
         """
         if step is not None and step.left:
             self.catch_up()
@@ -300,9 +302,9 @@ class StagedDecoder:
         self._num_sent += 1
 
     def _wait_for_sends(self, sent: int) -> None:
-        """Wait until the first `sent` tensors sent by this rank are received; then release them.
+        """Wait until the first `sent` tensors from this rank have been received, then release them.
 
-        `sent` counts all tensors since the decoder was created.
+        `sent` is counted from the creation of the decoder.
         """
         while len(self._sends) > self._num_sent - sent:
             peer, _, work = self._sends.popleft()
@@ -348,7 +350,7 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
 
 
 def count_ids(first: Tensor) -> int:
-    """Return the length of the second tensor of `pack_tokens`, computed from the first."""
+    """Return the length of the second tensor that `pack_tokens` returns, given the first one."""
     return int(first[2].clip(0).sum())
 
 

@@ -135,12 +135,12 @@ def build_order(kind: Kind, placement: Placement, num_microbatches: int) -> Orde
 def add_transfers(order: Order, placement: Placement) -> list[list[Action]]:
     """Return the actions of each rank: the computations in `order`, and the transfers they need.
 
-    A SEND follows each computation whose result another rank needs, and that rank gets the matching
-    RECV. Actions are placed in the order of a simulated run, in which every rank computes one
-    action at a time and begins it once its inputs exist. A SEND and its RECV happen at the same
-    time in this run, so the lists of all ranks agree with one global order. Therefore ranks cannot
-    deadlock, even if a send returns only once it is received. The messages between two ranks also
-    keep one order, which NCCL needs.
+    If another rank needs the result of a computation, the computation is followed by a SEND, and
+    the other rank's list contains the matching RECV. Actions are placed in the order of a simulated
+    run, in which every rank computes one action at a time and begins it once its inputs exist. A
+    SEND and its RECV happen at the same time in this run, so the lists of all ranks agree with one
+    global order. Therefore ranks cannot deadlock, even if each send blocks until it is received.
+    Both ends of a connection also see their messages in the same order, as NCCL requires.
 
     Raises `ValueError` for an order that cannot be run.
     """
@@ -182,8 +182,8 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 def _iterate_needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations whose results an action needs.
 
-    A backward action ("B" or "I") needs the action of the same kind in the next stage, because an
-    order contains either "B" or "I", but not both.
+    A backward action ("B" or "I") needs the action of the same kind in the next stage, because a
+    schedule contains either "B" or "I" actions, but not both.
     """
     stage = action.stage
     microbatch = action.microbatch

@@ -88,9 +88,9 @@ class LocalShards:
     """This rank's shards of a network's parameters, each as a plain `nn.Parameter`.
 
     A plain parameter shares memory with the shard of the network's FSDP2 parameter. `stored` maps
-    canonical names to locations in the plain parameters; it has only names with rows on this rank.
-    Backward passes add gradients to the FSDP2 parameters, and `take_gradients` moves them to the
-    plain parameters.
+    canonical names to locations in the plain parameters. Names without rows on this rank are left
+    out. Backward passes add gradients to the FSDP2 parameters, and `take_gradients` moves them to
+    the plain parameters.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -214,11 +214,11 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
     """Iterate over the parts of a sharded network, with each part's parameters gathered.
 
-    The parts are the blocks, and then the network itself for its other parameters. Used for the
-    second half of a backward pass, which FSDP2's hooks do not handle. When the caller is done with
-    a part, the gradients of its parameters are accumulated on this rank or, with `sums`, summed
-    over the ranks, and the gathered parameters are freed. A network that is not sharded is yielded
-    as one part, and nothing else is done.
+    The parts are the blocks, and then the network itself for its other parameters. This is used for
+    the second half of a backward pass, which FSDP2's hooks do not handle. When the caller is done
+    with a part, its gathered parameters are freed. Their gradients are accumulated on this rank;
+    with `sums`, the accumulated gradients are also summed over the ranks. A network that is not
+    sharded is yielded as a single part.
     """
     if not isinstance(network, FSDPModule):
         yield network
@@ -235,10 +235,11 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass for which FSDP2's hooks did not run.
 
-    For example, the hooks of a pipeline's first stage do not run when the last stage computes a
-    gradient of their shared embedding matrix. Accumulates the gradients on this rank or, with
-    `sums`, sums all accumulated gradients over the ranks. Frees the gathered parameters. Does
-    nothing if the network is not sharded.
+    Accumulates the new gradients on this rank or, with `sums`, sums all gradients accumulated so
+    far over the ranks. Frees the gathered parameters. Does nothing if the network is not sharded.
+
+    For example, a pipeline's last stage can share the embedding matrix of the first stage. When the
+    last stage computes a gradient of this matrix, the hooks of the first stage do not run.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _iterate_parts(network):

@@ -219,7 +219,7 @@ def read_parameters(parameters: Any) -> dict[str, Any]:
 
 
 def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:
-    """Write plain Python values into the protocol `parameters` of a message."""
+    """Write plain Python values to `parameters`, the parameter map of a protocol message."""
     kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     for name, value in values.items():
         setattr(parameters[name], kinds[type(value)], value)

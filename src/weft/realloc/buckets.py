@@ -70,7 +70,7 @@ class BucketMessage:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message in bytes, including the seal and padding."""
+        """Size of the message in bytes, with its seal (version, round, checksum) and padding."""
         return align(self.seal_offset + SEAL)
 
     def compute_size_with(self, num_bytes: int) -> int:

@@ -186,10 +186,10 @@ class Reallocation:
     ) -> tuple[int, Dtypes]:
         """Exchange metadata with the other ranks; return the source's version and all dtypes.
 
-        The dtypes are those in which the parameters are sent. `gives` and `takes` have the dtypes
-        of this rank's source and target parameters. The ranks first exchange a checksum of their
-        plan and `eta`, and the version of the source. Then they exchange the dtypes. Raises
-        `RunError` if plans, versions or dtypes do not match.
+        The dtypes are those in which the parameters are sent. They depend on `gives` and `takes`,
+        the dtypes of this rank's source and target parameters, and on `eta`, the weight of the
+        source in the result. Raises `RunError` if the ranks do not agree on the plan, `eta`, the
+        source's version or the dtypes.
         """
         # Same plan, one source version.
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())

@@ -59,10 +59,10 @@ class ReallocationLink:
         self.mapped_by: frozenset[int] = frozenset()  # ranks that mapped `shared_memory`
 
     def all_gather(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Return the numbers `facts` of every rank, keyed by rank.
+        """Return the integers `facts` of every rank, keyed by rank.
 
-        All ranks must pass equally many numbers. The first communication over the group must be a
-        call of this method, because NCCL requires that every rank takes part in it.
+        All ranks must pass the same number of integers. The first communication over the group must
+        be a call of this method, because NCCL requires that every rank takes part in it.
         """
         values_by_rank = {self.rank: list(facts)}
         if self._group is None:

@@ -46,12 +46,12 @@ class ReallocationStep:
 
 @dataclass(frozen=True)
 class SourcePieces:
-    """Parameters of this rank's source engine, of which pieces are sent to other ranks.
+    """Parameters of this rank's source engine, from which pieces are sent to other ranks.
 
     Attributes:
         engine: Source engine, or None if this rank has none.
-        rectangles: For each parameter, a pair (part, values). The part that this rank has is given
-            by one slice per dimension of the whole parameter.
+        rectangles: For each parameter, a pair (slices, values): the part of the parameter that this
+            rank has, given by one slice per dimension of the whole parameter, and its values.
     """
 
     engine: VersionedWeights | None
@@ -86,8 +86,8 @@ class _StepInFlight:
     Attributes:
         step: Messages that this rank sends and receives in the round.
         mail: Messages to receive, each with its buffer.
-        offsets: Messages to read from the sender's shared memory. Only the message's offset in that
-            memory is sent; the tensor receives it.
+        offsets: Messages to read from the sender's shared memory, each with a tensor for its offset
+            in that memory. For these messages, the sender sends only the offset.
         pending: Handles of all messages that are being sent or received.
         acknowledgements: Handles of the acknowledgements from the ranks that read this rank's
             shared memory.
@@ -227,7 +227,10 @@ class MessageExchange:
         seal[2] = _compute_checksum(message, buffer)
 
     def _verify(self, message: BucketMessage, buffer: Tensor, index: int) -> None:
-        """Raise `RunError` if the message is damaged, or if its round or version is wrong."""
+        """Raise `RunError` if a received message is damaged or has the wrong round or version.
+
+        `index` is the index of the expected round.
+        """
         version, sent_round, sent = _view_seal(message, buffer).tolist()
         checksum = int(_compute_checksum(message, buffer))
         if (sent, sent_round, version) == (checksum, index, self._version):

@@ -50,7 +50,7 @@ class ParameterTransfer(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the piece."""
+        """Number of elements to transfer."""
         return math.prod(part.stop - part.start for part in self.piece)
 
     @property
@@ -62,12 +62,11 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return the rectangle of each parameter that each rank of a mesh holds.
+    """Return the parts of parameters that the ranks of a mesh hold.
 
-    The result maps ranks to parameter names to rectangles, each of which has one slice per
-    dimension. `shapes` maps canonical names to the shapes of whole parameters. `tied` is True if
-    the embedding is also the output matrix. Raises `ConfigError` if the layout does not fit the
-    network.
+    The result maps ranks to parameter names to parts, each given by one slice per dimension.
+    `shapes` maps canonical names to the shapes of whole parameters. `tied` is True if the embedding
+    is also the output matrix. Raises `ConfigError` if the layout does not fit the network.
     """
     result: dict[int, dict[str, Slice]] = {}
     for rank in mesh.ranks:
@@ -80,12 +79,12 @@ def holdings_of(
 def plan(
     source: Holdings, target: Holdings, *, node_of: Callable[[int], int]
 ) -> list[ParameterTransfer]:
-    """Return transfers that give every target rank each element of its rectangles exactly once.
+    """Return transfers that give every target rank each element of its slices exactly once.
 
-    `source` and `target` map ranks to parameter names to the rectangles (one slice per dimension)
-    that the ranks hold. `node_of` returns the machine of a rank; ranks on the same machine have the
-    fastest links. The transfers are ordered by parameter. Raises `ConfigError` naming the parameter
-    if no source rank has an element of a target rectangle.
+    `source[rank][name]` is the slice of the parameter `name` that a rank has, with one range per
+    dimension; `target` has the same form. `node_of` returns the machine of a rank; elements are
+    sent from a rank on the same machine if possible. The transfers are ordered by parameter. Raises
+    `ConfigError` naming the parameter if a target rank needs an element that no source rank has.
     """
     held = _group_by_name(source)
     wanted = _group_by_name(target)

@@ -68,9 +68,10 @@ def check_calls(experiment: Experiment) -> None:
 
 
 def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Run each interface's check that its role's tokenizer is compatible with the data's tokenizer.
+    """Check that the tokenizer of each role is compatible with the data's tokenizer.
 
-    `tokenizers` maps roles to tokenizers. Interfaces without the method `check_tokens` are skipped.
+    The check is done by the method `check_tokens` of the roles' interfaces. Interfaces without this
+    method are skipped. `tokenizers` maps roles to tokenizers.
     """
     data = tokenizers[experiment.data_role]
     for node in collect_calls(experiment).values():

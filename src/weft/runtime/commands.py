@@ -312,10 +312,10 @@ class MoveParameters:
         source: Role and mesh of the engine whose parameters are read.
         target: Role and mesh of the engine whose parameters are updated.
         eta: Weight of the source, from 0 to 1.
-        weights: If the target is a copy of a role, the number of weight updates that the copy has
-            received after this command.
-        saved_version: Version of the parameters to send, which `SaveParameters` has saved; they
-            are freed after they are sent. None sends the current parameters.
+        weights: If the target is a copy of a role, the number of weight updates that its new
+            weights include.
+        saved_version: Version of the parameters to send, if `SaveParameters` has saved them. The
+            saved parameters are freed afterwards. None sends the current parameters.
     """
 
     key: str

@@ -179,7 +179,7 @@ class DeviceGroup:
     def _open_logs(self) -> None:
         """Redirect the output of the devices to their log files, unless this has already been done.
 
-        This is called before the first call, when the run has started.
+        This is done when the first model call of the run is submitted.
         """
         if self._logs is not None:
             command = commands.RedirectOutput(self._logs)
@@ -203,7 +203,7 @@ class DeviceGroup:
     def _build_command_tensors(
         self, wants: Sequence[TensorRequest], shared: dict[Any, Any]
     ) -> CommandTensors:
-        """Return the requests and handles by which a rank gets the tensors `wants` for a command.
+        """Build the `CommandTensors` with which a rank gets the tensors in `wants`.
 
         The rank itself requests tensors from other devices. Tensors on the driver are serialized
         and shared in advance, and the rank gets handles of them. `shared` caches these handles for

@@ -130,7 +130,10 @@ class DeviceCommand(Protocol):
 
 @dataclass(frozen=True)
 class QueuedCommand:
-    """Command that is waiting to run, with promises of the tensors that it needs."""
+    """Command that is waiting to run.
+
+    `promises` are handles of the tensors that the command needs, which may not have arrived yet.
+    """
 
     number: int
     command: DeviceCommand

@@ -25,8 +25,8 @@ class FiringRecorder:
     """Recorder of finished firings (executions of graph nodes), and of samples of finished steps.
 
     Firings are added to the observer's timeline. The samples of the last finished step are stored
-    in `rows`. In a run whose steps are executions of a generation call, all completions are also
-    written to `generations.jsonl`.
+    in `rows`. If the node that defines the run's steps is a generation call, all completions are
+    also written to `generations.jsonl`.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 class HostFunctionRunner:
     """Runner of a graph's host functions.
 
-    `by_node` maps node names to functions. `prefix` is added to a node's name to identify a model
-    call in the worker group: "eval/" for calls of the evaluation graph, and "" for calls of the
+    `by_node` maps node names to functions. In the worker group, the name of a model call of this
+    graph is `prefix` + node name. `prefix` is "eval/" for the evaluation graph, and "" for the
     training graph.
     """
 
@@ -72,7 +72,7 @@ class HostFunctionRunner:
             self._start_prefetches(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Start a firing (execution of a node) in a thread of its own.
+        """Start a firing (execution of a node) in a new thread.
 
         The thread reports events for `task`; the result is a `FiringOutcome`.
         """
@@ -143,10 +143,10 @@ class HostFunctionRunner:
             self._started_ids.update(((node.name, id), begun) for id in ids)
 
     def _start_prefetches(self, node: HostFunction) -> None:
-        """Request early outputs of a call, if the function of `node` can begin its work on them.
+        """Request early outputs of a model call, if the function of `node` can start with them.
 
-        The function must support prefetching. Of the keys with which it begins (`begins_with`),
-        those that are not from the dataset must all be outputs of one model call.
+        The function must support prefetching. Of the keys in its `begins_with`, all that are not
+        from the dataset must be outputs of the same model call.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

@@ -47,9 +47,9 @@ class TensorLocations:
     def record_computed(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
         """Record that a rank has computed new values of these keys for these ids.
 
-        Copies on other ranks become invalid. If the rank announced a key during the call, the key
-        is already recorded for this rank. Such a key is left unchanged, because its values are the
-        same.
+        Copies on other ranks become invalid. A key that the rank has already announced early is
+        left unchanged, because the announced values are the final ones, so copies of them stay
+        valid.
         """
         for where in self._ids.separate_states(ids):
             for key in keys:
@@ -67,13 +67,19 @@ class TensorLocations:
                 where.incoming.setdefault(key, set()).add(rank)
 
     def record_copy(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """Record that a rank has a copy of these keys, or has computed the same values."""
+        """Record that a rank has valid values of these keys for these ids.
+
+        Values on other ranks stay valid too.
+        """
         for where in self._ids.separate_states(ids):
             for key in keys:
                 where.holders.setdefault(key, set()).add(rank)
 
     def select_available(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Return those of `keys` whose tensors exist for all ids, each on at least one rank."""
+        """Return those of `keys` that are available for all ids.
+
+        A key is available for an id if at least one rank has the tensor.
+        """
         parts = self._ids.group_by_block(ids)
         available: list[str] = []
         for key in keys:

@@ -213,11 +213,11 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _apply_first_filter(self) -> None:
-        """Wait for a scheduled filter to finish, and make the ids that it kept available.
+        """Wait for a scheduled filter to finish, and pass the ids that it kept to later nodes.
 
         The filter is the one that was scheduled first or, if calls run ahead of training, the one
-        with the oldest ids. Raises `RunError` if a filter has used all its sampling rounds and no
-        ids are left to train on.
+        with the oldest ids. Raises `RunError` if a filter has used all its sampling rounds
+        (`refill_rounds`) and no ids are left to train on.
         """
         if self._runs_ahead:
             firing = find_oldest(self._buffer, self._open_filters)
@@ -341,7 +341,7 @@ class Master:
         return True
 
     def _load_ahead(self) -> bool:
-        """Add the loader's next batch if a call may already process it for a later step.
+        """Add the loader's next batch if a call that runs ahead of training could start with it.
 
         Returns whether a batch was added.
         """

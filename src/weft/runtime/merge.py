@@ -22,9 +22,10 @@ def merge_results(
 
 
 def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """Merge the samples for display (`MFCResult.seen`) of all ranks, with one sample per id.
+    """Merge the samples that all ranks returned for display (`MFCResult.seen`).
 
-    Returns None if no rank has such samples.
+    Each id occurs once in the result, even if several ranks returned it. Returns None if no rank
+    has such samples.
     """
     samples_by_id: dict[str, SequenceSample] = {}
     for result in results:

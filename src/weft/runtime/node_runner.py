@@ -35,7 +35,7 @@ class _RunningFiring:
     Attributes:
         firing: Name of the node, ids of the processed samples, and index of the firing.
         node: Node that is executed.
-        task: Identifier of the execution of the node in events.
+        task: Identifier by which events refer to the execution of the node.
         tasks: Identifiers of all unfinished tasks: the execution of the node, and the parameter
             syncs that follow it.
         expires_at: Deadline of the node, as a time of the monotonic clock in seconds; None while

@@ -245,10 +245,11 @@ class ParameterTransfers:
     ) -> int | None:
         """Update the copy that an interruptible call uses, if the copy is outdated.
 
-        This is done before the call is submitted and, while the call is running, after each train
-        step. The call may start with the weights of `version` or with newer weights. Returns the
-        minimum number of updates that the copy must have received when the call starts, or None if
-        `place` is a role's own engine.
+        `place` is the role and mesh of the copy. The update is made before the call is submitted
+        and, while the call is running, after each train step. With `version`, the call may start
+        once the copy has the weights of this version or newer ones. Returns the minimum number of
+        updates that the copy must have received when the call starts, or None if `place` is a
+        role's own engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)
@@ -303,7 +304,7 @@ class ParameterTransfers:
         self._submit_transfer(way, what, name, _ignore, failed, holds_up=holds_up)
 
     def _list_outdated(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters in which a copy may differ from its role."""
+        """Return the names of the parameters that may be outdated in the copy at `place`."""
         whole = self._stale.get(place, False)
         if whole:
             return self._plans.list_common(self._get_own_key(place[0]), place, partly=False)
@@ -354,12 +355,13 @@ class ParameterTransfers:
         *,
         holds_up: bool = True,
     ) -> DeviceJob:
-        """Submit the transfer `what`, which follows the plan `way`, as a job, and return the job.
+        """Submit a job that transfers parameters, and return the job.
 
-        If the target has ranks that the source lacks, the job is sent only after the last change of
-        the source's weights has finished. If it were sent earlier, those ranks would be blocked
-        while the source's ranks are still busy. If `holds_up` is True, later requests for the two
-        roles wait for the transfer.
+        `way` is the plan of the transfer, and `what` is the command that each device gets. If the
+        target has ranks that the source lacks, the job is sent only after the last change of the
+        source's weights has finished. Otherwise, those ranks would be blocked while the source's
+        ranks are still busy. If `holds_up` is True, later requests for the two roles wait for the
+        transfer.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks

@@ -534,7 +534,7 @@ class DeviceLaunch:
         return {node.id for node in self._live_nodes} == set(self._node_of_bundle.values())
 
     def _start_actors(self) -> None:
-        """Start the actors; each answers with its address when it has imported what a device needs."""
+        """Start one actor per device. Each sets up its process, and then reports its address."""
         threads = count_threads(self._node_of_bundle, self._live_nodes)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(
             _DeviceActor

@@ -100,10 +100,9 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the names of those parameters of the engine `place` that train steps change.
+        """Return the names of the parameters of the engine `place` that train steps change.
 
-        If the role's ranks do not report which ones these are, the names of all parameters are
-        returned.
+        If the role's ranks do not report their trained parameters, all names are returned.
         """
         role = place[0]
         mesh = self._meshes[place[0]]

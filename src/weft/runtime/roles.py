@@ -118,11 +118,11 @@ class RoleEngines:
         return here is not None and here == self._meshes.get(target)
 
     def _find_shared_base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """Return an engine for base weights that `role` can share with a trained role, or None.
+        """Return an engine that runs `role` on the base weights of a trained role, or None.
 
-        The trained role's adapters are disabled in this engine. Both roles must have the same base
-        weights, their meshes must split these in the same way, and the trained role's engine must
-        support disabling its adapters.
+        The result is the trained role's engine with its adapters disabled. That engine must support
+        disabling them, both roles must have the same base weights, and their meshes must split
+        these in the same way.
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
@@ -161,9 +161,9 @@ class RoleEngines:
         return self._engines[place]
 
     def offload(self, role: str, what: OffloadableState, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state (`what`) to host memory.
+        """Move a role's weights or optimizer state (`what`) to host memory.
 
-        Engines move what they need back to the device by themselves.
+        They are moved back to the device automatically when the engine needs them.
         """
         place = self._build_key(role, mesh)
         self._engines[place].offload(what)
@@ -235,7 +235,7 @@ class RoleEngines:
         return {role: self._get_own_engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[EngineKey, Mapping[str, Any]]:
-        """Return the description of each copy of a role on this rank."""
+        """Return `Engine.description` for each separate copy of a role on this rank."""
         copies: dict[EngineKey, Mapping[str, Any]] = {}
         for place, engine in self._engines.items():
             if place in self._weights:
@@ -259,8 +259,9 @@ class RoleEngines:
     def _copy_parameters(self, source: str, target: str, eta: float, *, partly: bool) -> int:
         """Set target = eta * source + (1 - eta) * target for two roles.
 
-        Both must have an engine on this rank. Returns the target's new version. For `partly`, see
-        `list_common_parameters`.
+        Both must have an engine on this rank. Returns the target's new version. With `partly`, only
+        the parameters that the two roles have in common are copied. Without it, raises
+        `ConfigError` if the roles have different parameters.
         """
         names = self._list_common(source, target, partly=partly)
         giver = self.engine(source)

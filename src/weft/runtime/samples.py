@@ -164,7 +164,10 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Yield a row with values per token for the first `COMPLETIONS` completions of each id."""
+        """Yield the rows of a detailed step, which have values per token.
+
+        There is a row for each of the first `COMPLETIONS` completions of each id.
+        """
         counts = batch.lengths["completion"].tolist()
         held = {}
         for key in (*BY_TOKEN, "advantages"):

@@ -415,7 +415,7 @@ class Session:
             self._parts.data.close()
 
     def build_interruption(self) -> Interrupted | None:
-        """Return the error for a run that a second signal stopped during a step.
+        """Return the error for a run that was stopped by signals in the middle of a step.
 
         Returns None if no signal was received.
         """

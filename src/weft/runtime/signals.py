@@ -74,7 +74,7 @@ class SignalHandlers:
         )
 
     def build_immediate_interruption(self, step: int, again: str) -> Interrupted | None:
-        """Return the error for a run that a second signal stopped during the step `step`.
+        """Return the error for a run that was stopped by signals in the middle of the step `step`.
 
         `again` is a sentence on how to resume the run. Returns None if no signal was received.
         """

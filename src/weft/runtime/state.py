@@ -23,7 +23,8 @@ ARRAY = "$array"
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write nested mappings, lists, strings, numbers, NumPy arrays and tensors to a file.
 
-    Floats are stored exactly. Raises `RunError` for any other value, naming where it is.
+    Floats are stored exactly. Raises `RunError` for any other value; the message says where in
+    `state` it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)

@@ -41,9 +41,8 @@ class _LedgerEntry:
 class StepLedger:
     """Record of running and finished firings (node executions), in the order of their scheduling.
 
-    When a step ends, the metrics of its firings are logged. Firings that already work for later
-    steps stay in the record. They are recognised by the ids that they read: callers pass the ids on
-    which later steps will train as `ahead`.
+    When a step ends, the metrics of its firings are logged. Firings that belong to later steps stay
+    in the record. They are recognised by their ids: callers pass the ids of later steps as `ahead`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class StepLedger:
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
         """Return whether any firing of the current step is unfinished.
 
-        Firings that read any of the ids `ahead` belong to later steps.
+        Firings that read any of the ids `ahead` do not count, because they belong to later steps.
         """
         return any(not line.is_ahead(ahead) for line in self._open_entries.values())
 

@@ -35,9 +35,9 @@ class StepMetrics:
         self.firings.setdefault(node, []).append(measured)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return `time/{node}` and `{node}/{metric}` for all firings since the last call.
+        """Return the metrics of all firings since the last call, named `{node}/{metric}`.
 
-        `time/{node}` is the total duration in seconds.
+        The total duration of each node's firings, in seconds, is included as `time/{node}`.
         """
         line: dict[str, float] = {}
         for node, fired in self.firings.items():

@@ -200,8 +200,8 @@ class TensorStore:
     ) -> dict[str, tuple[Any, ...]]:
         """Return all metadata columns of these ids, in the order of `ids`.
 
-        `parts` maps each block (`_StoredBlock`) to those of the ids that belong to it. Ids that
-        have no value in a column get None.
+        `parts` maps each block (`_StoredBlock`) to the ids that it contains. If an id has no value
+        in a column, its value is None.
         """
         columns: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
@@ -231,8 +231,8 @@ class TensorStore:
     ) -> SequenceSample:
         """Return a sample with the tensors of the given ids and keys, in the order of `ids`.
 
-        `parts` maps each block (`_StoredBlock`) to those of the ids that belong to it. `origin`
-        has, for each of these blocks, the number of the batch that contains the tensors.
+        `parts` maps each block (`_StoredBlock`) to the given ids that belong to it. `origin` lists
+        the numbers of the batches that contain the tensors, one for each block.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

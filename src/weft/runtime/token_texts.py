@@ -55,9 +55,10 @@ class TokenDecoder:
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:
-        """Return the token that is decoded in front of other tokens, and the text of this token.
+        """Return (token, text) of the token that precedes other tokens when they are decoded.
 
-        It is the token of the letter "a" or, if the tokenizer cannot encode this, `fallback`.
+        This is the token of the letter "a" or, if the tokenizer cannot encode this letter,
+        `fallback`.
         """
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

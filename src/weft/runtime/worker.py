@@ -233,10 +233,11 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Run a call on samples without cached outputs, and return the result for all samples.
+        """Return the result of a model call on `batch`, computing only the outputs that are not
+        cached.
 
-        The metrics are those of the interface, and `cached_fraction`, the fraction of ids that were
-        in the cache.
+        The metrics are those of the computed samples and `cached_fraction`, the fraction of ids
+        that were in the cache.
         """
         if name not in self._caches:
             folder = f"{name.replace('/', '-')}-{compute_fingerprint(node, model.engine)}"

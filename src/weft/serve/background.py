@@ -101,9 +101,9 @@ class BackgroundWork:
             self._reader.communicate()
 
     def _read(self, text: bytes) -> dict[str, Any]:
-        """Parse a large request body in the child process, which is started if it is not running.
+        """Parse a large request body in the child process, which is started first if necessary.
 
-        Raises `DataError` for an invalid body, and `RunError` if the process has ended.
+        Raises `DataError` for an invalid body, and `RunError` if the process dies meanwhile.
         """
         if self._reader is None or self._reader.poll() is not None:
             command = [sys.executable, "-m", "weft.serve._read_json"]

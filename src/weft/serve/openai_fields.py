@@ -239,7 +239,7 @@ def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """Return the number of likeliest tokens to report at each position, with their log-probs.
+    """Return the number of most likely tokens whose log-probs are reported at each position.
 
     Returns None if the request asks for no log-probs at all.
     """

@@ -349,9 +349,10 @@ class ServingWorker:
 def build_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """Return a batch in which each token sequence is a prompt and a completion.
+    """Return a batch in which each token sequence is divided into a prompt and a completion.
 
-    Each sequence has a separate id. `starts[i]` is the number of prompt tokens in sequence i.
+    Each sequence becomes a sample with an id of its own. `starts[i]` is the number of prompt tokens
+    in sequence i.
     """
     ids = [str(index) for index in range(len(tokens))]
     lengths = {

@@ -205,10 +205,10 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
 
 
 def check_parts(directory: Path) -> None:
-    """Check that a parameter, or a slice of it, can be read without reading other bytes.
+    """Check that each parameter, or a slice of it, can be read without reading other bytes.
 
-    This is checked for each parameter of one layer of the checkpoint in `directory`. Also checks
-    that the embedding, the layers and the head together have all parameters of the checkpoint.
+    Only the parameters of layer 1 of the checkpoint in `directory` are read. Also checks that the
+    embedding, the layers and the head together have all parameters of the checkpoint.
     """
     reader = hf_io.ParameterReader(directory)
     names = reader.keymap.list_names("block", layer=1)

@@ -58,8 +58,9 @@ def check_interface(
     exactly the ids of the batch and a matching number of sequences. It must not modify the batch,
     and must return the same result when it is called again with the same weights. `generate` and
     `inference` must return the same outputs for an id alone as within a batch. A train step must
-    increase the version of the weights by one. `state_dict` must survive writing to disk and
-    `load_state_dict`. `save` must write at least one file.
+    increase the version of the weights by one. `load_state_dict` must restore the state that
+    `state_dict` returned, after it was written to disk and read again. `save` must write at least
+    one file.
 
     `batch` defaults to `build_small_batch()`. `head` is the network's head: lm, value or score.
     """

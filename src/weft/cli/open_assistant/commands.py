@@ -44,7 +44,10 @@ class ScriptArguments:
 
 
 def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Print and run the weft command for the arguments of a script, and return the exit code."""
+    """Print and run the weft command that replaces an Open-Assistant script.
+
+    `script` is the name of the script, and `argv` are its arguments. Returns the exit code.
+    """
     from weft.cli import main
 
     words: list[str] = []
@@ -122,8 +125,8 @@ def _take(
 ) -> tuple[ScriptArguments, list[str]]:
     """Parse `words`, and return the script's arguments and assignments to config keys.
 
-    `lists`, `values` and `flags` are the names of arguments with any number of values, with one
-    value, and without a value. With `keys`, other arguments `--key value` and `--no-key` become
+    `lists` names the arguments with any number of values, `values` those with one value, and
+    `flags` those without a value. With `keys`, other arguments `--key value` and `--no-key` become
     assignments. Raises `ConfigError` for unknown arguments.
     """
     done = ScriptArguments()

@@ -81,8 +81,8 @@ def _convert_entry(entry: Any, index: int) -> dict[str, Any]:
 def _build_source(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the entry of `dataset.sources` for the dataset `name` with the given parameters.
 
-    `index` is the position in the list, for errors. Raises `InvalidDatasetEntry` for an unknown
-    hf_dataset_name.
+    `index` is the dataset's position in the user's list, for error messages. Raises
+    `InvalidDatasetEntry` for an unknown hf_dataset_name.
     """
     source: dict[str, Any] = {"named": name}
     given = {}

@@ -149,8 +149,8 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """Return the rule for a key that sets weft's option `target` to the key's value.
 
     `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
-    the value that has no effect. Experiments that do not have the option accept the key only with
-    this value.
+    the value of the key for which the option need not be set. An experiment that lacks the option
+    accepts only this value.
     """
     return KeyRule(
         f"`{_format_target(target)}`",

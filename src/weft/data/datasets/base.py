@@ -67,7 +67,7 @@ class DatasetUtility:
 
     @property
     def differs_by_epoch(self) -> bool:
-        """Return whether the samples change from epoch to epoch, because of random draws."""
+        """Return whether random draws make the samples differ from epoch to epoch."""
         return self.random_window > 0 or self.tokenizer.additions.tags
 
 
@@ -184,9 +184,9 @@ def _build_window(util: DatasetUtility, lengths: LengthLimits) -> RandomWindow |
 def split_options(
     form: type[RowEncoder], options: dict[str, Any]
 ) -> tuple[RowEncoder, LengthLimits]:
-    """Divide `options` between a row encoder and its length limits, and return both objects.
+    """Build a row encoder of the class `form` and its length limits from `options`.
 
-    Raises `ConfigError` for options that neither of them has.
+    Raises `ConfigError` for options that neither of them has, and for values of the wrong type.
     """
     of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(LengthLimits)}

@@ -32,10 +32,10 @@ from weft.registry import register_dataset
 class ChatEncoder:
     """Row encoder for conversations.
 
-    If `train_on` is "last", only the assistant's last turn is trained; if it is "all", every
-    assistant turn is. The text in a `system` column is prepended to conversations without a system
-    message. In a row `{prompt, completion}` whose completion is a list of messages, the prompt
-    (messages or text) is not trained.
+    If `train_on` is "last", the model is trained only on the assistant's last turn; if it is "all",
+    on every assistant turn. The text in a `system` column is prepended to conversations without a
+    system message. In a row `{prompt, completion}` whose completion is a list of messages, the
+    model is not trained on the prompt, which can be messages or text.
     """
 
     messages_key: str | None = None

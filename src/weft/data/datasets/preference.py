@@ -209,9 +209,9 @@ def _encode_dialogues(
 ) -> EncodedSample:
     r"""Encode two whole dialogues, given as texts in the `\n\nHuman:` format.
 
-    The assistant's turns after the common prefix are trained. If the texts have no turns,
-    everything after their common words is trained. If the last turn is empty, as in some rows of
-    hh-rlhf, only its EOS is trained.
+    The assistant's turns after the common prefix are trained. Texts without turns are trained from
+    the first word in which they differ. If the last turn is empty, as in some rows of hh-rlhf, only
+    its EOS is trained.
     """
     prompt = dialogue.find_shared_prompt(*contents)
     sequences = []

@@ -118,7 +118,7 @@ class PromptEncoder:
     def _encode_branch(
         self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> EncodedSample:
-        """Encode the prompt that `path` leads to in a message tree.
+        """Encode the messages along `path` in a message tree as a prompt.
 
         The path begins at the root and ends with a message of a prompter (a human user).
         """

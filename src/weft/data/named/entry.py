@@ -91,7 +91,7 @@ class CatalogueEntry:
 
     @property
     def origin(self) -> str:
-        """Address and configuration from which the dataset is downloaded, for messages."""
+        """Web address of the dataset and the name of its configuration, for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

@@ -63,19 +63,19 @@ class ReaderContext:
         self.left_out[reason] += count
 
     def truncate_turns(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns, truncated to `most` characters each.
+        """Return the turns, each truncated to at most `most` characters.
 
-        If a turn was longer, the row is counted in the attribute `cut`.
+        If any of them is truncated, the row is counted in the attribute `cut`.
         """
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Record that the reader ignores `columns`.
+        """Count a row whose `columns` the reader ignores.
 
-        For each of these columns that has a value in the row, the row is counted in the attribute
-        `cut`.
+        The attribute `cut` has a separate count for each column. Columns that are empty in this row
+        are not counted.
         """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 

@@ -276,8 +276,8 @@ class _DatasetConversion:
     ) -> tuple[str, list[str]]:
         """Convert the rows of `files`, write them to `stream`, and return (dataset type, groups).
 
-        `groups` has the name of each row's group, whose rows stay together when validation rows are
-        held out. Row ids are numbered from `start`.
+        `groups` contains one group name per row. Rows of the same group stay together when
+        validation rows are held out. Row ids are numbered from `start`.
         """
         groups: list[str] = []
         types: set[str] = set()

@@ -99,9 +99,8 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raise `ConfigError` if the network's blocks cannot be compiled as the spec requests.
-
-    Also raises it if the option `fp8` is set without `compile`.
+    """Raise `ConfigError` if `compile` or `fp8` conflicts with other options, the layout or the
+    device.
     """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None

@@ -185,9 +185,9 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    If weft's cache cannot store the decoder's keys and values, it stores token ids in their place,
-    each as a key of `DIGITS` numbers. The returned configuration then has one layer, one head and
-    the head size `DIGITS`.
+    The keys and values of some decoders cannot be stored in weft's cache. For such a decoder, the
+    cache stores token ids instead, each as `DIGITS` numbers in place of a key. The configuration
+    then has one layer, one head and the head size `DIGITS`.
     """
     values = module.config.to_dict()
     heads = 1

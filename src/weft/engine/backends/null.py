@@ -27,9 +27,9 @@ class NullEngine:
     """Engine of a role that runs no network in this process.
 
     `forward` returns the result of `compute(batch, want, temperature)`. For example, `compute` can
-    send a request to a server. Without `compute`, `forward` raises `ConfigError`. It also does so
-    for the argument `top`, which requests the most likely ids. Methods that need weights always
-    raise `ConfigError`. `family` is the engine's name in reports.
+    send a request to a server. `forward` raises `ConfigError` if there is no `compute`, or if the
+    argument `top` requests the most likely ids. Methods that need weights always raise
+    `ConfigError`. `family` is the engine's name in reports.
     """
 
     def __init__(

@@ -182,9 +182,9 @@ def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _find_longest_shared(network: Transformer, device: torch.device) -> int:
-    """Return the maximum length in tokens of sequences whose common prefix can be computed once.
+    """Return the maximum length in tokens of a sequence that can share its prefix with others.
 
-    Returns 0 if the network cannot share prefixes.
+    A shared prefix is computed only once. Returns 0 if the network cannot share prefixes.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -197,9 +197,9 @@ def _count_adapter_elements(network: Transformer) -> int:
 
     The result is an average over layers, rounded up. Each adapter keeps its low-rank product. An
     adapter with dropout also keeps its input after dropout, and the dropout mask of one byte per
-    element. On the last matrix of an MLP, an adapter without dropout keeps the matrix's input;
-    without the adapter, this input would be recomputed. Norm outputs that need not be kept are
-    subtracted (`_count_dropped_elements`).
+    element. An adapter without dropout on the last matrix of an MLP adds the input of this matrix,
+    which would otherwise be recomputed. Norm outputs that need not be kept are subtracted
+    (`_count_dropped_elements`).
     """
     experts = network.config.experts
     num_elements = 0
@@ -225,10 +225,10 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the number of input elements per token kept by adapters on the MLP's last matrix.
+    """Return the size of the inputs saved by the adapters on an MLP's last matrix.
 
-    Only adapters without dropout are counted: an adapter with dropout keeps its input after dropout
-    instead.
+    The size is in elements per token. Adapters with dropout are not counted, because they save the
+    input after dropout instead of the original input.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -237,10 +237,10 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of elements of norm outputs, per token, that need not be kept.
+    """Return the number of elements per token of the norm outputs that `block` need not keep.
 
-    The backward pass does not need a norm output that is read only by layers whose adapters all
-    have dropout, because each of these adapters keeps its own copy after dropout.
+    The backward pass does not need a norm output if all layers that read it have adapters with
+    dropout: each of these adapters keeps its own copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -324,8 +324,8 @@ def _save(
 ) -> None:
     """Write the model with merged adapters, and the adapters alone in the subdirectory `adapter/`.
 
-    The adapter's files contain the name of the base model. For a model with a prefix, only the
-    prefix is written, with the name of its base model.
+    The adapter's files contain the name of the base model. With prefix tuning, only the prefix and
+    a value or score head are written, with the name of the base model.
     """
     config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, network.kind))
     dtype = DTYPES[choose_dtype(spec)]
@@ -360,9 +360,9 @@ def _save(
 
 
 def _resolve_base_path(path: str) -> str:
-    """Return the path or hub name of a prefix's base model, valid in any working directory.
+    """Return the location of a model or, if `path` is a trained prefix, of its base model.
 
-    The base model is `path` itself or, if `path` is a prefix, the model that the prefix belongs to.
+    The result is a hub name or an absolute path, so it is valid in any working directory.
     """
     prefix = read_prefix(path)
     base = path if prefix is None else prefix.base
@@ -374,8 +374,9 @@ def _resolve_base_path(path: str) -> str:
 def _count_idle_parameters(module: nn.Module, config: TransformerConfig) -> int:
     """Return the number of expert parameters that are not used for a token.
 
-    A token uses `top_k` experts. With expert parallelism, all `top_k` experts are assumed to be on
-    this rank, because the rank receives about as many tokens from other ranks as it sends to them.
+    A token uses `top_k` experts. With expert parallelism, the token's experts can be on other
+    ranks. However, this rank receives about as many tokens from other ranks as it sends to them, so
+    `top_k` of its experts are counted as used.
     """
     if config.experts is None:
         return 0

@@ -342,9 +342,10 @@ class PageCaches:
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
     def _compute_states(self, step: Tensor) -> Tensor:
-        """Return the hidden states [B, hidden] of a decode step of B rows.
+        """Return the hidden states [B, hidden] of a decode step.
 
-        `step` is the step's input, int32 [B, C], as `PagedCache.step` returns it.
+        `step` is the output of `PagedCache.step`, int32 [B, C], which has a row of C numbers for
+        each of the B tokens to decode.
         """
         return self._network.compute_hidden(self._pool.build_packed(step))
 

@@ -65,8 +65,8 @@ class DeferringDecoder(Protocol):
     """
 
     def catch_up(self) -> None:
-        """Complete the deferred work.
+        """Complete the forward passes whose work was deferred.
 
-        Must be called before keys and values that a forward pass has written are copied or moved.
+        Must be called before the keys and values that these passes write are copied or moved.
         """
         ...

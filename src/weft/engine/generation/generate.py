@@ -175,10 +175,10 @@ class BatchGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests.
 
-        Raises `DataError` if a prompt is empty, too long or has unknown ids. Also raises it if a
-        completion cannot continue from the tokens in `generated` (`check_partial`). Raises
-        `RunError` if a request is submitted twice, and `ConfigError` if its sampling settings are
-        invalid.
+        Raises `DataError` if a prompt is empty, too long or has unknown ids, or if sampling cannot
+        continue from the tokens in `generated` (see `check_partial`). Raises `ConfigError` if the
+        sampling settings of a request are invalid, and `RunError` if a request is submitted twice
+        or does not fit in the KV cache.
         """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.find_index(request.sampling)]
@@ -293,9 +293,8 @@ class BatchGenerator:
     def _prefill(self, chunks: list[PrefillChunk]) -> list[Tensor]:
         """Compute chunks of prompts, and add a row for each sequence whose prompt is complete.
 
-        The added rows are the last rows of the batch. Returns a list of tensors; concatenated to
-        [n, hidden], they contain the hidden state of the prompt's last token for each of the n
-        added rows.
+        The added rows are the last rows of the batch. Returns the hidden state of the prompt's last
+        token for each added row, in row order, as a list of tensors [rows, hidden] to concatenate.
         """
         states = []
         leaders = []
@@ -378,10 +377,11 @@ class BatchGenerator:
     def _sample_rows(
         self, first: Callable[[], SampledRows] | None, states: list[Tensor]
     ) -> Callable[[], SampledRows]:
-        """Sample one token for every row, and return a function that waits for the tokens.
+        """Sample one token per row, and return a function that waits for the tokens.
 
-        `first`, if given, waits for the tokens that the decode step has sampled for the batch's
-        first rows. The other rows are sampled from their hidden states, `states`.
+        The function returns the sampled tokens. If `first` is given, the decode step has already
+        sampled tokens for the first rows of the batch, and `first` waits for these. The other rows
+        are sampled from their hidden states, `states`.
         """
 
         def draw() -> SampledRows:

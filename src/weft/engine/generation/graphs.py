@@ -39,9 +39,10 @@ CaptureFunction = Callable[[StepFunction, Tensor], tuple[Callable[[], object], T
 
 
 def find_graph_size(rows: int, sizes: tuple[int, ...]) -> int:
-    """Return the number of rows of the graph for a step of `rows` rows.
+    """Return the number of rows that a CUDA graph for decode steps of `rows` rows should have.
 
-    This is the first of `sizes` that is large enough, or else a multiple of `LARGE_SIZE_STEP`.
+    This is the first of the ascending `sizes` that is large enough. If none is, it is `rows`
+    rounded up to a multiple of `LARGE_SIZE_STEP`.
     """
     return next(
         (size for size in sizes if size >= rows), -(-rows // LARGE_SIZE_STEP) * LARGE_SIZE_STEP
@@ -139,9 +140,11 @@ class DecodeGraphs:
         return self._runs[kind](inputs)[: len(step)]
 
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
-        """Return the graph for a step, captured if necessary, or None to run without a graph.
+        """Return the graph in which to run a step, or None to run the step without a graph.
 
-        `most` is the number of rows for which the first graph of this kind is captured.
+        If no graph of this kind is large enough, one for `most` rows is captured. If larger graphs
+        than necessary have often been used for steps of this size, a graph of the right size is
+        captured.
         """
         size = find_graph_size(len(step), self._sizes)
         captured_size = min(

@@ -134,7 +134,10 @@ class InterleavedGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Use new weights as `BatchGenerator.weights_changed` does."""
+        """Finish the steps that have begun, and then switch all generators to the new weights.
+
+        The arguments are those of `BatchGenerator.weights_changed`.
+        """
         self._finish_all()
         for generator in self._generators:
             generator.weights_changed(version, keep_kv=keep_kv)

@@ -47,11 +47,11 @@ class MultiStepDecoder:
         self._pending_tokens = []
 
     def take(self, cache: Any, joined: bool) -> SampledRows | None:
-        """Return the tokens [n] and log-probs [n] of the next step of all n rows.
+        """Return the next step's tokens [n] and log-probs [n] for all n rows.
 
         Row i is slot i of `cache`, a `KVCache`. If a step is returned, its keys and values are in
-        the cache. Returns None if the step must be computed separately, for example because prompts
-        are computed in the same step (`joined`).
+        the cache. Returns None if the caller must compute the step itself. This is always so with
+        `joined`, which means that the step also computes prompts.
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):

@@ -89,7 +89,7 @@ class PageManager:
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
-        """Return the step counter, modulo `page`, at which a sequence needs another page.
+        """Return the step, modulo `page`, in which a sequence needs another page.
 
         According to `_count_pages`, a sequence needs another page when its length reaches 2, page +
         2, 2 page + 2, and so on. The length is the step counter plus `distance`. Each step

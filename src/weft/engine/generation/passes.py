@@ -91,10 +91,10 @@ def has_slot_kernel(network: object) -> bool:
 
 @dataclass
 class _PreparedForward:
-    """CPU kernel that is set up for one key-value cache, and its description of shared prefixes.
+    """CPU kernel that is set up for one key-value cache.
 
-    Passes reuse the kernel until weights or cache move. Decode steps that read the same prefixes
-    also reuse the description.
+    Passes reuse the kernel until the weights or the cache move in memory. `prefixes` describes
+    shared prefixes to the kernel; decode steps that read the same prefixes reuse it.
     """
 
     forward: CachedForward
@@ -149,7 +149,7 @@ class DecoderPasses:
         )
 
     def can_sample(self, cache: KVCache) -> bool:
-        """Return whether the kernel can sample tokens in decode steps over the cache."""
+        """Return whether the CPU kernel can sample tokens in decode steps that use the cache."""
         prepared = self._prepare(cache)
         return prepared is not None and prepared.forward.weights.head is not None
 

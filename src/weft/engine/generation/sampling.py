@@ -206,9 +206,10 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one id per row with a probability proportional to its weight, and return ids int64 [R].
 
     `weights` [R, V] are float32 or float64. They must not be negative, and need not be normalized.
-    `uniforms` [R] are random numbers in [0, 1). The id is the first whose cumulative weight exceeds
-    `uniform * total`, in float64. Cumulative sums are computed over blocks of ids first, and then
-    within the block that contains the id, so that no row needs a running sum over the vocabulary.
+    `uniforms` [R] are random numbers in [0, 1). The result is the first id whose cumulative weight
+    exceeds `uniform * total`. Cumulative weights are summed in float64: first over blocks of ids,
+    and then within the block that contains the id, so that no row needs a running sum over the
+    vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % CDF_BLOCK:
@@ -228,8 +229,8 @@ def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
     """Return a bool mask [R, V] of the ids that top-k, top-p and min-p keep.
 
     `scores` [R, V] are logits divided by the temperature. If the ids are recorded, at most the
-    `max_support` likeliest are kept, because a flat distribution would keep the whole vocabulary.
-    The likeliest id is always kept; ids with a score of minus infinity never are.
+    `max_support` likeliest are kept; otherwise, a flat distribution could keep the whole
+    vocabulary. The likeliest id is always kept; ids with a score of minus infinity never are.
     """
     possible = scores > -math.inf
     mask = possible
@@ -258,10 +259,12 @@ def list_supports(mask: Tensor) -> list[list[int]]:
 def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the scores of each row's likeliest ids, and how many of these ids are kept.
 
-    Scores are [R, w] for the w likeliest ids, best first; the counts of kept ids are [R]. `limit`
-    is the value of top-k. To avoid ranking the whole vocabulary, only the `RANKED_IDS` likeliest
-    ids are ranked first if `top_p` is below 1: their total probability nearly always reaches
-    `top_p`. If it is less than `top_p` in any row, the `limit` likeliest ids are ranked instead.
+    The scores are [R, w], best first; the numbers of kept ids are [R]. A row keeps the smallest
+    number of ids, at most `limit` (the value of top-k), whose total probability reaches `top_p`.
+
+    The number of ranked ids, w, is `limit` if `top_p` is 1. Otherwise, only the `RANKED_IDS`
+    likeliest ids are ranked, because they nearly always reach `top_p`. If they do not in some row,
+    `limit` ids are ranked after all.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values

@@ -66,9 +66,10 @@ class Sequence:
 class Prefill:
     """Tokens whose keys and values must be computed before the sequences that contain them can run.
 
-    The prefill of a shared prefix sets `new_prefix`. Any other prefill is for `sequences`, which
-    all have the same `tokens`; these follow `parent_prefix` if the sequences have a shared prefix.
-    A prefill can take several steps: `num_done` is the number of tokens computed so far.
+    A prefill computes either the shared prefix `new_prefix`, or the tokens of `sequences`. In the
+    second case, all sequences have the same `tokens`. If they have a shared prefix, it is
+    `parent_prefix`, and `tokens` are only those after it. A prefill can take several steps:
+    `num_done` is the number of tokens computed so far.
     """
 
     tokens: tuple[int, ...]
@@ -304,8 +305,8 @@ class Scheduler:
         """Allocate memory for a sequence, and return the prefills that it needs.
 
         The last prefill is that of the sequence's own tokens. If the sequence needs a shared prefix
-        that is not stored yet, the prefix has a separate prefill before it. Returns None and
-        allocates nothing if there is not enough room.
+        that is not stored yet, the first prefill is that of the prefix. Returns None and allocates
+        nothing if there is not enough room.
         """
         fills = []
         known = sequence.list_tokens()
@@ -338,9 +339,11 @@ class Scheduler:
         return stored if stored.tokens == tokens else None  # other tokens with the same hash
 
     def _split_prefills(self) -> list[PrefillChunk]:
-        """Return chunks of the pending prefills, in order, up to the budget.
+        """Return chunks of the pending prefills for the next step, in order.
 
-        A prefill that fits into one step is not split.
+        The chunks have at most `budget.max_prefill_tokens` tokens in total. Only a prefill that is
+        longer than this is split. If the budget forbids splitting, such a prefill is computed
+        whole, in a step without other prefills.
         """
         room = self.budget.max_prefill_tokens
         chunks: list[PrefillChunk] = []

@@ -31,10 +31,10 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 
 
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
-    """Call `draw`, which samples tokens on this rank, and return a function that returns them.
+    """Call `draw` to sample tokens on this rank, and return a function that returns the result.
 
-    This is the `TokenAgreement` for a network on a single rank, which has no other rank to agree
-    with. The number of rows, `rows`, is not used.
+    This is the `TokenAgreement` of a network on a single rank, which need not agree with other
+    ranks. The number of rows, `rows`, is not used.
     """
     drawn = draw()
     return lambda: drawn
@@ -128,9 +128,9 @@ class SettingsTable:
         """Sample one token for each row of `logits` [R, V].
 
         `settings` [R] contains the index of each row's settings, and `done` [R] the number of
-        tokens already sampled for each row. Returns tokens, log-probs and, if they are recorded,
-        the ids that the sampling limits kept. If any settings request likely alternatives, call
-        `take_top_logprobs` afterwards to get them.
+        tokens already sampled for each row. Returns (tokens, log-probs, ids that the sampling
+        limits allowed); the ids are None unless `record_support` is set. If any settings request
+        likely alternatives, call `take_top_logprobs` afterwards to get them.
         """
         self._top_logprobs = self._find_top_logprobs(logits, settings, done)
         if (settings == settings[0]).all():
@@ -168,10 +168,10 @@ class SettingsTable:
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
         """Return, for each of `count` rows, a tuple of the likeliest ids with their log-probs.
 
-        The last call of `sample` stored these tuples for the rows that it sampled; this call
-        discards them. The sampled rows are the last of the `count` rows; any rows before them get
-        an empty tuple. The tuple is also empty for rows whose settings do not request likely
-        alternatives (`top_logprobs`).
+        The tuples are those of the rows that the last call of `sample` sampled, which are the last
+        of the `count` rows. A tuple is empty for earlier rows, and for rows whose settings do not
+        request likely alternatives (`top_logprobs`). The stored tuples are deleted, so a second
+        call would return only empty tuples.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None
@@ -215,8 +215,8 @@ class SettingsTable:
     ) -> GraphSampling | None:
         """Return the parameters for sampling rows in a captured graph, or None if unsupported.
 
-        A graph does not support sampling limits, the settings `record_support` and `top_logprobs`,
-        rows below their minimum length, or a mixture of greedy and sampled rows.
+        A graph does not support top-k, top-p and min-p limits, the options `record_support` and
+        `top_logprobs`, rows below their minimum length, or a mixture of greedy and sampled rows.
         """
         if self._default_spec.record_support or (done < self.min_new_tokens[settings]).any():
             return None
@@ -260,7 +260,7 @@ class SettingsTable:
 
 
 def _convert_stop_texts(spec: GenerationSpec) -> GenerationSpec:
-    """Return the settings with stop texts that are single special tokens converted to stop ids.
+    """Replace stop texts that are single special tokens by stop ids, and return the new settings.
 
     For example, `<|im_end|>` is detected by its id, which needs no decoding of text.
     """

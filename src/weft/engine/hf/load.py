@@ -36,11 +36,12 @@ HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 
 
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the module of a model directory or hub name, or build a new one from its config.json.
+    """Load a model with `transformers`, on `device` and in the dtype `dtype`.
 
-    The module is on `device` and has the dtype `dtype`. Raises `UserError` if the directory is
-    incomplete, if the architecture is not a decoder, or if the model needs code from the directory
-    and `trust_remote_code` is not set.
+    `path` is a model directory or a hub name. With `spec.init_from_scratch`, the model is built
+    from its config.json, with new weights. Raises `UserError` if the directory is incomplete, if
+    the architecture is not a decoder, or if the model needs code from the directory and
+    `trust_remote_code` is not set.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
@@ -81,7 +82,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
 
 
 def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
-    """Build the module of a model's config.json on the meta device; weights are not read.
+    """Build the module described by a model's config.json on the meta device, without weights.
 
     Raises the same errors as `load`.
     """
@@ -141,7 +142,10 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 
 def read_dropout_rates(values: dict[str, Any]) -> dict[str, float]:
-    """Return the dropout rates in a configuration, by their keys."""
+    """Return the entries of a model configuration that are dropout rates.
+
+    These are the numbers whose keys end in "dropout" or "pdrop".
+    """
     dropout_rates: dict[str, float] = {}
     for k, v in values.items():
         if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True:

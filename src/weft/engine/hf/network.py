@@ -138,9 +138,9 @@ class HFNetwork(nn.Module):
         return self._caches
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states `[T, hidden]` that are the head's input.
+        """Return the hidden states that are the head's input, `[T, hidden]`.
 
-        If `rows`, int64 `[N]`, is given, only these rows are returned, `[N, hidden]`.
+        With `rows`, int64 `[N]`, the result is `[N, hidden]` and contains only these rows.
         """
         states = self._compute_states(x)
         return states if rows is None else states[rows]

@@ -195,12 +195,11 @@ def _check_head(
 
 @contextmanager
 def _hold_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
-    """Replace half-precision parameters by float32 ones with the same values, within the context.
+    """Replace half-precision parameters by float32 copies until the `with` statement ends.
 
-    With `by_block`, the parameters of a block are replaced only while the block runs, so that there
-    are two copies of at most one block; parameters outside all blocks are replaced throughout.
-    Otherwise, all parameters are replaced throughout. Buffers are not changed: those of rotary
-    embeddings are float32 anyway.
+    With `by_block`, the parameters of a transformer block are replaced only while this block runs,
+    so that at most one block is in memory twice. All other parameters are replaced for the whole
+    time. Buffers are not changed, because those of rotary embeddings are float32 anyway.
     """
     blocks = list(_iterate_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}

@@ -109,7 +109,7 @@ class BaseWeightsEngine:
         """Do nothing: the weights belong to the engine of the trained role."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Do nothing: the engine of the trained role loads the weights when it computes."""
+        """Do nothing: the engine of the trained role loads the weights when they are needed."""
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         _refuse("saved")

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the dtype in the role's spec, which the backend must have set before."""
+    """Return the dtype of a role, which the backend must already have set in `spec`."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
@@ -478,10 +478,10 @@ class TorchEngine:
         self.version = values["version"]
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
-        """Return this rank's slice of every saved tensor of the group `stem`, such as "optimizer".
+        """Return this rank's slices of the tensors in the files `{stem}*.safetensors` in `d`.
 
-        `d` is the directory of the saved files. The result may contain names that this role doesn't
-        have; the caller handles them.
+        For example, the optimizer state has the stem "optimizer". The result may contain names that
+        this role doesn't have; the caller handles them.
         """
         if self._built.part is None:
             elsewhere: Mapping[str, Any] = {}

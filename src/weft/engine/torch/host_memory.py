@@ -88,7 +88,7 @@ class HostMemory:
         return bool(self._away)
 
     def mark_changed(self) -> None:
-        """Treat constant tensors as variable from now on: every `leave` copies them again."""
+        """Stop treating tensors as constant: from now on, every `leave` copies all of them."""
         for group in self._groups:
             for block in group:
                 block.constant = False
@@ -178,12 +178,13 @@ class HostMemory:
 
 
 class BlockFetcher:
-    """Fetcher of a network's offloaded tensors, block by block while the forward pass runs.
+    """Prefetcher that copies a network's offloaded tensors back to the device for a forward pass.
 
-    `memory` has one group of tensors that are needed before the first block, then one group for
-    each block, and then one group for all other tensors. Each block waits only for its own group.
+    The pass can start before all tensors are copied, because each block waits only for its own
+    group of tensors. `memory` has one group of tensors that are needed before the first block, then
+    one group for each block, and then one group for all other tensors.
 
-    `gathered` must be True if FSDP2 shards the parameters, because it reads them on a separate
+    `gathered` must be True if FSDP2 shards the parameters, because FSDP2 reads them on a separate
     stream. The host then waits for each group, so that any stream can use it. If `gathered` is
     False, only the device's current stream waits.
     """

@@ -33,18 +33,17 @@ HALF = (torch.bfloat16, torch.float16)
 class MasterWeights:
     """Master weights and compute copies of the parameters of `network`.
 
-    Parameters that require gradients are trained. In `network`, they must be float32 or wider,
-    except that a network with adapters can also have trained parameters of the dtype `dtype`.
-    Unless noted otherwise, methods identify parameters by canonical name
-    (`weft.models.network.parameters`).
+    Parameters that require gradients are trained. They must be float32 or wider; in a network with
+    adapters, they can also have the dtype `dtype`. Unless noted otherwise, methods identify
+    parameters by canonical name (`weft.models.network.parameters`).
 
     Args:
         network: Network on the device. Its parameters become the compute copies.
         dtype: Dtype of the compute copies.
         lane: Queue that performs the copies between device and host.
-        home: Device of the masters, such as the CPU, or None for the network's device. On a device
-            that is given here, even float32 parameters have separate masters (Ren et al. 2021,
-            "ZeRO-Offload", arXiv:2101.06840).
+        home: Device of the masters, such as the CPU (Ren et al. 2021, "ZeRO-Offload",
+            arXiv:2101.06840). If it is set, even float32 parameters have separate masters. If it is
+            None, the masters are on the network's device.
         places: Slice of each parameter that this rank has (default: the whole parameter).
         shards: This rank's rows of the parameters that FSDP2 shards, or None without FSDP2. Masters
             and copies then have only these rows. Trained rows are float32 or wider; FSDP2 casts
@@ -153,7 +152,10 @@ class MasterWeights:
 
     @property
     def trained_parameters(self) -> dict[str, StoredParameter]:
-        """Trained parameters that the optimizer updates, with their gradients, by canonical name."""
+        """Trained parameters on this rank by canonical name.
+
+        For a parameter with a master weight, the value is the master weight.
+        """
         parameters: dict[str, StoredParameter] = {}
         for name, part in self._iterate_exact():
             if self._is_trained(part):
@@ -191,9 +193,10 @@ class MasterWeights:
         return dict(self._iterate_exact())
 
     def _iterate_exact(self) -> Iterator[tuple[str, StoredParameter]]:
-        """Iterate over (canonical name, parameter) of this rank, with masters where there are any.
+        """Iterate over (canonical name, parameter) for all parameters of this rank.
 
-        Offloaded parameters are read from host memory.
+        If a parameter has a separate master, the master is yielded instead. Offloaded parameters
+        are read from host memory.
         """
         self.wait_for_copies()
         for name, part in self._canonical.items():
@@ -270,7 +273,8 @@ class MasterWeights:
     def come(self) -> None:
         """Start fetching all parameters back to the device.
 
-        Forward passes wait for the blocks they need; other uses must call `wait_for_copies` first.
+        Forward passes wait for the blocks they need. All other code must call `wait_for_copies`
+        before it uses the parameters.
         """
         if self._mover is not None:
             self._mover.come()

@@ -95,9 +95,9 @@ class BFloat16Moments:
 
     Stochastic rounding is exact on average (Gupta et al. 2015, arXiv:1502.02551). Rounding to
     nearest would not work: with beta2 = 0.999, one step moves an average by a thousandth of its
-    distance to the new value. This is less than half of bfloat16's last bit, so the average would
-    never change. A compensated sum would need a second tensor, which would cost as much memory as
-    bfloat16 saves.
+    distance to the new value. This is usually less than half of bfloat16's last bit, so the average
+    would hardly ever change. A compensated sum would need a second tensor, which would cost as much
+    memory as bfloat16 saves.
 
     Random numbers are seeded by the parameter's name and the step. Copies of a parameter on several
     ranks therefore stay equal, and a resumed run draws the same numbers.
@@ -138,8 +138,8 @@ class EightBitMoments:
 
     Each element is stored as a code, and each block of elements has a float32 scale (Dettmers et
     al. 2022, arXiv:2110.02861). A saved state contains the moments as float32 values, so it can be
-    loaded into any format or sharding. It also contains the scales: if the blocks are the same as
-    before, they reproduce exactly the same codes.
+    loaded into any format or sharding. It also contains the scales. With them, exactly the same
+    codes are restored if the blocks consist of the same elements as before.
     """
 
     def __init__(self) -> None:

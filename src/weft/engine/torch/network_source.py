@@ -54,7 +54,8 @@ GROWN = (
 class NetworkSource:
     """Builder of one role's network, which also provides the initial values of the parameters.
 
-    The network is built on the meta device. The values are read from a model directory, or random.
+    The network is built on the meta device. The initial values are either read from a model
+    directory or random.
     """
 
     def __init__(
@@ -162,9 +163,10 @@ class NetworkSource:
         return stages
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
-        """Fill the parameters `stored` with their values.
+        """Set the parameters `stored` to their initial values.
 
-        `places` maps names to the slices that are stored (default: whole parameters).
+        `places` maps the names of parameters to the slices that this rank stores. Parameters that
+        are not in `places` are stored whole.
         """
         with torch.no_grad():
             for name, part in stored.items():

@@ -96,10 +96,10 @@ def _find_blocks(part: StoredParameter, block: int) -> slice:
 def rename_for_writing(
     tensors: Mapping[str, Tensor], places: Mapping[str, Slice]
 ) -> dict[str, Tensor]:
-    """Return the tensors under the names with which they are written.
+    """Return the tensors, keyed by their names in the saved file.
 
-    The names of scale tensors are extended by the slice of the parameter that this rank has,
-    because scales can only be loaded for the same slice. Other names are unchanged.
+    The slice of the parameter that this rank has is appended to the names of scale tensors, because
+    scales can only be loaded for the same slice. Other names are unchanged.
     """
     for_writing: dict[str, Tensor] = {}
     for key, value in tensors.items():
@@ -144,7 +144,8 @@ def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict
 def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
     """Map the names of saved tensors to the names that the tensors have on this rank.
 
-    Scales of slices that this rank does not have are left out.
+    The saved name of a tensor with block scales also contains the slice of its parameter. If this
+    rank has a different slice, the tensor is left out.
     """
     own_names = {}
     for written_as in keys:

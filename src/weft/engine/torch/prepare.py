@@ -103,8 +103,8 @@ def mask_read_rows(
 ) -> npt.NDArray[np.bool_]:
     """Return a mask `[N]` of the rows whose output is needed.
 
-    Rows that `PackLayout.index_rows` marks as missing are not needed. With `how.trained_only`, rows
-    whose loss mask is 0 are not needed either.
+    The row of a completion's first token is not needed if the prompt is empty, because no token
+    precedes it. With `how.trained_only`, rows whose loss mask is 0 are not needed either.
     """
     counts = layout.index_rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:

@@ -193,8 +193,8 @@ def _open_generator(
 
     Ranks of one data-parallel replica generate in lockstep; different replicas generate
     independently. `held` contains this rank's pipeline stages by index. If parameters are gathered
-    for generation, no KV pages are kept for the next generator, because it gathers the weights into
-    other memory.
+    for generation, `reusable_caches` is not used, because each generator gathers the weights into
+    new memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     # Gather sharded parameters and experts, and agree on the size of the KV cache.
@@ -275,9 +275,10 @@ def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
 def _gather_network(
     source: NetworkSource, network: Transformer, mesh: RankMesh, device: torch.device
 ) -> Transformer:
-    """Return the network with whole parameters and all experts, in the compute dtype.
+    """Return a copy of the network for generation, with gathered parameters and all experts.
 
-    Ranks then needn't wait for each other at every layer of every token.
+    The copy is in the compute dtype. With it, ranks need not wait for each other at every layer of
+    every token.
     """
     whole = source.build_network(mesh, experts_apart=False)
     if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:

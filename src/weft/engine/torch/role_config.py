@@ -36,10 +36,11 @@ def adapt_config(
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with the length of the prefix that the role trains.
+    """Return the configuration with the length of the prefix (prefix tuning) that the role trains.
 
-    If the role trains no prefix, the directory's prefix is kept. Raises `ConfigError` if the role's
-    prefix conflicts with that of the directory or does not fit the model.
+    If the role trains no prefix, the prefix of its model directory, if any, is kept. Raises
+    `ConfigError` if the role's prefix conflicts with that of the model directory or does not fit
+    the model.
     """
     there = config.prefix_tokens
     num_tokens = spec.prefix.num_tokens
@@ -69,8 +70,9 @@ def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> Transform
     """Return the configuration with `rope_scaling` applied.
 
     `linear` divides positions by the factor (Chen et al. 2023, "Position interpolation"). `ntk`
-    raises the base to base * alpha^(d / (d - 2)), and `dynamic` raises it in this way only when a
-    sequence is longer than those in training (bloc97 2023).
+    multiplies the rotary base by alpha^(d / (d - 2)), where alpha is the factor and d is the number
+    of rotated dimensions of a head. `dynamic` increases the base only for sequences that are longer
+    than those in training, depending on their length (bloc97 2023).
     """
     rope = config.rope
     value = spec.rope_scaling

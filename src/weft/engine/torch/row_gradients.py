@@ -27,7 +27,7 @@ def build_row_gradient(
     """Return a function that maps outputs to the gradients of the loss with respect to them.
 
     The gradients are multiplied by `scale`. The network's head calls the function after each chunk
-    of rows. The outputs of later chunks, which are not computed yet, are 0 in such a call.
+    of rows, with outputs of 0 for the rows that it has not computed yet.
     """
 
     def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:

@@ -134,7 +134,7 @@ class BatchedReadback:
         return placeholder
 
     def read_all(self) -> None:
-        """Copy all registered numbers to the host, and set their placeholders."""
+        """Copy the registered numbers to the host, into the objects that `register` returned."""
         by_device: dict[torch.device, list[tuple[Tensor, _PendingNumber]]] = {}
         for value, placeholder in self._waiting:
             by_device.setdefault(value.device, []).append((value, placeholder))
@@ -190,7 +190,7 @@ class AuxLoss:
     )
 
     def compute(self, uneven: Tensor) -> Tensor:
-        """Return the imbalance `uneven` times the weight.
+        """Return `weight * uneven`, where `uneven` is the load imbalance of the experts.
 
         The gradient of the result, but not its value, is divided by the number of ranks, because
         the gradients of all ranks are summed.
@@ -298,9 +298,11 @@ class OptimizerStep:
     ) -> str | None:
         """Return the reason to skip the update, or None if the weights should be updated.
 
-        `veto` is called with `reduced`, the statistics of the loss, reduced over all ranks. Values
-        that are not finite are removed from `metrics`. Raises `NotFinite` if the loss or the
-        gradient is not finite and `on_nonfinite` is "stop".
+        `not_finite` lists the ids whose loss is not finite. If a loss or the gradient is not
+        finite, the values that are not finite are removed from `metrics`; if `on_nonfinite` is
+        "stop", `NotFinite` is raised instead. A float16 overflow that is handled by reducing the
+        loss scale is not an error. If all values are finite, `veto` decides, given the loss
+        statistics `reduced` over all ranks.
         """
         ids = list(not_finite)
         what = "loss"

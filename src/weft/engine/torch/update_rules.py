@@ -28,7 +28,7 @@ class AdamW(EagerOptimizer, torch.optim.AdamW):
 
 
 class SGD(EagerOptimizer, torch.optim.SGD):
-    """SGD of torch, without the decorators for `torch.compile`."""
+    """PyTorch's SGD optimizer, without the decorators for `torch.compile`."""
 
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 

@@ -113,8 +113,8 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Raised if all attempts of a request fail.
 
-    The attribute `cause` is the reason for the last failure, without the server's response. The
-    constructor gets it as `what`.
+    `what` is the reason for the last failure, without the server's response. It is stored as the
+    attribute `cause`.
     """
 
     def __init__(self, message: str, what: str) -> None:
@@ -123,9 +123,9 @@ class UnansweredRequest(UserError):
 
 
 class JudgeSession:
-    """Open connections to a server, used as an async context manager.
+    """HTTP client for a judge's server, used as an async context manager.
 
-    Usage:
+    The connections stay open until the context ends. Usage:
 
         async with JudgeSession(endpoint, policy) as session:
             answer = await session.ask(body)

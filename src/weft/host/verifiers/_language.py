@@ -174,9 +174,10 @@ def _detect_by_letters(text: str, candidates: tuple[str, ...], default: str) -> 
 
 
 def _detect_by_words(text: str, script: str) -> str:
-    """Return the language with the given script whose typical words and letters are most frequent.
+    """Return the most likely language of a text, judged by typical words and letters.
 
-    If no language scores higher than the script's default language, return the default.
+    Only languages that are written in `script` are considered. If none of them scores higher than
+    the script's default language, the default is returned.
     """
     tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)

@@ -280,9 +280,9 @@ def _is_case_significant(text: str) -> bool:
 def to_plain_form(answer: str) -> str:
     """Return an answer in normalized form, in which equivalent notations look the same.
 
-    `answer` is the result of `tidy`. Spacing, units, dollar and percent signs are removed. The
-    arguments of fractions and roots are in braces. White space is kept only between two numbers
-    that are not digit groups of one number.
+    `answer` is the result of `tidy`. Units, dollar signs, percent signs and LaTeX spacing are
+    removed, and digit groups are joined. Other white space is kept only between two numbers. The
+    arguments of fractions and roots are in braces.
     """
     # Degrees, units and names
     text = answer.strip().strip("$").rstrip(".").strip()

@@ -52,10 +52,11 @@ peers = _import_sibling("_peer")
 
 
 def main() -> None:
-    """Fork a process for each program to run, until the socket closes.
+    """Fork a process for each program to run, until the socket on standard input closes.
 
-    The socket is this process's standard input. For each program, it delivers two descriptors: one
-    to read the program and its tests from, and one to write to.
+    For each program, the socket delivers two descriptors, and the launcher replies with the id of
+    the new process. This process reads the program and its tests from the first descriptor, and
+    reports success on the second.
     """
     server = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically

@@ -55,8 +55,8 @@ class SandboxLimits:
             to about the same value.
         memory_mb: Address space of each process, in MiB.
         file_mb: Size of each file that is written, in MiB.
-        disk_mb: Total size of the files in the folder of each process, in MiB. This limit needs the
-            protection `files`.
+        disk_mb: Total size of the files in the folder of each process, in MiB. Enforced only if the
+            process has its own file tree (protection `files`).
         processes: Number of processes that each process can start. It does not apply to root.
     """
 
@@ -83,8 +83,8 @@ class SandboxTask:
     """Program to run, with its tests.
 
     `entry_point` is the name of the function to test, which the program defines. If it is set and
-    `prompt` is code, the helper functions that `prompt` defines replace the program's functions of
-    the same names in the tests, so that a wrong program cannot pass by changing them.
+    `prompt` is code, the tests use the helper functions that `prompt` defines instead of the
+    program's versions. Thus a wrong program cannot pass by changing a helper function.
     """
 
     program: str
@@ -218,9 +218,9 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 def _end(leader: int, pipe: int) -> None:
     """End a process that the launcher forked, and its child processes.
 
-    The process with the id `leader` is asked to kill its children and exit. `pipe` is the output of
-    these processes, which closes when all of them have ended; if it does not close in time, the
-    process group is killed.
+    `leader` is the id of the process. It is first asked to kill its children and exit. `pipe` is
+    the read end of a pipe that closes when all of these processes have ended. If it does not close
+    in time, the process group is killed.
     """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):
@@ -259,7 +259,7 @@ def find_protections() -> tuple[str, ...]:
 
 
 def _can_protect(names: Sequence[str]) -> bool:
-    """Return whether a small test program runs successfully under these protections."""
+    """Return whether a small test program runs successfully under the protections `names`."""
     return run_tests(
         SandboxTask(PROBE, "assert probe(1.5) == 1"), SandboxLimits(seconds=PROBE_SECONDS), names
     )

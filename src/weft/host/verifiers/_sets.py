@@ -56,9 +56,10 @@ def _is_balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
 
 
 def split_list(text: str) -> list[str] | None:
-    """Return the members of a list without brackets; `1 \\pm 2` has two members.
+    r"""Return the members of a comma-separated list without brackets.
 
-    Returns None if there are fewer than two members.
+    An expression with `\pm` gives two members: `1 \pm 2` becomes `1 + 2` and `1 - 2`. Returns None
+    if there are fewer than two members.
     """
     members: list[str] = []
     for part in split_top(text, ","):

@@ -55,9 +55,9 @@ def extract_boxed(text: str) -> str | None:
 def extract_stated(text: str) -> str | None:
     """Return the answer in the last `<answer>` tag, or after the last "answer is" or "Answer:".
 
-    The answer consists of the formulas at the beginning of the statement or, if there are none, of
-    the words up to the end of the sentence. Returns None if the text states no answer, and "" if
-    the text only says what the answer is not.
+    If the text found there begins with formulas, the answer consists of these formulas. Otherwise,
+    it consists of the words up to the end of the sentence. Returns None if the text states no
+    answer, and "" if the text only says what the answer is not.
     """
     # Find the statement.
     rest = _extract_tagged(text) or ""

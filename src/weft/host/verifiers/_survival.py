@@ -344,7 +344,9 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
     """Count the letters and numbers (leaves) of an expression tree, and add the counts to `leaves`.
 
-    Numbers that a minus sign, a fraction bar or a root implies are counted in `implied` instead.
+    Leaves that the formula need not contain are counted in `implied` instead. For example, the tree
+    of `-x` contains the number 1, and that of a square root the exponent 1/2.
+
     Returns False if the tree has an operation that sympy may have evaluated or simplified. Some
     operands may then be missing, so the counts cannot be compared with the tokens of the formula.
     """

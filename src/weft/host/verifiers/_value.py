@@ -119,10 +119,10 @@ def _measure_distance(
 ) -> tuple[Fraction, Fraction] | None:
     """Return the absolute and the relative distance between the values of two expressions.
 
-    The relative distance is relative to the larger value. Both distances are 0 for equal values.
-    Rounded values count as equal if their distance is within the rounding error that is allowed for
-    numbers of their size. `seed` selects the values of letters. Returns None if one of the values
-    is unknown.
+    The relative distance is the absolute distance divided by the larger of the two values. Both
+    distances are 0 for equal values. Rounded values count as equal if their distance is within the
+    rounding error that is allowed for numbers of their size. `seed` selects the values of letters.
+    Returns None if one of the values is unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -284,9 +284,9 @@ class _TreeCalculator:
     def _to_rounded(self, number: Number) -> Number:
         """Convert an exact fraction to a floating-point number of `mpmath`.
 
-        The calculator's `size` is raised to the number of bits of the numerator or of the
-        denominator, unless `size` is already larger. A number that is not a fraction is only
-        checked and returned. Raises `_UndecidedValue` if the number exceeds the limits.
+        The calculator's `size` is raised to the number of bits of the numerator or the denominator,
+        if one of them has more bits than `size`. A number that is not a fraction is checked by
+        `_check_limits`. Raises `_UndecidedValue` if the number exceeds the limits.
         """
         if not isinstance(number, Fraction):
             return self._check_limits(number)

@@ -213,7 +213,7 @@ class VoteResult:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judge of completions: a model on a server, with the prompt template and all other options."""
+    """Model on a server that judges completions, with its prompt template and all other options."""
 
     endpoint: JudgeEndpoint
     policy: RequestLimits

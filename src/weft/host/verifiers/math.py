@@ -130,10 +130,10 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 
 
 def _compare_quantities(one: str, other: str) -> bool | None:
-    """Return whether two answers are equal quantities of several parts, such as 3 hours 20 minutes.
+    """Return whether two answers are equal compound quantities, such as 3 hours 20 minutes.
 
-    Such a quantity never equals a single number such as 3. Returns None if neither answer is such a
-    quantity, or if the comparison is undecided.
+    A compound quantity never equals a single number such as 3. Returns None if neither answer is a
+    compound quantity, or if the comparison is undecided.
     """
     quantities = parse_quantities(one), parse_quantities(other)
     if quantities[0] is None and quantities[1] is None:

@@ -68,14 +68,15 @@ def attend_to(
     causal: bool,
     window: int | None = None,
 ) -> AttentionState:
-    """Return the attention of each row of `q` over the keys of its segment, without a gradient.
+    """Return the attention of the queries `q` [R, heads, dim] over the keys of their segments.
 
-    `segments` assigns ranges of queries to ranges of keys. `causal` sets whether attention is
-    causal; it applies to all segments.
+    The result has no gradient. A segment assigns a range of queries to a range of keys. Each row of
+    `segments`, int64 [n, 4], has the first query, the number of queries, the first key and the
+    number of keys. If `causal` is set, attention is causal in all segments.
 
-    k and v can also be views of a cache [..., kv_heads, keys, dim], because the kernel uses only
-    their strides and not their number of rows. In this case, the key indices in `segments` count
-    rows of `dim` floats from the start of the cache.
+    k and v are [T, kv_heads, dim]. They can also be views of a cache [..., kv_heads, keys, dim],
+    because the kernel uses only their strides. The first keys in `segments` then count rows of
+    `dim` floats from the start of the cache.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])

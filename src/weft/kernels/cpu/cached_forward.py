@@ -153,7 +153,7 @@ def serves(weights: NetworkWeights) -> bool:
 
 @dataclass
 class CachedForward:
-    """Runner of a network's forward passes over one key-value cache, with a C kernel.
+    """Forward passes of a network over one key-value cache, computed by a C kernel.
 
     The kernel keeps the addresses of the parameters and of the cache, so their memory must not move
     while this object is used.

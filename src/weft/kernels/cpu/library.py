@@ -115,7 +115,7 @@ def list_missing_instructions(variant: str) -> list[str]:
 
 
 def _build_flags(variant: str) -> tuple[str, ...]:
-    """Return the compiler options for a variant."""
+    """Return the compiler options for a kernel variant: "native" or a name in `VARIANTS`."""
     if variant == "native":
         return (*FLAGS, "-march=native")
     return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
@@ -149,9 +149,9 @@ def serves(*tensors: Tensor) -> bool:
 def call(name: str, *arguments: Any) -> int:
     """Call the kernel `name` and return the kernel's return value.
 
-    The arguments are either only structures, or only contiguous tensors, numbers and None. None is
-    passed as a null pointer. If the arguments are not structures, the number of threads is added as
-    the last one. Use the return value only if the kernel documents it.
+    The arguments must all be structures, or else all be contiguous tensors, numbers or None. In the
+    second case, None is passed as a null pointer, and the number of threads is appended as the last
+    argument. Use the return value only if the kernel documents it.
     """
     kernels = load_library()
     assert kernels is not None

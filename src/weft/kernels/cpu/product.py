@@ -26,9 +26,9 @@ def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [..., n] times the transpose of right [m, n], plus bias [m]: [..., m].
+    """Multiply `left` [..., n] by the transpose of `right` [m, n], and add `bias` [m] if given.
 
-    The result of a row does not depend on the other rows.
+    The result is [..., m]. A row of the result does not depend on the other rows of `left`.
     """
     assert bias is None or bias.shape == right.shape[:1], "one number a column"
     flat = left.dim() == 2

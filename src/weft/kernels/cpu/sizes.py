@@ -15,8 +15,8 @@ HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmen
 def in_vectors(length: int, device: torch.device) -> int:
     """Return the number of keys to which `length` keys are padded for attention.
 
-    On a CPU, `length` is rounded up to a multiple of `VECTOR`, the number of floats in a vector
-    register. Sums over whole vectors do not depend on the values that follow in memory. On other
-    devices, the result is `length`.
+    On a CPU, this is `length` rounded up to a multiple of `VECTOR`, the number of floats in a
+    vector register. The padding is needed because a sum over an incomplete vector would depend on
+    the values that follow in memory. On other devices, `length` is returned.
     """
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

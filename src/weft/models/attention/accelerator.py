@@ -38,15 +38,16 @@ def attend_dense(given: AttentionInputs, context: Dense) -> Tensor:
 
 
 def attend_prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """Return causal attention over sequences, some of which share a prefix, [T, heads, dim]."""
+    """Return causal attention [T, heads, dim] over sequences, some of which share a prefix."""
     mask = _prepare_mask(context, len(given.q), given.spec.window)
     return flex.attend_packed(given.q, given.k, given.v, mask, given.spec)
 
 
 def attend_paged(given: AttentionInputs, context: Paged) -> Tensor:
-    """Return attention of new tokens over the keys and values in pages, [T, heads, dim].
+    """Return the attention output of the new tokens, [T, heads, dim].
 
-    The keys and values of the new tokens must already be stored in the pages.
+    The new tokens attend to the keys and values stored in the pages, which must already include
+    their own.
     """
     q = given.q
     spec = given.spec

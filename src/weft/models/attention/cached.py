@@ -112,7 +112,11 @@ def _attend_prefixes(
 
 
 def _attend_chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
-    """Compute attention of several new tokens per row over cached and new tokens, row by row."""
+    """Return the attention output of rows that have several new tokens each.
+
+    New tokens attend to the cached tokens and the new tokens of their row. The rows are computed
+    one after the other.
+    """
     starts = context.dense.starts
     outputs = []
     keys = context.cache.keys[layer]

@@ -169,7 +169,11 @@ def _to_cells(x: Tensor, bucket: SequenceBucket) -> Tensor:
 
 
 def _to_rows(cells: Tensor, bucket: SequenceBucket) -> Tensor:
-    """Return a rectangle's tokens, without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
+    """Return a padded bucket's values without the padding.
+
+    `cells` is [n, heads, L, dim] for n sequences padded to length L; the result is [tokens, heads,
+    dim].
+    """
     flat = cells.transpose(1, 2).flatten(0, 1)
     return flat if bucket.valid is None else flat.index_select(0, bucket.valid)
 

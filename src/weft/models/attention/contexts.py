@@ -222,7 +222,11 @@ class Prefixed:
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
-        """Parts of the attention computation: first within segments, then over prefixes."""
+        """Parts of the attention computation.
+
+        The first parts are the attention within segments. They are followed by a part for each
+        continuation, whose tokens attend to the prefix.
+        """
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
         across = []

@@ -48,7 +48,7 @@ class PackShard:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each run; a piece is the part of one sequence that lies within the run.
+        """Pieces of each run in `runs`; a piece is the part of one sequence within the run.
 
         Each piece is given by four numbers: (first local row, number of rows, first key in the
         pack, number of keys). Its keys are all tokens of the sequence up to the end of the piece,
@@ -97,16 +97,17 @@ class PackShard:
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """Tensor with the pieces of each run, int64 [number of pieces, 4] on the host.
+        """One tensor per run, int64 [number of pieces, 4] on the host, with a row for each piece.
 
-        A piece is the part of one sequence that lies within the run. The columns are its first
-        local row, its number of rows, its first key in the pack and its number of keys.
+        A run is a range of consecutive tokens on this rank, and a piece is the part of one sequence
+        that lies within a run. The columns are the piece's first local row, its number of rows, its
+        first key in the pack and its number of keys.
         """
         return tuple(torch.tensor(pieces) for pieces in self.pieces)
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """Query and key lengths of each run's `pieces`, for the flash attention kernel."""
+        """Query and key lengths of the `pieces` of each range in `runs`, for flash attention."""
         return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -120,7 +121,8 @@ def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLen
 
 
 def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
-    """Return attention of this rank's tokens, [n, heads, dim], computed by weft's kernels."""
+    """Compute attention of this rank's n tokens with weft's kernels; the result is [n, heads, dim].
+    """
     k, v = _gather_keys_values(given, context)
     segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
     return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)
@@ -171,8 +173,8 @@ def _gather_keys_values(given: AttentionInputs, context: PackShard) -> tuple[Ten
 def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
     """Return the empty attention result of a rank without tokens.
 
-    The backward pass of the gathering communicates, so all ranks must run it. The result therefore
-    depends on the gathered `k` and `v`, although it is empty.
+    `k` and `v` were gathered from all ranks, so their backward pass communicates and must run on
+    every rank. The result therefore depends on them, although it is empty.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

@@ -47,10 +47,10 @@ def attend_causal(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return causal attention within each sequence of a padded rectangle, [n, heads, L, dim].
+    """Return the output of causal attention within each sequence, [n, heads, L, dim].
 
-    q is [n, heads, L, dim]; k and v are [n, kv_heads, L, dim]. `drop`, if given, applies dropout to
-    the attention weights.
+    q is [n, heads, L, dim], and k and v are [n, kv_heads, L, dim], for n sequences padded to L
+    tokens. `drop`, if given, applies dropout to the attention weights.
     """
     length = q.shape[2]
     tail = kernels.in_vectors(length, q.device) - length
@@ -77,10 +77,10 @@ def attend_tail(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return attention of a sequence's last n tokens over all its tokens, [1, heads, n, dim].
+    """Return attention of a sequence's last n tokens over all tokens of the sequence.
 
-    q is [1, heads, n, dim]; k and v are [1, kv_heads, L, dim]. `drop`, if given, applies dropout to
-    the attention weights.
+    q and the result are [1, heads, n, dim]; k and v are [1, kv_heads, L, dim]. `drop`, if given,
+    applies dropout to the attention weights.
     """
     count = q.shape[2]
     length = k.shape[2]

@@ -97,12 +97,13 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
 ) -> Rope:
-    """Return the settings of the rotary positions that config.json contains.
+    """Return the settings for rotary position embeddings from config.json.
 
     transformers 5 stores these settings as `rope_parameters`, and earlier versions as `rope_theta`
-    and `rope_scaling`. `positions` is the maximum number of positions. `theta` and `partial` are
-    default values: the base of the frequencies, and the share of each head's dimensions that is
-    rotated. Raises `CheckpointError` for settings that the decoder does not support.
+    and `rope_scaling`. `positions` is the maximum number of positions. `theta`, the base of the
+    frequencies, and `partial`, the share of each head's dimensions that is rotated, are used if
+    config.json does not set them. Raises `CheckpointError` for settings that the decoder does not
+    support.
     """
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
@@ -244,7 +245,8 @@ def layer_windows(
 
 
 def one_window(config: TransformerConfig) -> int | None:
-    """Return the window size of all layers that have a window, or None if no layer has one."""
+    """Return the window size shared by all layers with a window, or None if no layer has a window.
+    """
     sizes = {w for w in config.windows if w is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None

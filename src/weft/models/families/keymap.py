@@ -39,9 +39,9 @@ class FusedLayout:
         return sum(self.sizes[: self.index])
 
     def split_runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
-        """Split a slice of the parameter's rows into runs that are consecutive in the fused tensor.
+        """Split the parameter's rows `where` into runs that are consecutive in the fused tensor.
 
-        `where` is the slice. Yields (rows of the fused tensor, rows of the parameter) for each run.
+        Yields (rows of the fused tensor, rows of the parameter) for each run.
         """
         size = self.sizes[self.index]
         stride = sum(self.sizes)

@@ -45,7 +45,7 @@ class PageAllocator:
         return len(self) - 1 - len(self._free)
 
     def reserve(self, count: int) -> None:
-        """Grow so that rows can use `count` pages, or up to `max_pages` if that is less."""
+        """Add pages until rows can use `count` pages, or until there are `max_pages` pages."""
         old = len(self)
         new = count + 1 if self.max_pages is None else min(count + 1, self.max_pages)
         if new > old:
@@ -160,8 +160,8 @@ class PageTables:
         """Make room for `after[i]` tokens in row `rows[i]`, which contains `before[i]` tokens.
 
         The rows must be distinct. If a row's last page is partly filled and shared with other rows,
-        the row gets a new page in its place, to which the old page must be copied. Returns these
-        copies, which must be made before the rows are written.
+        the row gets a new page in its place. Returns the copies from old to new pages that must be
+        made before the rows are written.
         """
         page = self.pages.page_size
         wanted = -(-after // page)
@@ -202,7 +202,10 @@ class PageTables:
     def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the indices into `rows` of those rows whose last page is partly filled and shared."""
+        """Return the indices into `rows` of the rows whose last page is partly filled and shared.
+
+        Row `rows[i]` contains `before[i]` tokens.
+        """
         page = self.pages.page_size
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]

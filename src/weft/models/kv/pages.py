@@ -137,9 +137,9 @@ class PagePool:
     ) -> None:
         """Create a pool with `page` tokens per page.
 
-        `first_layer` is the index in the whole network of the first cached layer. `most` is the
-        maximum number of pages, including the scratch page, which no row owns; None means no
-        maximum.
+        `first_layer` is the index of the first cached layer among all layers of the network. `most`
+        is the maximum number of pages, or None for no maximum. It includes the scratch page, which
+        belongs to no row.
         """
         self.first_layer = first_layer
         self.device = torch.device(device)
@@ -324,10 +324,10 @@ class PagedCache:
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """Append `tokens` to the rows `slots` and return the network's input for these tokens.
+        """Append `tokens` to the sequences in `slots`, and return the network's input for them.
 
-        `tokens` is int64 [R], with one token per row, or a sequence of R tensors, each int64 [n >=
-        1]. In the result, `rows` contains the index of each row's last new token, and `labels`
+        `tokens` is int64 [R], with one token per sequence, or a list of R tensors, each int64 [n >=
+        1]. In the result, `rows` contains the index of each sequence's last new token, and `labels`
         contains these tokens. The hidden states at `rows` predict the next tokens.
         """
         if isinstance(tokens, Tensor):

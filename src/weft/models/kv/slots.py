@@ -120,8 +120,8 @@ class Cached:
         """Location of each row's keys in the memory of the cache, int64 [R, 4] on the host.
 
         The columns are the row's first new token, the number of new tokens, the index of the first
-        key, and the number of keys including the new ones. The index of a key is the row of its
-        first head in a layer's `keys`, viewed as [rows, head_dim].
+        key, and the number of keys including the new ones. If a layer's tensor `keys` is viewed as
+        a matrix [rows, head_dim], the index is the row that contains the key of the first head.
         """
         segments = np.empty((len(self.new), 4), np.int64)
         segments[:, 0] = self.new.cumsum() - self.new
@@ -134,7 +134,8 @@ class Cached:
     def places(self) -> Tensor:
         """Index of each new token's key in the memory of the cache, int64 [T] on the host.
 
-        As in `segments`, this is the index of a row of `keys`, viewed as [rows, head_dim].
+        The index of a key is the row of its first head if a layer's `keys` are viewed as a matrix
+        [rows, head_dim].
         """
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
@@ -461,10 +462,10 @@ class KVCache:
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the rows of `context`, each [R, kv_heads, n, head_dim].
 
-        `layer` is the index of the layer among the cached layers, a value of `row_of`. n is the
-        number of tokens in the longest row, rounded up by `kernels.in_vectors`. Values after the
-        end of a shorter row are finite but meaningless. Only attention by torch uses this method:
-        weft's kernels read the slots directly.
+        `layer` is an index into `self.keys`, not the layer's index in the network. n is the number
+        of tokens in the longest row, rounded up by `kernels.in_vectors`. Values after the end of a
+        shorter row are finite but meaningless. Only attention by torch uses this method: weft's
+        kernels read the slots directly.
         """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)

@@ -132,7 +132,8 @@ class Linear(nn.Module):
         return slice(start, start + self.parts[part])
 
     def find_adapter(self, part: str) -> Adapter | None:
-        """Return the adapter of the fused layer `part`, such as "q"; None if it has no adapter."""
+        """Return the adapter of the fused layer `part` (such as "q"), or None without an adapter.
+        """
         adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert adapter is None or isinstance(adapter, Adapter)
         return adapter
@@ -146,7 +147,7 @@ class Linear(nn.Module):
     def _apply_adapters(
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
     ) -> Tensor:
-        """Return the outputs of all fused layers, [T, sum of out].
+        """Return the concatenated outputs of all fused layers, adapters included, [T, width].
 
         Each layer is computed separately, so that its output does not depend on whether the other
         layers have adapters.
@@ -191,9 +192,9 @@ class DownLinear(Linear):
     ) -> Tensor:
         """Return the output of the MLP, [T, out].
 
-        x is the output of the layer before, and the activation is not yet applied: up [T, in], or
-        gate and up side by side [T, 2 in]. If the layer is split over ranks and a `share` is given,
-        only this rank's rows of the output are returned.
+        x is the input of the activation function: up [T, in] or, with a gate, gate and up side by
+        side [T, 2 in]. If the layer is split over ranks and a `share` is given, only this rank's
+        rows of the output are returned.
         """
         if (
             len(self.adapters)

@@ -158,7 +158,10 @@ class MoE(nn.Module):
         return self.reduce(y) if share is None else share.scatter(y)
 
     def _compute_experts(self, x: Tensor, groups: RowGroups, keys: TokenDropout | None) -> Tensor:
-        """Return the outputs of this rank's experts for rows sorted by expert, [rows, hidden]."""
+        """Return the outputs of this rank's experts, [rows, hidden].
+
+        The rows of `x` are sorted by expert.
+        """
         gate = self.experts["gate"](x, groups, keys)
         up = self.experts["up"](x, groups, keys)
         y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)

@@ -79,7 +79,8 @@ class InsertedPrefix:
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
         """Return `heads` with the prefix inserted before each sequence.
 
-        The shapes are [T, heads + 2 kv_heads, dim] -> [all, heads + 2 kv_heads, dim].
+        `heads` has the shape [T, heads + 2 kv_heads, dim]. In the result, T is replaced by the
+        number of tokens including the inserted ones.
         """
         rows = prefix.build_heads(heads)
         copies = rows.expand(self.num_copies, *rows.shape).flatten(0, 1)
@@ -88,7 +89,8 @@ class InsertedPrefix:
     def remove_from(self, mixed: Tensor) -> Tensor:
         """Return the attention outputs `mixed` without those of the prefix tokens.
 
-        The shapes are [all, heads, dim] -> [T, heads, dim].
+        `mixed` [all, heads, dim] has the outputs of all tokens of the longer pack. The result is
+        [T, heads, dim].
         """
         return mixed.index_select(0, self.pack_places)
 
@@ -122,9 +124,10 @@ class OverwrittenPrefix:
     places: Tensor
 
     def insert_into(self, heads: Tensor, prefix: PrefixKeysValues) -> Tensor:
-        """Return `heads` with the tokens of the prefix in place of the placeholders.
+        """Return `heads` with the placeholder tokens replaced by the tokens of the prefix.
 
-        `heads` is [T, heads + 2 kv_heads, dim]: queries, keys and values, in this order.
+        `heads` contains the queries, keys and values of the T tokens of the pass, in this order,
+        with shape [T, query_heads + 2 kv_heads, dim].
         """
         return heads.index_copy(0, self.tokens, prefix.build_heads(heads)[self.places])
 
@@ -137,7 +140,11 @@ class OverwrittenPrefix:
         return mixed
 
     def select_dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Return the dropout unchanged, because the placeholders are tokens of the pack."""
+        """Return the dropout unchanged.
+
+        The prefix takes the place of placeholder tokens that are in the pack already, so the pack
+        has no additional tokens that would need dropout keys.
+        """
         return dropout
 
 

@@ -169,7 +169,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """Autograd function behind `linear`."""
+    """Autograd function that computes `linear`, with a gradient for the input only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:

@@ -74,7 +74,7 @@ def _compute_plain_frequencies(
 
 
 def _scale_dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
-    """Return the NTK-aware frequencies of the dynamic scheme, [T, dim / 2] (bloc97, 2023).
+    """Return the frequencies [T, dim / 2] of dynamic NTK-aware scaling (bloc97, 2023).
 
     If a sequence is longer than the trained length, the base of the frequencies increases with the
     length of the sequence.

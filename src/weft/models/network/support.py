@@ -44,7 +44,7 @@ class SamplingSupport:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Index in `ids` after the last id of each row, as an array [N] on the host."""
+        """Exclusive end of each row's ids in `ids`, as an array [N] on the host."""
         return np.cumsum(self.host_counts)
 
     def select(self, rows: npt.NDArray[np.int64]) -> SamplingSupport:

@@ -262,7 +262,7 @@ class _ChunkResults:
     """Results for R rows of logits.
 
     Attributes:
-        softmax: Logits, and what is needed to compute their gradient.
+        softmax: Logits, with the data for computing their gradient.
         labels: Label of each row, relative to the first id of this rank's part of the vocabulary.
             Negative if another rank has the label.
         logprobs: Log-prob of each row's label.
@@ -487,12 +487,12 @@ def apply_cap_gradient(grad_logits: Tensor, capped: Tensor, softcap: float | Non
 
 
 def is_same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether `one` and `other`, gradients with respect to the same output, are equal.
+    """Return whether two gradients with respect to the same output can be treated as equal.
 
     The forward pass can compute the gradients of the inputs in advance, from the gradients that it
     expects for the outputs. The backward pass compares the actual gradients with the expected ones.
-    On an accelerator, two tensors are assumed to be equal, because comparing them would wait for
-    the device.
+    On an accelerator, this function assumes that two tensors are equal, because comparing them
+    would wait for the device.
     """
     if one is None or other is None:
         return one is other

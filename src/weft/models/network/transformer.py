@@ -345,7 +345,10 @@ class Transformer(nn.Module):
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """Run the local blocks and return their output, [T, hidden], or [N, hidden] for `rows`."""
+        """Run the local blocks and return their output [T, hidden].
+
+        If `rows` is given, only the output at these N rows is returned, [N, hidden].
+        """
         # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):

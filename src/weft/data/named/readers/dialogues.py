@@ -296,7 +296,7 @@ def _build_example(head: str, turns: list[str]) -> Example:
 
 
 def check_list(value: Any, column: str) -> Sequence[Any]:
-    """Return `value` if it is a list. Raises `BadRow` naming the column otherwise."""
+    """Return `value` if it is a list; otherwise raise `BadRow` with the name of the column."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{column!r} must be a list")
     return value

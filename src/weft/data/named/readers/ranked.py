@@ -160,9 +160,9 @@ def scored(
 ) -> Iterator[Example]:
     """Read answers with scores, and rank the answers to each question by score.
 
-    Each item of `answers` is [column of an answer, columns of its scores, ...]. If an answer has
-    several scores, they are added up. All rows with the same question, or with the same value in
-    the column `group`, make one example.
+    Each item of `answers` is a list: the column of an answer, followed by the columns of its
+    scores. If an answer has several scores, they are added up. All rows with the same question, or
+    with the same value in the column `group`, make one example.
     """
     groups: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):

@@ -28,10 +28,10 @@ def trees(
 
     All examples of a tree are used either for training or for validation.
 
-    `lang` lists the allowed languages of the first message (en,de). `top_k` keeps only replies with
-    the k best ranks; it is ignored in mode rl. `least` and `most` are the smallest and largest
-    allowed values of labels ({quality: 0.5}). Deleted and synthetic messages are left out, as are
-    trees that did not pass their review, and trees that were not released. Mode rl also accepts
+    `lang` lists the allowed languages of the first message, such as "en,de". `top_k` keeps only
+    replies with the k best ranks; it is ignored in mode rl. `least` and `most` map labels to their
+    minimum and maximum values, such as `{quality: 0.5}`. Deleted and synthetic messages are left
+    out, and so are trees that did not pass their review or were not released. Mode rl also accepts
     trees in the state `prompt_lottery_waiting`.
     """
     if top_k is not None and top_k < 1:
