@@ -162,6 +162,8 @@ def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypa
 
 
 def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
+    # after which Ray ends what has lost its head: it waits for a minute by default
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "25")
     with ray_cluster.cluster() as nodes:
         command, run = in_call(
             nodes, root, "headless", "recover_mode=disabled", monkeypatch=monkeypatch
@@ -183,7 +185,7 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
             nodes,
             root,
             "still",
-            *(f"{call}.deadline_s=40" for call in CALLS),
+            *(f"{call}.deadline_s=30" for call in CALLS),
             monkeypatch=monkeypatch,
         )
         (worker,) = nodes.processes(WORKER, 1)
@@ -195,7 +197,7 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
         log = (run / "log.txt").read_text()
         # what it was at
         where = (
-            r"died in [^:]*(call '|writing the recovery point)[^:]*: it has not responded for 40 s"
+            r"died in [^:]*(call '|writing the recovery point)[^:]*: it has not responded for 30 s"
         )
         assert re.search(where, log), log
         assert f"process {worker})" in log, log
