@@ -121,8 +121,7 @@ def _build_lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLen
 
 
 def attend_by_kernels(given: AttentionInputs, context: PackShard) -> Tensor:
-    """Compute attention of this rank's n tokens with weft's kernels; the result is [n, heads, dim].
-    """
+    """Compute attention of this rank's n tokens with weft's kernels; the result is [n, heads, dim]."""
     k, v = _gather_keys_values(given, context)
     segments = [VarlenSegments(own, None, given.spec.window) for own in context.segments]
     return kernels.attend_rows(given.q, k, v, segments, given.spec.scale)

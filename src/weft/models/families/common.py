@@ -245,8 +245,7 @@ def layer_windows(
 
 
 def one_window(config: TransformerConfig) -> int | None:
-    """Return the window size shared by all layers with a window, or None if no layer has a window.
-    """
+    """Return the window size shared by all layers with a window, or None if no layer has a window."""
     sizes = {w for w in config.windows if w is not None}
     assert len(sizes) <= 1, "the layers have several window sizes"
     return sizes.pop() if sizes else None

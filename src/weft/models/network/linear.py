@@ -132,8 +132,7 @@ class Linear(nn.Module):
         return slice(start, start + self.parts[part])
 
     def find_adapter(self, part: str) -> Adapter | None:
-        """Return the adapter of the fused layer `part` (such as "q"), or None without an adapter.
-        """
+        """Return the adapter of the fused layer `part` (such as "q"), or None without an adapter."""
         adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert adapter is None or isinstance(adapter, Adapter)
         return adapter
