@@ -268,10 +268,10 @@ class Experiment:
         devices, the layout is that of `role[0]`.
 
         If the call sets only a layout, it uses the first devices of the first mesh in `role` that
-        is large enough. If all these meshes are too small, it uses the first devices of the run.
-        The devices of `role[0]` must then also be the first ones of the run; if not, `ConfigError`
-        is raised, because the user must name the devices. Also raises `ConfigError` if the devices
-        do not fit the layout.
+        is large enough. If all these meshes are too small, the result depends on `role[0]`. If that
+        mesh consists of the first devices of the run, the call also uses the first devices of the
+        run. Otherwise, `ConfigError` is raised, because the user must name the devices. Also raises
+        `ConfigError` if the devices do not fit the layout.
         """
         if call.layout is None and call.device_mesh is None:
             return None

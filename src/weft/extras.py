@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlparse
 
 
 def install(extra: str) -> str:
-    """Return the shell command that installs the optional dependencies of the extra `extra`.
+    """Return the shell command that installs an extra of weft (a set of optional dependencies).
 
-    Example: `python -m pip install '/home/me/weft[wandb]'`.
+    Example for the extra "wandb": `python -m pip install '/home/me/weft[wandb]'`.
     """
     folder = find_sources()
     if folder is not None:

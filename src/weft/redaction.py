@@ -179,8 +179,9 @@ def mask_values(value: Any, name: str = "") -> Any:
 def iterate_masked_options(value: Any, name: str = "", *, in_secret: bool = False) -> Iterator[str]:
     """Iterate over the dotted names of options whose secret values were replaced by a mask.
 
-    `value` is a stored configuration, or the part of it with the dotted name `name`. `in_secret` is
-    True if `name`, or the name of an enclosing part, is the name of a secret.
+    `value` is a stored configuration. The other arguments are used in recursive calls, in which
+    `value` is a part of the configuration: `name` is its dotted name, and `in_secret` is True if
+    one of the keys in this name is that of a secret, such as "api_key".
     """
     if isinstance(value, Mapping):
         for key, each in value.items():

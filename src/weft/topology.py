@@ -362,10 +362,11 @@ def is_expert_weight(name: str) -> bool:
 
 
 def compute_expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """Return the part of the slice `whole` that expert rank `rank` of `e` stores.
+    """Return the slice of a parameter that a rank stores under expert parallelism.
 
-    Parameters other than expert weights are not split. Raises `ConfigError` if the experts do not
-    split evenly.
+    `whole` is the slice without expert parallelism, `e` is the number of ranks that share the
+    experts, and `rank` is the index of this rank among them. Slices of parameters other than expert
+    weights are not split. Raises `ConfigError` if the experts do not split evenly.
     """
     if e == 1 or not is_expert_weight(name):
         return whole
@@ -450,8 +451,8 @@ def compute_holdings(
     the output matrix.
 
     If `fsdp` is above 1, parameters are first split by tensor and expert parallelism. Then the rows
-    of each part are split into chunks of equal size except the last, as by `torch.chunk`. Expert
-    weights are split in this way among the ranks that have the same experts.
+    of each part are split into chunks of equal size, except that the last chunk can be smaller (see
+    `torch.chunk`). Expert weights are split in this way among the ranks that have the same experts.
     """
     # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.list_stages(at.pipeline))

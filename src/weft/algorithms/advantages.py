@@ -69,10 +69,11 @@ def compute_gae(
         A_t = sum_l (discount lam)^l delta_{t+l}         Schulman et al. 2015, eq. 16
         R_t = A_t + V_t
 
-    The T tokens are those of S completions, with `lengths` tokens each. `values` are V of the state
-    before each token. `last_values` are V after the last token: 0 if the completion ended, and the
-    critic's value if it was truncated. Only trained tokens should be passed (as
-    `weft.host.advantages` does), so that tokens written by tools are skipped and not discounted.
+    The T tokens are those of S completions, with `lengths` tokens each. `values` has V_t, the value
+    of the state before each token. `last_values` has the value of the state after the last token of
+    each completion: 0 if the completion ended, and the critic's value if it was truncated. Only
+    trained tokens should be passed (as `weft.host.advantages` does), so that tokens written by
+    tools are skipped and not discounted.
     """
     following = np.empty_like(values)
     following[:-1] = values[1:]
@@ -358,9 +359,10 @@ def compute_step_advantages(
 
     This is process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` has the reward of a
     step at the step's last token, and NaN at all other tokens. The mean reward of all steps in the
-    group is subtracted from each reward, and the result is divided by the standard deviation that
-    `scale` selects (`group`, `batch` or `none`). The advantage of a token is the sum of these
-    normalized rewards over all steps of its completion that end at this token or later.
+    group is subtracted from each reward. If `scale` is "group" or "batch", the result is divided by
+    the standard deviation of the rewards in the group or in the whole batch; if it is "none", there
+    is no division. The advantage of a token is the sum of these normalized rewards over all steps
+    of its completion that end at this token or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

@@ -148,8 +148,9 @@ class Loss(Protocol):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """Return the totals by which `__call__` divides the loss, as a mapping from name to total.
 
-        For example, `tokens` is the number of trained tokens. Each total is a sum over the sample
-        ids of the minibatch, and depends only on their data.
+        For example, `tokens` is the number of trained tokens. Each total is a sum of one number per
+        sample, which depends only on that sample. The totals of several ranks can therefore be
+        added.
         """
         ...
 
@@ -158,8 +159,9 @@ class Loss(Protocol):
     ) -> tuple[Array, Mapping[str, Stat]]:
         """Return (loss, statistics) of one micro-batch.
 
-        `out` has the network's outputs: logprobs, entropy and values [N], given_logprobs [N, K + 1]
-        and scores [S]. `total` has the totals that `denominators` returns for the whole minibatch.
+        `out` has the network's outputs: logprobs, entropy and values [N], scores [S], and
+        given_logprobs [N, K + 1] for K given ids per row. `total` has the totals that
+        `denominators` returns for the whole minibatch.
         """
         ...
 

@@ -74,12 +74,12 @@ def compute_cispo_loss(
     advantages: Float[Array, "N"],
     clip: RatioClip,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return each token's loss, and 1 where its weight is clipped (else 0), both [N].
+    """Return each token's loss, and a mask that is 1 where the token's weight is clipped, both [N].
 
     The loss is -sg(clip(w, 1 - low, 1 + high)) A log pi(token), where w is the importance ratio and
     sg stops the gradient. Since the clipped ratio is only a weight, every token keeps its gradient
-    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, section 3.1). By default there is no lower bound, as
-    in the paper; TRL has only the upper bound.
+    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, section 3.1). By default there is only an upper
+    bound, as in the paper and in TRL.
     """
     xp = array_api_compat.array_namespace(logprobs)
     ratio = exp_ratio(fixed(log_ratio))

@@ -23,19 +23,20 @@ Vector = npt.NDArray[np.float64]
 def estimate_kl(
     logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
-    """Estimate KL(policy || reference) at each sampled token, in nats, from the token's log-probs.
+    """Estimate KL(policy || reference) at each sampled token, in nats, from log-probs.
 
-    `logprobs` are the token's log-probs under the policy, and `reference` those under the
-    reference. Both arrays and the result have the same shape. With r = `logprobs` - `reference` for
-    tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
+    `logprobs` and `reference` are the log-probs of the sampled tokens under the policy and under
+    the reference model. The result has the same shape. With r = `logprobs` - `reference`, the
+    estimators are (Schulman 2020, "Approximating KL divergence"):
 
         k1 = r                  unbiased, large variance, can be negative
         k2 = r^2 / 2            biased, small variance
         k3 = exp(-r) - 1 + r    unbiased, never negative
 
-    k3 is clipped to at most `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl.
-    Without this bound, a token that is very unlikely under the reference could add up to e^20,
-    since `exp_ratio` clips -r to 20. TRL clips neither k3 nor r.
+    k3 is clipped to at most `K3_BOUND` = 10 nats per token, as in verl, and its gradient is 0 above
+    this bound. Otherwise, a token that is much less likely under the policy than under the
+    reference could have a k3 of about e^20 (`exp_ratio` clips -r to 20). TRL clips neither k3 nor
+    r.
 
     As loss terms, the estimators behave differently: the gradient of k1 vanishes in expectation,
     and the gradient of k2 is that of the true KL. k3 is the term that DeepSeekMath (2024, eq. 4)
@@ -96,8 +97,7 @@ class AdaptiveKLController:
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1)
 
     `kl` is the mean KL of a whole sequence: a `target` of 6 means 6 nats per sequence, not per
-    token. With a larger `horizon`, the weight changes more slowly. (Implementations that update the
-    weight inside the loss do so once per micro-batch.)
+    token. With a larger `horizon`, the weight changes more slowly.
     """
 
     value: float

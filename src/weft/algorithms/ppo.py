@@ -289,13 +289,16 @@ class PPOActorLoss(Loss):
 def compute_clipped_value_loss(
     values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return each token's loss, and 1 where the bound blocks its gradient (else 0), both [N].
+    """Return the loss of each token, and a mask of the clipped tokens, both [N].
 
         max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    This is the value clipping of OpenAI baselines. If eps is None, the loss is half the squared
-    error. Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R have
-    the same scale: if values are normalised, all three are normalised by the running moments.
+    The mask is 1 for tokens whose loss has no gradient because of the clipping, and 0 for all
+    others. If `eps` is None, the loss is half the squared error, and no token is clipped.
+
+    This is the value clipping of OpenAI baselines. Baselines, trlX, ReaLHF, verl and OpenRLHF also
+    have the factor 1/2. V, V_old and R have the same scale: if values are normalised, all three are
+    normalised by the running moments.
     """
     xp = array_api_compat.array_namespace(values, old, returns)
     plain = xp.square(values - returns) / 2

@@ -29,11 +29,11 @@ EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all
 def compute_divergence_score(
     log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
 ) -> Float[Array, "S"]:
-    """Return f'(t) for t = pi / ref, where f is the function that defines an f-divergence, [S].
+    """Return f'(t) of each completion, [S], where t = pi / ref and f defines the f-divergence.
 
-    The result is computed from `log_ratio` = log t, and is correct up to a constant, which cancels
-    in a difference of scores (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1).
-    With a = `alpha`:
+    `log_ratio` is log t. The result is correct up to a constant, which cancels in the difference
+    between two completions. The formulas are from Wang et al. 2023 ("Beyond Reverse KL", arXiv
+    2309.16240, table 1); a is `alpha`:
 
         reverse_kl   log t                       as in DPO
         forward_kl   1 - 1 / t                   as in TRL; -1 / t in the paper
@@ -41,7 +41,7 @@ def compute_divergence_score(
         alpha        (t^(a - 1) - 1) / (a - 1)   as in TRL; the paper's alpha is 1 - a;
                                                  log t if a = 1
 
-    Exponents are clipped to `EXPONENT_BOUND`; TRL clips them to 80 or not at all. Raises
+    Exponents are limited to at most `EXPONENT_BOUND`. TRL uses a limit of 80, or none. Raises
     `ConfigError` for an unknown divergence.
     """
     xp = array_api_compat.array_namespace(log_ratio)

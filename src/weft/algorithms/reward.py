@@ -119,10 +119,10 @@ class RewardLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return a mapping with the keys `groups` and `pairs`.
+        """Return the number of groups and the number of pairs, under the keys `groups` and `pairs`.
 
-        Their values are the number of sample ids with at least one pair, and the number of all
-        pairs.
+        A group consists of the completions of one sample id. Only groups with at least one pair are
+        counted.
         """
         pairs = count_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}

@@ -41,16 +41,17 @@ def compute_sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """Return each token's weight in the policy loss, and the importance ratio behind it, [T] each.
+    """Return each token's weight in the policy loss, and its importance ratio, [T] each.
 
     `correction` is one of `CORRECTIONS` (see the module's docstring). If its name begins with
     `sequence`, the ratio of a token is that of its whole completion. A truncating correction limits
     the weight to at most `high` and ignores `low`. A masking correction sets the weight to 0 if the
     ratio is above `high`, or below `low` if `low` is not None.
 
-    `trainer` and `sampler` are the token log-probs of the two policies, in nats. Tokens with mask 0
-    are ignored and have weight 1. Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError`
-    for an unknown correction.
+    `trainer` and `sampler` are the log-probs of the tokens under the two policies, in nats.
+    `lengths` has the number of tokens of each completion. Tokens with mask 0 are ignored and have
+    weight 1. Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError` for an unknown
+    correction.
     """
     if correction not in CORRECTIONS:
         raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)

@@ -50,9 +50,10 @@ def compute_pair_stats(
     """Return the metrics of P pairs of completions.
 
     `rewards`, `logps` and `terms` each consist of two arrays [P], the first for the better and the
-    second for the worse completions. `terms` determines the rounding error of the rewards: it has
-    the magnitudes of the terms that were added or subtracted to compute them. If the rewards of a
-    pair are equal up to rounding (see `is_above`), the pair counts as wrongly ordered.
+    second for the worse completions. A pair counts as correctly ordered if the better completion's
+    reward is higher by more than rounding error (see `is_above`). `terms` is used to estimate this
+    error. For each reward, it has one of the numbers from which the reward was computed, such as
+    beta * log pi.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

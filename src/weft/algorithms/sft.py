@@ -110,8 +110,9 @@ def compute_row_weights(
 
     The average is the sum of weight * value over the rows of all micro-batches. With `average`
     "token", a weight is mask / (number of trained tokens). With "sequence", it is mask / (number of
-    trained rows of the sequence * number of sequences with trained rows). `total` contains the two
-    numbers that refer to the whole minibatch, under the keys `tokens` and `sequences`.
+    trained rows of the sequence * number of sequences with trained rows). `total` has the number of
+    trained tokens and the number of sequences with trained rows in the whole minibatch, under the
+    keys `tokens` and `sequences`.
     """
     if average == "token":
         return batch.mask / max(total["tokens"], 1.0)

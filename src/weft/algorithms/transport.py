@@ -50,9 +50,10 @@ class TransportLoss(Loss):
                        the log-ratio for a worse completion
 
     The host function `optimal_transport` sorts all a and all b of the whole batch, and matches
-    values of the same rank. It outputs the matches as the key `partner`: for `aot`, the better
-    completion of each pair has the matching b. For `aot_unpaired`, each better completion has the
-    matching b, and each worse completion has the matching a. No gradient flows through `partner`.
+    values of the same rank. It outputs the matching values under the key `partner`. With `aot`, the
+    partner of a pair's better completion is the b that matches the pair's a. With `aot_unpaired`,
+    the partner of a better completion is the b that matches its a, and the partner of a worse
+    completion is the a that matches its b. No gradient flows through `partner`.
 
     The loss reads the keys `rank`, `ref_logprobs`, `partner` and, if present, `comparison`.
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.

@@ -17,8 +17,8 @@ LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 def hide_library_output() -> Iterator[None]:
     """Hide progress bars, warnings of future changes, and log records below the level ERROR.
 
-    Import model classes of `transformers` in this context too: the import loads torchao, which
-    writes log records.
+    Model classes of `transformers` should also be imported in this context, because the import
+    loads torchao, which writes log records.
     """
     from transformers.utils import logging as bars
 

@@ -89,8 +89,8 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
 
     `wanted` states which models are acceptable; by default, these are policies. If nothing on this
     machine matches `given`, but it could be a hub name, it is returned unchanged as the model's
-    path. Raises `CheckpointError` if the name refers to no model. The message names the option,
-    lists the accepted names and suggests a similar one.
+    path. Raises `CheckpointError` if the name refers to no model. The message lists the accepted
+    kinds of names and suggests a similar name.
     """
     wanted = wanted or ModelQuery()
     refuse_url(given, wanted.format_option(given), CheckpointError)
@@ -127,10 +127,10 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
 
 
 def find_model(given: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the model that `given` refers to.
+    """Return the model that `given` refers to, after checking that it exists.
 
-    If this is a model of the hub, the hub or the local cache must contain it. Raises
-    `CheckpointError` if there is no such model.
+    `wanted` states which models are acceptable. A hub name is looked up in the local cache first,
+    and then on the hub. Raises `CheckpointError` if the model is not found.
     """
     model = locate_model(given, wanted)
     if not Path(model.path).expanduser().exists():
@@ -197,9 +197,10 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return a checkpoint from the newest run that has one for a suitable role.
 
-    `step` is a step such as "step40". None and "latest" mean the newest checkpoint or, if the run
-    that will use it is being resumed, the checkpoint that this run began with
-    (`wanted.initial_checkpoint`). Raises `CheckpointError` if no run has a suitable checkpoint.
+    `step` is a step such as "step40", or None or "latest" for the newest checkpoint. If a run that
+    is being resumed asks for the newest one, the result is `wanted.initial_checkpoint` instead, so
+    that the run keeps its original model. Raises `CheckpointError` if there is no suitable
+    checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
@@ -274,10 +275,11 @@ def _choose_newest(
 
 
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the location of the checkpoint `began`, from which the resumed run originally started.
+    """Return the checkpoint from which the resumed run originally started.
 
-    The result includes a note for the user, which ends with `more`. Raises `CheckpointError` if the
-    checkpoint has been removed.
+    `began` is the path of this checkpoint, and `given` is the model's name as the user wrote it.
+    Both are mentioned in the result's note for the user, which ends with `more`. Raises
+    `CheckpointError` if the checkpoint has been removed.
     """
     if not began.is_dir():
         raise CheckpointError(

@@ -225,9 +225,9 @@ def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
-    """Return the settings of an adapter directory.
+    """Return the settings of the adapter in `directory`.
 
-    Raises `CheckpointError` for a kind of adapter that weft does not support.
+    Raises `CheckpointError` if there is no adapter, or if weft does not support its kind.
     """
     file = Path(directory) / CONFIG
     if not file.exists():
@@ -348,9 +348,11 @@ def _adjust_config(
 
 
 def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
-    """Return a copy of the network for `config`, with resized vocabulary or untied output matrix.
+    """Return a network with the configuration `config` and the parameter values of `network`.
 
-    Additional vocabulary rows are not initialized, since the adapter's tensors replace them.
+    The two can differ in vocabulary size, and the new output matrix can be untied from the
+    embedding. Vocabulary rows that `network` lacks are not initialized, since the adapter's tensors
+    replace them.
     """
     held = find_canonical_values(network)
     embed = held["embed.weight"]

@@ -199,7 +199,10 @@ def _load(source: Path, mode: Mode) -> Any:
 
 
 def _build_inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return random (token ids, attention mask); all rows but the first have padding at the end."""
+    """Return random token ids and an attention mask, both int32 [rows, tokens].
+
+    All rows but the first have padding at the end.
+    """
     draws = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, vocab, (rows, tokens), generator=draws, dtype=torch.int32)
     lengths = torch.tensor([max(1, tokens - 2 * row) for row in range(rows)])

@@ -328,12 +328,12 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
 
 
 def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
-    """Return the number of data-parallel ranks that train the first trained role.
+    """Return the data-parallel degree that the first trained role uses in training.
 
-    `given` maps the options that the user set to their values. The number is read from the first
-    layout that is set: the training call's `layout`, the role's `layout`, or `allocation_mode`. The
-    value "heuristic" counts as a layout in which all devices are data-parallel ranks. If no layout
-    is set, the role's `data_parallel_size` is returned, which is 1 by default.
+    `given` maps the options that the user set to their values. The degree is taken from the first
+    of these options that contains a layout: the training call's `layout`, the role's `layout`, and
+    `allocation_mode`. With the value "heuristic", every device is a data-parallel rank. If no
+    option contains a layout, the role's `data_parallel_size` is returned, which is 1 by default.
     """
     role = done.trained_roles[0]
     call = next(
@@ -350,7 +350,10 @@ def count_data_ranks(done: OverrideTranslation, given: dict[str, Any]) -> Any:
 
 
 def _translate_warmup(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
-    """Set `MODEL.optimizer.warmup_steps`, or `warmup_steps_proportion` if the value is below 1."""
+    """Set `warmup_steps` in the optimizer options of every trained role.
+
+    A fraction such as 0.1 sets `warmup_steps_proportion` instead.
+    """
     value = given[override.name]
     share = isinstance(value, float) and 0 < value < 1
     name = "warmup_steps_proportion" if share else "warmup_steps"
@@ -391,11 +394,11 @@ def _translate_use_peft(
 def _translate_strategy(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
-    """Translate save_strategy or eval_strategy to an interval between checkpoints or evaluations.
+    """Translate Hugging Face's save_strategy or eval_strategy to weft's options.
 
-    The value "steps" sets `save_freq_steps` or `eval_freq_steps` to 500, Hugging Face's default,
-    unless the user sets the interval. The value "epoch" sets `save_freq_epochs` or
-    `eval_freq_epochs` to 1. The value "no" sets nothing.
+    For save_strategy, the value "steps" sets `save_freq_steps` to 500, Hugging Face's default,
+    unless the user sets the interval. The value "epoch" sets `save_freq_epochs` to 1, and "no" sets
+    nothing. For eval_strategy, `eval_freq_steps` and `eval_freq_epochs` are set in the same way.
     """
     kind = override.name.split("_")[0].replace("evaluation", "eval")
     value = given[override.name]

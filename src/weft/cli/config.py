@@ -129,9 +129,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def list_sections(given: argparse.Namespace) -> Iterator[str]:
-    """Yield lines that list the recipes, the other sections, and the problems of unusable ones.
+    """Yield lines that list the recipes with their purposes, and then the other sections.
 
-    Each recipe is listed with its purpose.
+    The last lines say which sections or files cannot be used, and why. Raises `ConfigError` if no
+    section has a name that contains `given.part`.
     """
     broken: list[str] = []
     library = SectionLibrary.from_folders(given.folders, broken)
@@ -328,12 +329,12 @@ def _find_problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """Check the merged sections `names`, and return (quickstart name, error message).
+    """Merge and check sections, and return (quickstart name, error message).
 
-    Quickstarts are tried, the likeliest first, until one knows all keys of the sections. It is
-    returned with its error message, or with an empty message if it accepts the sections. If none
-    knows all keys, the likeliest quickstart is returned. If `quickstart` is given, only that one is
-    tried.
+    The sections are checked for one quickstart after the other, beginning with the likeliest. The
+    first quickstart that knows all of their keys is returned, or the likeliest one if there is
+    none. The message is empty if the sections are valid for this quickstart. If `quickstart` is
+    given, only that one is tried. `names` are the names of the sections.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""
@@ -355,10 +356,10 @@ def _read_checked_stack(
     quickstart: str,
     given: Iterable[overrides.Override],
 ) -> SectionStack:
-    """Merge the sections `names`, and check the result as options of the quickstart `quickstart`.
+    """Merge the named sections, and check that the result is valid for a quickstart.
 
-    `given` are the options that the user has set in addition. Raises a `ConfigError` that states
-    where an invalid option was set.
+    `quickstart` is the name of the quickstart. `given` are the options that the user has set in
+    addition to the sections. Raises a `ConfigError` that states where an invalid option was set.
     """
     from weft.cli.quickstart import apply_overrides
 

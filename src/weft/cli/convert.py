@@ -284,11 +284,12 @@ def _find_adapter(given: Path) -> Path:
 
 
 def _set_output(arguments: argparse.Namespace) -> None:
-    """Set the output directory of `weft convert triton`, if the command line does not set it.
+    """Fill in the model and the output directory of `weft convert triton`.
 
-    With --configs, the sections name the model, so a single positional argument is the output
-    directory. The default is the path of Open-Assistant's model store. Raises `ConfigError` unless
-    either a model or --configs is given.
+    The positional arguments are the model and the output directory. With `--configs`, the model
+    comes from config sections, and a single positional argument is the output directory. By
+    default, the output directory is the path of Open-Assistant's model store. Raises `ConfigError`
+    unless exactly one of the model and `--configs` is given.
     """
     if arguments.configs is not None and arguments.output is None and arguments.model is not None:
         arguments.model, arguments.output = None, Path(arguments.model)

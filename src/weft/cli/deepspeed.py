@@ -87,10 +87,10 @@ class DeepSpeedOverrides:
     batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def describe_autos(self, config: RunConfig) -> list[str]:
-        """Return a list with a note on the values that replace "auto" in the DeepSpeed file.
+        """Return a note on the values that weft uses for keys set to "auto" in the DeepSpeed file.
 
-        The list is empty if no key is "auto". Raises `ConfigError` if the file's batch sizes do not
-        fit the number of data-parallel ranks.
+        The result is a list with this note, or an empty list if there are no such keys. Raises
+        `ConfigError` if the file's batch sizes do not fit the number of data-parallel ranks.
         """
         values = dict(flatten_options(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # the search determines the ranks later

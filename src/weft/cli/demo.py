@@ -51,7 +51,11 @@ class Demo:
         return self.folder / "material"
 
     def build_options(self, trial: str, **others: Any) -> dict[str, Any]:
-        """Return the options that all stages share, updated with `others`."""
+        """Return the options for the run of one stage of the demo.
+
+        These are the options that all stages share, and `others`, which take precedence. `trial` is
+        the trial name of the run.
+        """
         own = {
             "experiment_name": self.name,
             "trial_name": trial,

@@ -42,7 +42,10 @@ class AdditionProblem:
 
 
 def draw_problems(seed: int, held_out: int) -> tuple[list[AdditionProblem], list[AdditionProblem]]:
-    """Split all 810 problems at random into training problems and `held_out` held-out problems."""
+    """Split all 810 addition problems at random into training problems and held-out problems.
+
+    `held_out` is the number of held-out problems.
+    """
     every = []
     for left in range(10, 100):
         for right in range(1, 10):
@@ -149,10 +152,12 @@ def build_preference_rows(
 ) -> list[dict[str, Any]]:
     """Return preference pairs in which a correct sum is preferred to a wrong one.
 
-    The wrong sums are the model's own mistakes in `generations`, and `times` sums per problem with
-    a random digit changed. The model's mistakes alone would be too few and too similar: a reward
-    model would memorize them instead of learning to add, and PPO would find wrong answers that the
-    reward model never saw.
+    There are two kinds of wrong sums: the model's own mistakes in `generations`, and sums made by
+    replacing a random digit of the correct one. `times` is the number of replacements for each
+    problem in `chosen`. Duplicates are dropped.
+
+    The model's mistakes alone would be too few and too similar: a reward model would memorize them
+    instead of learning to add, and PPO would find wrong answers that the reward model never saw.
     """
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]

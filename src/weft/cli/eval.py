@@ -135,10 +135,10 @@ def _find_data(given: argparse.Namespace) -> list[_EvaluationData]:
 def _prepare_named_data(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_EvaluationData]:
-    """Convert named datasets to files of rows for reward-model training, and return these files.
+    """Convert the named datasets to files of preference data, and return the files to evaluate on.
 
-    `words` are assignments that set parameters of the datasets or the path of a local copy. `args`
-    are arguments of the dataset type.
+    `words` are assignments from the command line, which set parameters of the datasets or the path
+    of a local copy. `args` are arguments of the dataset type that reads the files.
     """
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import NamedDataSettings, group_by_dataset

@@ -30,7 +30,7 @@ DESCRIPTIONS = {
 def main(argv: Sequence[str]) -> int:
     """Run `weft examples ...` and return the exit code.
 
-    Raises `ConfigError` if a file to write exists with other content.
+    Raises `ConfigError` if writing would overwrite a file that has different content.
     """
     parser = CommandParser(prog="weft examples", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)

@@ -175,8 +175,9 @@ def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
 def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
     """Return a summary of all runs of a demo.
 
-    The summary has the total size and the newest metric. If the runs differ in status, the summary
-    has the first of these that occurs: running, failed, unfinished, stopped, finished.
+    The summary has the total size and the newest metric. If the runs differ in status, the status
+    of the summary is the first of these that any run has: running, failed, unfinished, stopped,
+    finished.
     """
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     metric_run = next((run for run in newest if run.metric is not None), newest[0])

@@ -236,8 +236,8 @@ def load_language_detector() -> Callable[[str], str]:
 def format_counts_table(counted: Sequence[DatasetCounts], drawn: bool = False) -> str:
     """Return a plain-text table with one row per dataset, and a row of totals if there are several.
 
-    If `drawn` is True, the table has a column of rows per epoch. If languages are known, a table of
-    messages by language follows.
+    If `drawn` is True, the last column shows how many rows are drawn per epoch. If languages are
+    known, a second table shows the number of messages in each language.
     """
     sums = []
     for numbers in zip(*(c.to_table_cells(drawn) for c in counted), strict=True):
@@ -292,9 +292,10 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(file: Path, counted: Sequence[DatasetCounts], drawn: bool = False) -> None:
-    """Write the table of counts as CSV, with one column for each language.
+    """Write the row counts and the languages of each dataset to a CSV file.
 
-    If `drawn` is True, the table also has a column of rows per epoch.
+    Each language has a column with its number of messages. If `drawn` is True, the file also has a
+    column with the number of training rows per epoch.
     """
     languages = sorted({language for each in counted for language in each.languages})
     with replace_file(file) as partial, partial.open("w", newline="") as stream:

@@ -122,10 +122,11 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of the started run at the path `word`, or None if there is none.
+    """Return the directory of a started run, given its path; None if there is no such run.
 
-    The path is absolute, or relative to the current folder or to `root`. A run is also found if it
-    has not written metrics yet.
+    `word` is the path, which is absolute or relative to the current folder or to `root`. A run
+    counts as started if its directory contains a lock, a log or a launcher's folder, even if there
+    are no metrics yet.
     """
     given = Path(word).expanduser()
     return next(

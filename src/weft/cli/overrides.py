@@ -35,11 +35,11 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """Parse the command-line words into assignments, in order.
+    """Parse the assignments on the command line, in order.
 
-    Hydra does not accept some words, and reads others as a sweep (a request for several runs). In
-    both cases, the value is kept as literal text or as a list of strings. An error is raised later,
-    unless the option accepts this value. Raises `ConfigError` for other invalid words.
+    Hydra rejects some assignments as invalid, and reads others as a sweep over several runs. Their
+    values are kept as literal text or as lists of strings, and are rejected later if the options do
+    not accept them. Raises `ConfigError` if a value cannot be kept in this way, such as `[1`.
     """
     # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser

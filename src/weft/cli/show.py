@@ -160,10 +160,10 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
 def _find_changed_options(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """Return the options that differ from their defaults, and a heading for their list.
+    """Return the options that differ from their defaults, and a heading for the list of them.
 
-    The options are keyed by name, with a pair of value and default. If the defaults are unknown,
-    all options are returned, each with the default None.
+    The options are a mapping from name to (value, default). If the defaults are unknown, all
+    options are returned, with None as the default.
     """
     values = dict(flatten_options(config))
     defaults = _read_defaults(config, algorithm)

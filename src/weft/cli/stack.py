@@ -163,8 +163,8 @@ def _is_rl(section: ConfigSection) -> bool:
 class _StackReader:
     """Reader that collects all keys set in a sequence of config sections or on the command line.
 
-    Values of Open-Assistant's keys can be nested. Nested keys of weft are stored under dotted
-    names.
+    Open-Assistant's keys and weft's options are collected separately. If a section contains nested
+    options of weft, they are stored under dotted names, such as `model.optimizer.lr`.
     """
 
     def __init__(self, base: RunConfig) -> None:
@@ -263,11 +263,11 @@ class _StackReader:
             self.weft_values[name] = where
 
     def _set_entry_parameter(self, key: str, inner: str, override: Override) -> None:
-        """Set a parameter of a dataset in a list, for `datasets.NAME.PARAMETER=value`.
+        """Apply `override`, which has the form `datasets.NAME.PARAMETER=value`.
 
-        `key` is the key of the list, "datasets" or "datasets_extra", and `inner` is
-        `NAME.PARAMETER`. The parameter is set in all entries named NAME. Raises `ConfigError` if
-        there is no such entry.
+        The parameter is set in all entries called NAME in the list of datasets. `key` is the key of
+        this list, "datasets" or "datasets_extra", and `inner` is `NAME.PARAMETER`. Raises
+        `ConfigError` if there is no such entry.
         """
         name, _, parameter = inner.partition(".")
         before = self.open_assistant_values.get(key)
@@ -392,12 +392,12 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
 
 
 def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
-    """Return the keys, from the outermost to the innermost, under which `section` sets an option.
+    """Return the YAML keys that lead to an option in a section, outermost first.
 
-    `name` is the dotted name of the option. For example, the result for `actor.optimizer.lr` is
+    `name` is the dotted name of the option. For example, the keys for `actor.optimizer.lr` are
     `("actor.optimizer", "lr")` if the section sets `lr` under the key "actor.optimizer". If the
-    section does not set the option, the result leads to the closest enclosing group that it sets,
-    or is empty if there is none.
+    option is missing from the section, the keys of its innermost enclosing group in the section are
+    returned, or an empty tuple if there is none.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:

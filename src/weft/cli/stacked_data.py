@@ -53,9 +53,9 @@ class NamedDataSettings:
     def list_sources(self, section: ConfigSection, mode: str) -> list[SourceSpec]:
         """Return the data sources that a config section lists.
 
-        Sources that do not define their validation data get the validation share that the section
-        and the command line set for all sources. Raises `ConfigError` if the section lists no
-        datasets.
+        The section and the command line can set `dataset.valid_split`, the share of rows held out
+        for validation. It applies only to sources that do not define their own validation data.
+        Raises `ConfigError` if the section lists no datasets.
         """
         data_values = {}
         for key, value in section.values.items():
@@ -217,9 +217,11 @@ def _with_copies(
 ) -> list[SourceSpec]:
     """Return the sources with the paths of named datasets replaced by local copies in `data_path`.
 
-    If there is only one named source, `data_path` can be the copy itself. Otherwise, `data_path` is
-    a folder with one copy per dataset. The datasets named in `placed` keep the paths that the user
-    has set for them. Raises `ConfigError` if the folder has no copies.
+    If there is only one named dataset, `data_path` can be the copy itself. Otherwise, `data_path`
+    is a folder with copies of some or all datasets. In this case, a dataset keeps its path if the
+    folder has no copy of it, if the path is absolute, or if the dataset's name is in `placed` (the
+    datasets whose path the user has set). Raises `ConfigError` if the folder has no copy of any
+    dataset.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()

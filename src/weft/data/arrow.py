@@ -69,9 +69,10 @@ def _read_arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _build_restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Return a function that removes null keys from structs, for values of the Arrow type `kind`.
+    """Return a function that restores the original Python form of values of the Arrow type `kind`.
 
-    Arrow adds such keys to give all structs the same keys. Returns None if the type contains
+    In structs, the function removes keys with the value None, which Arrow adds to give all structs
+    the same keys. It converts maps from lists of pairs to dicts. Returns None if the type contains
     neither structs nor maps, because its values then need no change.
     """
     import pyarrow

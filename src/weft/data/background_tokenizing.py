@@ -79,11 +79,11 @@ Packed = tuple[TokenTable, list[Problem]]
 
 @runtime_checkable
 class SingleSampleEncoder(Protocol):
-    """Row encoder that makes exactly one sample, with at most one completion, from each row.
+    """Row encoder that makes a single sample, with at most one completion, from a row.
 
-    Rows with message trees are the exception, since they can give several samples. The encoder must
-    mark the first token of each completion as trained. Truncation keeps this token, so a truncated
-    completion always has a trained token.
+    Only a row that is a message tree can give several samples. The encoder must mark the first
+    token of each completion as trained. Truncation never removes this token, so every completion
+    keeps at least one trained token.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -97,11 +97,12 @@ class SingleSampleEncoder(Protocol):
 def tokenize_in_background(
     form: RowEncoder, lengths: LengthLimits, tokenizer: Tokenizer, source: RowSource
 ) -> TokenTable | BackgroundTokenTable:
-    """Return a table of the samples of `source`, which is filled during training if possible.
+    """Return a table of the samples of `source`.
 
-    Such a table is a `BackgroundTokenTable`, which the caller has to start. A complete `TokenTable`
-    is returned instead if the cache has one, the files are small, a row could give several samples,
-    the rows vary too much (see `_read_all_rows`), `source.most` is set, or `num_workers` is 0.
+    If possible, the table is a `BackgroundTokenTable`, which is filled during training. The caller
+    has to start it. Otherwise, it is a complete `TokenTable`. This is the case if the cache has the
+    table, the files are small, `num_workers` is 0, or `source.most` is set. It is also the case if
+    a row can give several samples, or if the rows vary too much (see `_read_all_rows`).
 
     Raises `DataError` with a report on the invalid rows that were found.
     """

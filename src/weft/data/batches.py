@@ -440,7 +440,7 @@ class StreamLoader:
         return epochs * self.batches_per_epoch
 
     def build_large_batches(self) -> list[SequenceSample]:
-        """Return the largest batch of the first epoch.
+        """Return a list that contains only the largest batch of the first epoch.
 
         Raises `DataError` if that epoch has no batch.
         """

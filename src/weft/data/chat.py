@@ -70,11 +70,12 @@ class MaskedConversation:
 def mask_conversation(
     template: TemplateFunctions, messages: Sequence[Message], tools: Any
 ) -> MaskedConversation:
-    """Tokenize a conversation and mask the assistant's trained turns, including their end tokens.
+    """Tokenize a conversation, and mark the tokens to train on.
 
-    A token that contains characters of both the template and the assistant's text is trained.
-    Raises `DataError` if a turn cannot be located in the rendered text, or if the template omits
-    essential parts of the conversation.
+    These are the tokens of the assistant's turns, including the end tokens. Turns whose key `train`
+    is False are left out. A token that contains characters of both the template and the assistant's
+    text is trained on. Raises `DataError` if a turn cannot be located in the rendered text, or if
+    the template omits essential parts of the conversation.
     """
     # Render the conversation and check that the template writes all of it.
     text = template.render(messages, tools, False)

@@ -56,10 +56,11 @@ def read_fixed_prompts(
 ) -> SequenceSample:
     """Return the tokenized prompts of a file as one `SequenceSample` with the key `prompt`.
 
-    The ids are 0, 1, 2, ... in file order. A prompt is a list of messages, which is rendered with
-    the chat template, or a text. With `as_chat`, a text is rendered too, as a user message. `most`
-    is the maximum number of tokens of a prompt. Raises `DataError` for invalid prompts and prompts
-    that are too long; the message names the option `option`.
+    The ids are 0, 1, 2, ... in file order. A prompt is a text or a list of messages. Messages are
+    rendered with the chat template. A text is rendered as a user message if `as_chat` is True, and
+    not rendered otherwise. `most` is the maximum number of tokens of a prompt.
+
+    Raises `DataError` if a prompt is invalid or too long. The message names the option `option`.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

@@ -60,11 +60,13 @@ def split_groups(
 ) -> GroupRearrangement:
     """Split groups into parts of consecutive completions with at most `max_tokens` tokens per part.
 
-    A group is an id with a prompt and several completions. Every part has the whole prompt, which
-    is counted once for each completion. The new metadata record which group each part comes from.
+    A group is a prompt with several completions, stored under one id. Every part has the whole
+    prompt, which is counted once for each completion. `lengths` and `offsets` are those of a
+    `SequenceSample`. The new metadata record which group each part comes from.
 
-    Raises `DataError` for a key that has neither one sequence per id nor one per completion. Raises
-    `ConfigError` naming `option` if a single completion with its prompt exceeds `max_tokens`.
+    Under every key, an id must have either a single sequence or one sequence per completion;
+    otherwise `DataError` is raised. Raises `ConfigError` naming `option` if a single completion
+    with its prompt exceeds `max_tokens`.
     """
     if "completion" in lengths:
         main = "completion"
@@ -109,11 +111,15 @@ def split_groups(
 def join_groups(
     parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]
 ) -> GroupRearrangement:
-    """Join parts into their original groups, in the order of each group's first part.
+    """Return a rearrangement that joins parts into their original groups.
 
-    `parts` are the metadata that `split_groups` added. If a key has one sequence per group, such as
-    the prompt, the sequence is taken from the group's first part. Keys added since the split must
-    have one sequence per completion. Raises `DataError` if a part is missing or duplicated.
+    `parts` contains the metadata that `split_groups` stored for each part. The sequences of part i
+    for a key are those from `offsets[key][i]` up to, but not including, `offsets[key][i + 1]`.
+
+    Groups are sorted by their first occurrence in `parts`. If a group shares one sequence of a key,
+    such as the prompt, the sequence is taken from the part with the group's first completion. Keys
+    added since the split must have one sequence per completion. Raises `DataError` if a part is
+    missing or duplicated.
     """
     rows_by_id: dict[str, list[int]] = {}
     for row, part in enumerate(parts):

@@ -89,7 +89,7 @@ class LoadedData:
             table.close()
 
     def format_counts(self) -> str:
-        """Format the counts as a plain-text table."""
+        """Format the statistics of all sources as a plain-text table."""
         return render_table(self.counts)
 
 
@@ -269,7 +269,7 @@ class SourceReader:
     def describe_limits(self, count: SourceCount) -> str:
         """Format the options that limit the row length of a source, for messages.
 
-        `count` is the count of the source's samples.
+        `count` shows whether the source has only validation samples, whose limit can be different.
         """
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
@@ -386,10 +386,10 @@ class SourceReader:
         return SourceSubset(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
     def read_validation(self, source: SourceSpec, name: str) -> tuple[SourceSubset, SourceCount]:
-        """Return all rows of the validation file `source.path`, and their count.
+        """Return all samples of a validation file, and their count.
 
-        `name` is the name of the source. The argument `path` in `source.args` is ignored, because
-        it sets the file of the training rows.
+        The file is `source.path`, and `name` is the name of the source. If `source.args` also
+        contains a `path`, it is ignored, because it refers to the training file.
         """
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.validation_reader._build(replace(source, args=args))

@@ -239,7 +239,10 @@ def iterate_rankings(tree: Row, wanted: TreeFilter) -> Iterator[tuple[list[Node]
 
 
 def iterate_prompts(tree: Row, wanted: TreeFilter) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to each user message."""
+    """Iterate over the paths from the root to each user message that the filter `wanted` accepts.
+
+    A path is left out if any of its messages is rejected.
+    """
     return (path for path in _iterate_paths(tree, wanted) if path[-1]["role"] == "prompter")
 
 

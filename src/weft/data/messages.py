@@ -235,11 +235,10 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Record the message keys that weft does not read.
+    """Record the non-empty keys of a message that are not in `read`.
 
-    A key is recorded if it is not in `read` and its value is not empty. It is added, with the
-    prefix `where`, to the set that `track_unread_keys` yields. Nothing is recorded if no such
-    context is active.
+    They are added, with the prefix `where`, to the set of the active `track_unread_keys` context.
+    Without such a context, nothing is recorded.
     """
     unread = _unread.get()
     if unread is not None:

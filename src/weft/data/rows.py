@@ -103,7 +103,7 @@ class TrackedRow(Mapping[str, Any]):
 
 
 def find_first_key(row: Row, keys: Sequence[str]) -> str | None:
-    """Return the first of the column names `keys` with a non-null value in the row, or None."""
+    """Return the first column in `keys` that has a non-null value in the row, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 

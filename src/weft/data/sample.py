@@ -97,7 +97,7 @@ class SequenceSample:
         """Build a sample with any number of sequences per id.
 
         `seqlens[key][i]` lists the lengths of the sequences of id i. The values of `data` are
-        converted to torch tensors (`numpy()` converts them to numpy arrays).
+        converted to torch tensors.
         """
         lengths = {}
         offsets = {}
@@ -277,10 +277,10 @@ class SequenceSample:
         """Split each group into parts of consecutive completions with at most `max_tokens` tokens.
 
         A group is an id with a prompt and several completions. Each part becomes a new id
-        `id[first:stop]` with the whole prompt, which is counted once for each completion.
-        `metadata["part"]` records the group that the part belongs to. `regroup` is the inverse.
-        Raises `ConfigError` naming the option `field` if the prompt with a single completion
-        exceeds `max_tokens`.
+        `id[first:stop]` with the whole prompt. The prompt's tokens are counted once for each
+        completion of the part. `metadata["part"]` records the group that the part belongs to.
+        `regroup` is the inverse. Raises `ConfigError` naming the option `field` if the prompt with
+        a single completion exceeds `max_tokens`.
         """
         return _rearrange(
             self, groups.split_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
@@ -309,10 +309,10 @@ class SequenceSample:
         return _build_like(self, key, _get_known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """Return a sample that has only the new keys `values`: one value per sequence of `key`.
+        """Return a sample with new keys that have one value for each sequence of `key`.
 
         For example, `sample.one_per("completion", rewards=..)` has one reward per completion. The
-        ids are the same as in this sample.
+        result has the ids of this sample, but none of its keys.
         """
         return _build_like(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
@@ -321,9 +321,9 @@ class SequenceSample:
         return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """Return a sample with keys renamed by `mapping`, from old name to new name.
+        """Return a sample with renamed keys; `mapping` maps old names to new names.
 
-        Raises `DataError` if two keys would have the same name.
+        Other keys keep their names. Raises `DataError` if two keys would have the same name.
         """
         names = {key: mapping.get(key, key) for key in self.keys}
         if len(set(names.values())) < len(names):
@@ -430,7 +430,10 @@ def _build_like(
 
 
 def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Return the sample with only the keys in `names`, renamed from old name to new name."""
+    """Return the sample with only some of its keys, under new names.
+
+    `names` maps each key to keep to its new name.
+    """
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
     data = {}

@@ -133,7 +133,10 @@ def _iterate_dialogue(text: str) -> Iterator[str]:
 
 
 def _iterate_parts(content: Any) -> Iterator[str]:
-    """Iterate over the texts of a message content given in parts. Tool calls are skipped."""
+    """Yield the texts in a message's content, which is a list of parts.
+
+    Parts that are not texts are skipped.
+    """
     for part in content if isinstance(content, Sequence) else ():
         if isinstance(part, Mapping) and part.get("type") == "text":
             yield str(part.get("text", part.get("value", "")))

@@ -271,7 +271,10 @@ def find_named_problem(value: Any) -> str | None:
 
 
 def find_columns_problem(value: Any) -> str | None:
-    """Return a description of the problem with a mapping of columns, or None if it is valid."""
+    """Return an error message if `value` is invalid for the option `columns`, else None.
+
+    A valid value maps names of columns in weft to their names in the file.
+    """
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
     ):

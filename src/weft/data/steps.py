@@ -27,9 +27,10 @@ def find_step_ends(text: str, mark: str) -> list[int]:
 def find_step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
-    """Return, for each step, the index of the token that contains the last character of the step.
+    """Return the index of the token at which each reasoning step of a completion ends.
 
-    `ids` are the tokens of the completion. `ends` are the character offsets from `find_step_ends`.
+    This token contains the last character of the step. `ids` are the tokens of the completion.
+    `ends` are the character offsets at which the steps end, as returned by `find_step_ends`.
     """
 
     def build_predicate(end: int) -> Callable[[int], bool]:

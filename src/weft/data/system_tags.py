@@ -77,10 +77,10 @@ def format_tag(
 ) -> str:
     """Return lines of the form `name: value` that describe a reply, or "" if there are none.
 
-    The lines for the reply's language and labels are in random order. If `length` is set, a line
-    for its length is among them. The context, which can have several lines, comes last. Each line
-    is dropped with probability `dropout`. Without `draw`, the order is fixed and no line is
-    dropped. Raises `DataError` for a label that is not a number from 0 to 1.
+    The lines give the reply's language, its labels and, if `length` is set, its length. If the
+    message has a context, a line with the context is added at the end. `draw` shuffles the lines
+    before the context, and drops each line with probability `dropout`. If `draw` is None, the order
+    is fixed and no line is dropped. Raises `DataError` if a label is not a number from 0 to 1.
     """
     lines = []
     for name in FACTS:

@@ -72,10 +72,10 @@ def find_template_problem(template: str) -> str | None:
 
 
 def _find_oversized(template: str) -> str | None:
-    """Return the problem with a constant expression that would fill the memory, or None.
+    """Return a description of a constant expression in the template that would fill the memory.
 
     Such an expression is a product or power of constants, which Jinja computes while it compiles
-    the template.
+    the template. Returns None if the template has no such expression.
     """
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)

@@ -149,8 +149,9 @@ class TrainedTurn:
         return f"{self._advise_other_template()} (such as {VERBATIM_TEMPLATE}, with <think>...{END_OF_THOUGHT} in content)"
 
     def _advise_on_content(self) -> str:
-        """Return advice on how to keep reasoning that the template omits from the start of the
-        content.
+        """Return advice on how to keep the reasoning that the template omits.
+
+        The reasoning is at the start of the message's content.
         """
         _, _, answer = self.message["content"].rpartition(END_OF_THOUGHT)
         apart = {**self.message, "content": answer.strip(), REASONING: MARK}
@@ -165,11 +166,11 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template renders `MARK` when `message` is the last message of the row.
+        """Return whether the template would render a part of this turn if the turn came last.
 
-        `message` is this turn with `MARK` in place of one of its texts. If the result is True, the
-        user can keep the text by ending the row with this turn. Returns False if this turn is
-        already the last one.
+        `message` is this turn with the part replaced by the probe text `MARK`, which is looked for
+        in the rendered text. If the result is True, the user can keep the part by ending the row
+        with this turn. Returns False if this turn is already the last one.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]

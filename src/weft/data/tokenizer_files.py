@@ -97,10 +97,10 @@ def read_model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def format_option(option: str, name: str) -> str:
-    """Return the full name of a tokenizer option as the user writes it.
+    """Return a tokenizer option as the user writes it, such as `actor.tokenizer.eos_token`.
 
-    In a configuration, this is a name such as `actor.tokenizer.eos_token`; on a command line, it is
-    a flag such as `--chat-template`. `option` is the prefix of the options.
+    `option` is the prefix, here `actor.tokenizer`, and `name` the last part. If the prefix is
+    `COMMAND`, the result is a flag such as `--chat-template`.
     """
     if option == COMMAND:
         return f"--{name.replace('_', '-')}"
@@ -192,10 +192,10 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _describe_path(path: str, option: str, *, own: bool) -> str:
-    """Return `path` with the option that set it, as `OPTION=PATH`, for error messages.
+    """Return `OPTION=PATH` for error messages, where OPTION is the option that set `path`.
 
-    If `own` is True, this is the option that sets the path of the model, such as `actor.path`. If
-    `option` is `COMMAND`, there is no option, and `path` is returned unchanged.
+    `own` is True if the path was set by the model's option, such as `actor.path`, and not by a
+    tokenizer option. If `option` is `COMMAND`, `path` is returned unchanged.
     """
     if option == COMMAND:
         return path
@@ -206,9 +206,9 @@ def _describe_path(path: str, option: str, *, own: bool) -> str:
 
 
 def _check_tokenizer(hf: Hf) -> Hf:
-    """Check a tokenizer's vocabulary, chat template and output for a test text, and return it.
+    """Check that a tokenizer is usable, and return the tokenizer.
 
-    Raises `ValueError` with a description of the problem if a check fails.
+    Raises `ValueError` if the vocabulary or chat template is invalid, or if text gets no tokens.
     """
     hf("a", verbose=False)
     vocab = hf.get_vocab()

@@ -68,8 +68,8 @@ class RandomWindow:
     def _count_head(self, ids: np.ndarray) -> int:
         """Return the number of leading ids to keep in front of the window.
 
-        The number can be smaller than the length of `head`, since the last token of `head` can be
-        merged with the text that follows.
+        These are the leading ids that the sequence has in common with `self.head`. If there are
+        none, only a leading BOS is kept.
         """
         return count_common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id

@@ -52,10 +52,10 @@ def choose_padding(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Token
     """Return the tokenizer for a role's checkpoints, with a suitable padding token.
 
     In a reward model, `transformers` reads the score at the last token that is not padding. If the
-    padding token also ends texts (usually EOS), the score is read one token too early. The
-    checkpoint of a reward model then gets another special token as its padding token, one that ends
-    no text. If the vocabulary has none, the checkpoint has no padding token, and `transformers`
-    scores one sequence at a time.
+    padding token is also a stop token (usually EOS), the score is read one token too early. The
+    checkpoint of a reward model then uses a different special token for padding, which must not be
+    a stop token. If the vocabulary has none, the checkpoint has no padding token, and
+    `transformers` scores one sequence at a time.
     """
     stops = set(tokenizer.list_stop_ids())
     free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops

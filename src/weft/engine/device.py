@@ -243,10 +243,10 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def format_hardware(facts: Mapping[str, Any], called: str) -> str:
-    """Format the facts from `describe_hardware` as one line that begins with the name `called`.
+    """Format a device's name and the facts from `describe_hardware` as one line.
 
-    Examples: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15,
-    79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s).
+    `called` is the name. Examples: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB
+    (driver 550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s).
     """
     parts = [] if facts["name"] == called else [str(facts["name"])]
     if "cores" in facts:

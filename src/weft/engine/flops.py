@@ -15,8 +15,8 @@ class TokenCost:
     """Sizes of a network that determine its number of operations per token.
 
     Attributes:
-        products: Number of weights that are multiplied with each token's hidden states. Of the
-            experts, only those to which the token is routed count. The embedding lookup does not.
+        products: Number of weights that are multiplied with each token's hidden states. It includes
+            only the experts to which a token is routed, and excludes the embedding.
         attention: Number of layers x number of heads x head size.
         backward: Cost of a backward pass relative to a forward pass: 2, or 1 if most weights are
             frozen and need no gradient.
@@ -50,7 +50,11 @@ class TokenCost:
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     def split_over_ranks(self, ranks: int) -> TokenCost:
-        """Return one rank's cost per token if `ranks` ranks divide the tokens of every pack."""
+        """Return the cost of one rank under context parallelism.
+
+        `ranks` is the number of ranks that divide the tokens of each pack. The cost is still per
+        token of the whole pack, so it is 1 / `ranks` of the total.
+        """
         return replace(
             self,
             products=self.products // ranks,

@@ -95,8 +95,8 @@ class NetworkShape:
 
         These are the hidden states before attention and before the MLP, the outputs of both norms,
         q, k, v, the output of attention, the outputs of the MLP's first matrices, and what adapters
-        keep. If the MLP isn't fused, the activation and its product with the gated part are kept
-        too.
+        keep. An MLP that isn't fused also keeps the output of its activation function and, if it is
+        gated, the product of this output and the up projection.
 
         If ranks divide the tokens of the residual stream, each rank still keeps the outputs of the
         norms for all tokens, because attention and MLP read all of them.
@@ -124,7 +124,8 @@ class NetworkShape:
     def stream_width(self) -> int:
         """Width of the residual stream on one rank, in elements per token.
 
-        If ranks divide the tokens, this is the average over all tokens of a pack.
+        With sequence parallelism, each rank has only 1 / `row_ranks` of the tokens. The result is
+        then the hidden size divided by `row_ranks`, an average over all tokens.
         """
         return -(-self.hidden // self.row_ranks)
 

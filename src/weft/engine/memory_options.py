@@ -222,9 +222,9 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
 
 
 def _shard_case(case: MemoryCase, ranks: int) -> MemoryCase:
-    """Return the case of one rank if a trained role is sharded over `ranks` ranks.
+    """Shard a role over `ranks` ranks, and return the memory estimate's input for one rank.
 
-    The case of a frozen role is returned unchanged.
+    `case` is the input without sharding. It is returned unchanged if the role is frozen.
     """
     if not case.settings.trained:
         return case

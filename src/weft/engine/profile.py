@@ -35,7 +35,7 @@ class DeviceTrace:
     def end(self, path: Path) -> None:
         """Stop the trace and write it to `path`, which ends in .json.gz.
 
-        The format is that of Chrome's tracing, which ui.perfetto.dev also displays.
+        The file has Chrome's trace event format, which ui.perfetto.dev can display.
         """
         self._profiler.stop()
         path.parent.mkdir(parents=True, exist_ok=True)

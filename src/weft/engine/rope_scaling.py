@@ -44,7 +44,7 @@ def read_factor(value: Mapping[str, Any]) -> float:
 def compute_context(value: Mapping[str, Any] | None, positions: int) -> int:
     """Return the context length after RoPE scaling.
 
-    The model was trained on `positions` positions. `value` is the value of the option
-    `rope_scaling`, or None for no scaling.
+    `positions` is the context length that the model was trained with. `value` is the value of the
+    option `rope_scaling`, or None for no scaling.
     """
     return positions if value is None else int(positions * read_factor(value))

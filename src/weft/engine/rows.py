@@ -165,12 +165,12 @@ class PackLayout:
         return ends - self.length
 
     def index_rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
-        """Return the index of each row in the pack, and a mask that is False for missing rows.
+        """Return the pack index of each output row, and a mask that is False for missing rows.
 
-        Each completion has one row per token, followed by `extra` rows. A token is predicted at the
-        token before it, so the index of its row is the index of that earlier token. If the prompt
-        is empty, the row of the completion's first token is missing, and its index is that of the
-        token itself.
+        Each completion has one output row per token, followed by `extra` rows. The output for a
+        token is computed at the token before it, so the row has the index of that earlier token. If
+        the prompt is empty, no token comes before the completion's first one. The row of this first
+        token is then marked as missing, and has the index of the token itself.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -204,8 +204,8 @@ def pack(
     """Return the network's input for a micro-batch, packed as `layout` describes.
 
     Each completion has one row per token, followed by `extra` rows. For example, values need one
-    extra row, for the value after the last token. The label of an extra row is the sequence's last
-    token, but is not used.
+    extra row, for the value after the last token. The label of a row is the token whose log-prob is
+    computed there. The labels of extra rows are not used.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")

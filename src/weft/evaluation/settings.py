@@ -38,8 +38,8 @@ NEUTRAL: Mapping[str, Any] = {
 class SamplingSettings:
     """Named set of sampling options, either built into weft or read from a file.
 
-    `spec` has the values of all options. `file_values` has only the options that the definition of
-    the set contains, with the values as written there.
+    `spec` has the values of all options. `file_values` has only the options that the set itself
+    defines, exactly as they were written.
     """
 
     name: str

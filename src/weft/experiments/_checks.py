@@ -271,7 +271,7 @@ def read_vocab_size(spec: ModelSpec) -> int | None:
 
 
 def check_dataset(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` if there are no training data, or if options are mutually exclusive."""
+    """Raise `ConfigError` if training data are missing, or if two options exclude each other."""
     for kind in ("train", "valid"):
         sizes = [f"{kind}_tokens_per_batch", f"{kind}_bs_n_seqs"]
         if all(getattr(dataset, name) is not None for name in sizes):

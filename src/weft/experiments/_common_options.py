@@ -33,8 +33,8 @@ def _list_learning_options(role: str) -> tuple[str, ...]:
 def _list_sampling_options(algorithm: str, *others: str) -> tuple[str, ...]:
     """Return the full names of the sampling options that `--help` shows for an algorithm.
 
-    `others` are further options of the algorithm: "kl_ctl" is returned as "ppo.kl_ctl", for
-    example.
+    `others` are the names of additional options without the algorithm's prefix, such as "kl_ctl"
+    for `ppo.kl_ctl`.
     """
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)

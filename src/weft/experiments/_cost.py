@@ -193,10 +193,11 @@ def _compute_stored_share(layout: Layout) -> float:
 
 
 def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's shard for the mesh `target` that the device already stores.
+    """Return the fraction of a device's new shard that the device already stores.
 
-    Device `rank` stores its shard of the parameters for the mesh `source`. The fraction is 1 if the
-    device has the same position in the same layout, and 0 if `source` does not include the device.
+    Device `rank` stores its shard of the parameters for the mesh `source`, and needs its shard for
+    the mesh `target`. The fraction is 1 if the device has the same position in the same layout, and
+    0 if `source` does not include the device.
     """
     if rank not in source.ranks:
         return 0.0

@@ -171,9 +171,10 @@ class MappedDeepSpeedConfig:
 def map_config(
     config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None
 ) -> MappedDeepSpeedConfig:
-    """Translate a DeepSpeed configuration into options of the run and of the trained roles `roles`.
+    """Translate a DeepSpeed configuration into options of the run and its trained roles.
 
-    `max_seqlen` is the maximum number of tokens per row, if it is known.
+    `roles` are the names of these roles. `max_seqlen` is the maximum number of tokens per row, if
+    it is known.
     """
     done = MappedDeepSpeedConfig(tuple(roles), max_seqlen)
     config = _with_numbers(config)

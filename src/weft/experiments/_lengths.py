@@ -23,10 +23,10 @@ CONTEXT_KEYS = (
 
 
 def find_context(config: RunConfig) -> int | None:
-    """Return the shortest context length of the run's models in tokens, or None if it is unknown.
+    """Return the smallest context length of the run's models, in tokens.
 
     Context lengths are read from the config.json files that are available. The reward model is
-    ignored, since its tokenizer can differ.
+    ignored, since its tokenizer can differ. Returns None if no context length is known.
     """
     named = {}
     for spec in fields(config):
@@ -116,9 +116,10 @@ class SampleLengths:
 
 
 def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Return the maximum length of a prompt with its completion in tokens.
+    """Return the maximum number of tokens of a prompt together with its completion.
 
-    Returns None if no maximum is set.
+    If only one of the two has a maximum length, the other counts as 1 token. Returns None if
+    neither has one.
     """
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None

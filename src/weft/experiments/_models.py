@@ -47,9 +47,12 @@ def resolve_models(config: RunConfigT) -> RunConfigT:
 
 
 def resolve_roles(experiment: Experiment) -> Experiment:
-    """Return the experiment with its model paths resolved, as by `resolve_models`.
+    """Find the model of each role, and return the experiment with the updated roles.
 
-    Used for experiments that user code builds. Raises `CheckpointError` if a model cannot be found.
+    If a model is given as the name of a run, the name is replaced by the path of a checkpoint of
+    that run. If the model's config.json is available, the role also gets a backend. This is for
+    experiments that user code builds; `resolve_models` does the same for configurations. Raises
+    `CheckpointError` if a model cannot be found.
     """
     roles = {}
     for name, spec in experiment.roles.items():
@@ -131,11 +134,12 @@ def _locate_path(
     *,
     tokenizer: bool,
 ) -> tuple[str | None, str]:
-    """Return the directory or hub name of the model `given`, and a note for the user.
+    """Find the model that the user has set, and return (directory or hub name, note for the user).
 
-    `option` is the option that sets the model. If `given` is the name of a run, `roles` are the
-    roles whose checkpoints can be used. `tokenizer` is True if only a tokenizer is needed. The note
-    is empty if there is nothing to report.
+    `option` is the name of the user's option, and `given` is its value. Returns None as the path if
+    the value is None. If the value is the name of a run, `roles` are the roles whose checkpoints
+    can be used. `tokenizer` is True if only a tokenizer is needed. The note is empty if there is
+    nothing to report.
     """
     if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
         return given, ""

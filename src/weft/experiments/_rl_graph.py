@@ -147,9 +147,9 @@ class RLGraphBuilder:
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys of the token ids that truncated sampling allowed, and of their number per token.
+        """Keys that record the token ids allowed by the sampling limits (top-k, top-p, min-p).
 
-        The tuple is empty if sampling is not truncated (by top-k, top-p or min-p).
+        The tuple is empty if there are no such limits.
         """
         return SUPPORT_KEYS if self.gen.record_support else ()
 
@@ -447,7 +447,7 @@ def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
 def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
     """Return the call that scores completions with the reward model.
 
-    `scores` is the key of the scores in the graph, to which `prefix` is prepended.
+    `prefix` is prepended to the node's name and to all keys except `prompt`, such as `scores`.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
     args: dict[str, Any] = {

@@ -74,7 +74,7 @@ PlacementScore = tuple[float, float, int]
 
 @dataclass
 class PlacementProblem:
-    """Graph to place on devices, with the data for the estimates.
+    """Model calls to place on devices, with the data for estimating the step time and the memory.
 
     Calls are placed in groups, called units. A placement is a list that has, for each unit, the
     index of the chosen mesh in `PlacementUnit.meshes`. Host functions are assumed to take no time.
@@ -137,7 +137,10 @@ class PlacementProblem:
         )
 
     def estimate(self, choice: Sequence[int]) -> PlacementEstimate:
-        """Return the estimated step time and memory of the placement `choice`."""
+        """Return the estimated step time and memory of a placement.
+
+        `choice` is the placement, given as the index of the chosen mesh for each unit.
+        """
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         most = self._compute_peak_bytes(numbers)
         started = self._count_started(numbers)
@@ -188,10 +191,9 @@ class PlacementProblem:
         return seconds
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return the numbers of processes on one machine: (those that work on a call, all).
+        """Return two counts for one machine: the processes that run a call, and all processes.
 
-        `mesh` is the call's mesh, and `started` is the number of processes of the run on all
-        machines.
+        `mesh` is the call's mesh, and `started` is the total number of processes on all machines.
         """
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
@@ -297,12 +299,13 @@ class PlacementProblem:
     def _estimate_memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
-        """Return a role's memory per device of a mesh: (permanent bytes, bytes that its calls add).
+        """Return the memory in bytes that a role uses on each device of a mesh.
 
-        `number` is the index of the mesh in the list of all meshes, and `calls` are the role's
-        calls on that mesh. `own` is True if the role is trained on the mesh or, for a frozen role,
-        if the mesh is the role's first. `shared` is True if the role uses the weights of another
-        role.
+        The first number is the memory that is always in use, and the second is the additional
+        memory during the role's calls. `number` is the index of the mesh in the list of all meshes,
+        and `calls` are the role's calls on that mesh. `own` is True if the role is trained on the
+        mesh or, for a frozen role, if its first call runs there. `shared` is True if the role uses
+        the weights of another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:

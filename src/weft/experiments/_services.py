@@ -54,7 +54,7 @@ def is_served(spec: ModelSpec) -> bool:
 
 
 def _check_reference(options: SamplingOptions, name: str) -> None:
-    """Raise `ConfigError` for options that a reference on a server does not support."""
+    """Raise `ConfigError` for options that do not work if the reference model is on a server."""
     if options.ref_ema_eta:
         raise ConfigError(
             f"{name}.ref_ema_eta updates the reference, but that of ref.url is on a server; set "

@@ -208,8 +208,8 @@ class _DistillationGraphBuilder:
     def from_config(cls, config: DistillConfig) -> _DistillationGraphBuilder:
         """Create a builder from the options.
 
-        Raises `ConfigError` for lengths that do not fit the models' context. Also raises it if
-        batches are formed by token count, but sampling or minibatches need a fixed number of rows.
+        Raises `ConfigError` if lengths do not fit the models' context, or if batches are formed by
+        token count although sampling or minibatches need a fixed number of rows.
         """
         options = config.distill
         dataset = fill_batch_sizes(config.dataset)

@@ -36,8 +36,7 @@ class VersionEdge:
     """Dependency of a model function call on weights that another node updates.
 
     Attributes:
-        producer: Name of the node that trains the weights, or of the node that is followed by a
-            parameter sync of the weights.
+        producer: Name of the node that trains the weights or triggers their parameter sync.
         consumer: Name of the call that uses the weights.
         max_staleness: Maximum number of weight updates between the time when the consumer processes
             a sample and the time when the producer processes it.
@@ -91,12 +90,13 @@ class DataflowGraph:
         raise build_unknown_name_error("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """Return a copy of the graph with the node `new` inserted after the node `name`.
+        """Return a copy of the graph with `new` inserted after an existing node.
 
-        If both nodes output the same key, all other nodes read the value from `new`. On the graph's
-        edges, the value from node `name` is then called `{key}_before_{new.name}`, and `new` reads
-        it under this name. If `new` has `batch_size` 0, it gets the batch size of node `name`.
-        Raises `GraphError` if `new` reads none of the outputs of node `name`.
+        `name` is the name of the existing node. If both nodes output the same key, all other nodes
+        read the value from `new`. On the graph's edges, the existing node's value is then called
+        `{key}_before_{new.name}`; if `new` has the key as an input, it reads this value. If `new`
+        has `batch_size` 0, it gets the batch size of the existing node. Raises `GraphError` if
+        `new` reads no output of the existing node.
         """
         old = self.get_node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
@@ -290,9 +290,9 @@ def _sort_topologically(nodes: Sequence[Node], edges: Sequence[KeyEdge]) -> tupl
 def _build_cycle_error(waiting: Mapping[str, set[str]], edges: Sequence[KeyEdge]) -> GraphError:
     """Return an error that describes a cycle of the graph.
 
-    `waiting` maps each node that could not be sorted to those of its producers that could not be
-    sorted either. Every such node has at least one such producer, so walking backwards from any of
-    them finds a cycle.
+    `waiting` contains the nodes that could not be sorted topologically, and maps each of them to
+    its producers in `waiting`. Each node has at least one such producer, so walking backwards from
+    any node finds a cycle.
     """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:

@@ -27,8 +27,8 @@ class FiringLaunch:
         firing: The firing to start.
         version: Version of the weights with which the call starts, counted in train steps since the
             start of the run. None if the call does not use a separate copy of the weights.
-        needs_old_weights: True if the firing is a train step, and a queued call still needs the
-            weights from before it.
+        needs_old_weights: True if the firing is a train step, but a queued call still needs the
+            weights as they are before this step.
     """
 
     firing: Firing
@@ -106,7 +106,10 @@ class LaunchQueue:
         self._waiting.append(_QueuedFiring(firing, after, lane, version, wants))
 
     def take(self) -> list[FiringLaunch]:
-        """Remove and return the firings that can start now, in order."""
+        """Remove the firings (executions of nodes) that can start now, and return them.
+
+        They are returned in the order in which they were added to the queue.
+        """
         begin: list[_QueuedFiring] = []
         left: list[_QueuedFiring] = []
         held = set[str]()

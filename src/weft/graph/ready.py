@@ -197,8 +197,8 @@ def find_ready_firings(
 
     If nothing is running and no node has a full batch, one node may fire with a smaller batch: the
     first node in the graph's order that can process any ids. This is allowed only if more rows from
-    the loader would not help (`needs_rows`), as at the end of an epoch, or when ids removed by a
-    filter are replaced.
+    the loader would not help (`needs_rows`). For example, the epoch may be at its end, or the node
+    may need to process only a few ids, to replace those that a filter removed.
 
     `versions` maps each node to the number of its firings whose updated weights are available. A
     node in `running` does not fire again before it has finished. The arguments are not modified.
@@ -313,11 +313,10 @@ def _count_allowed(
     `able` are the ids whose inputs exist, oldest first. With `another=1`, one id of the loader's
     next batch is added to them, which shows whether loading this batch would help.
 
-    Each edge in `edges` links the node to a training node that updates its weights, and limits the
-    number of ids: the node may process only the ids for the next `max_staleness` + 1 firings
-    (executions) of the training node, counted from the current version of the weights. Firings that
-    have already started use up part of the limit. So do ids that the node has started to process
-    and the training node has not.
+    Each edge in `edges` links the node to a training node that updates its weights. Before the next
+    update, the node may process the ids for at most `max_staleness` + 1 firings (executions) of the
+    training node. The ids of firings that have already started count toward this limit, as do ids
+    that the node has started to process but the training node has not.
     """
     count = len(able) + another
     for edge in edges:
@@ -387,10 +386,11 @@ def _count_refill(
 
 
 def find_surplus(graph: DataflowGraph, buffer: IdBuffer, producer: str) -> list[str]:
-    """Return the ids that the training node `producer`, which has just fired, can no longer use.
+    """Return the ids that are too old for the next firing (execution) of a training node.
 
-    Refill rounds, which replace ids that a filter removed, can process more ids than `producer`
-    needs. The weights that were used for the surplus ids would be too old for the next firing.
+    `producer` is the name of the training node, which has just fired. Whole batches are processed
+    to replace ids that a filter removed, so there can be more ids than the node needs. Some of
+    these surplus ids were processed with weights that are too old for the next firing.
     """
     surplus: dict[str, None] = {}
     for edge in graph.version_edges:

@@ -62,9 +62,10 @@ def may_load(
 
 
 def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
-    """Return the firing with the oldest ids, or the first one if several are equally old.
+    """Return the firing (execution of a graph node) with the oldest sample ids.
 
-    Handling this firing first prevents sampling ahead from delaying training.
+    If several have the same age, the first of them is returned. Training needs the oldest ids
+    first, so the caller waits for this firing before the others.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

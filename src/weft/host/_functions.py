@@ -41,11 +41,11 @@ class HostFunctionBuilder:
     def from_function(
         cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
     ) -> HostFunctionBuilder:
-        """Return a builder for `function`, which is registered as `name`.
+        """Return a builder that wraps a plain Python function in a host function.
 
-        `kind` is the class of the host function to build, and `more` holds extra keyword arguments
-        for its constructor. Raises `ConfigError` if `function` has *args, **kwargs or
-        positional-only parameters.
+        `kind` is the class of the host function, and `more` are additional keyword arguments of its
+        constructor. `name` is the name under which `function` is registered. Raises `ConfigError`
+        if `function` has `*args`, `**kwargs` or positional-only parameters.
         """
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -183,10 +183,11 @@ class FilterFunction(StatelessHostFunction):
 
 
 def _read_values_by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
-    """Return the values of the filter parameter `name`, one entry per id.
+    """Return the values for one parameter of a filter function, with one entry per id.
 
-    Raises `DataError` if `name` is neither "context" nor a key of the batch nor a column of the
-    data.
+    If `name`, the parameter's name, is "context", each entry is `context`. Otherwise, the values
+    are those of the key or data column `name` in the batch. Raises `DataError` if the batch has
+    neither.
     """
     if name == "context":
         return [context] * batch.num_ids

@@ -107,9 +107,10 @@ class RewardRoutes:
         return self._parsed_routes[key]
 
     def _parse(self, value: Any, id: str) -> RewardRoute:
-        """Return the route that is specified by `value`, a row's entry in the column `column`.
+        """Parse a row's entry in the reward column, and return the row's reward route.
 
-        Raises `DataError`, naming the row's `id`, if the value is not valid.
+        `value` is the entry, and `id` is the row's id. Raises `DataError`, naming the id, if the
+        entry is invalid.
         """
         # Parse the parts, and check that a row can set them.
         try:

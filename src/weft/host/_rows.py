@@ -159,9 +159,9 @@ def compute_kl_rows(
 ) -> Vector:
     """Return the estimated KL divergence from the reference model at each token [T], in nats.
 
-    The values are multiplied by `mask`. Records two metrics: `kl_{estimator}`, the mean over
-    tokens, and `kl_{estimator}_per_completion`, the mean of the completions' sums. (The metric `kl`
-    is recorded by policy nodes.)
+    The values are multiplied by `mask`. Two metrics are recorded. `kl_{estimator}` is the mean over
+    the tokens in the mask. `kl_{estimator}_per_completion` is the mean over the completions, after
+    summing the values of each completion.
     """
     kl = (
         estimate_kl(rows.read_tokens("logprobs"), rows.read_tokens("ref_logprobs"), estimator)

@@ -284,11 +284,11 @@ class GroupAdvantages(StatelessHostFunction):
     before it (REINFORCE++).
 
     `pass_k` replaces `baseline` and `scale`: prompts are rewarded if at least one of k completions
-    passes, which means that its reward is above `pass_reward`. With `part_weights`, the rewards of
-    each reward function are normalised separately and then added up with these weights (GDPO). With
-    `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated completions
-    (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0
-    disables the overlong penalty.
+    passes. A completion passes if its reward is above `pass_reward`. With `part_weights`, the
+    rewards of each reward function are normalised separately and then added up with these weights
+    (GDPO). With `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated
+    completions (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a
+    buffer of 0 disables the overlong penalty.
 
     Input keys, with the number of values for a completion of L tokens:
 

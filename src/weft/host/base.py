@@ -37,7 +37,7 @@ class HostContext:
     def require_tokenizer(self, function: str) -> Tokenizer:
         """Return the tokenizer of the node.
 
-        Raises `UserError` if there is none. `function` is the name of the host function in the
+        Raises `UserError` if there is none. `function` is the name of the host function, for the
         message.
         """
         if self.tokenizer is None:

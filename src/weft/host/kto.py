@@ -55,9 +55,9 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
 def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
     """Return KTO's z0 in nats as the key `kl_baseline`, which has the same value for every id.
 
-    z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs), where
-    the sum is over the tokens that `kl_mask` includes. Raises `DataError` if the two log-probs
-    differ in lengths.
+    The log-ratio of a mismatched completion is the sum of `kl_logprobs` - `kl_ref_logprobs` over
+    its tokens in `kl_mask`. z0 is the mean log-ratio, or 0 if the mean is negative. Raises
+    `DataError` if `kl_logprobs` and `kl_ref_logprobs` have different lengths.
     """
     lengths = batch.lengths["kl_logprobs"].astype(np.int64)
     if not np.array_equal(lengths, batch.lengths["kl_ref_logprobs"]):

@@ -23,20 +23,18 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Return the key `partner` [1] of each completion: the value that its score is compared with.
+    """Return the number that each completion's score is compared with, as the key `partner` [1].
 
-    The scores and the values that they are compared with are two lists, which depend on
-    `loss_type`. Both lists are sorted, and the partner of a score is the value at the same position
-    in the other list.
+    The scores and the numbers that they are compared with are two lists, which are sorted
+    separately. The partner of a score is the number at the same position in the other list.
 
     With "aot", there is one score per pair, the margin: the log-prob of the better completion minus
     that of the worse one. The margins of the policy are compared with those of the reference. The
-    better completion of each pair gets the partner, and the worse completion gets 0.
+    better completion of each pair gets the partner of the margin, and the worse completion gets 0.
 
     With "aot_unpaired", the score of a completion is its log-ratio: its log-prob under the policy
-    minus that under the reference. The partner of a better completion is a log-ratio of the worse
-    completions, and the partner of a worse completion is a log-ratio of the better ones. See
-    `weft.algorithms.transport`.
+    minus that under the reference. The log-ratios of the better completions are compared with those
+    of the worse completions, and vice versa. See `weft.algorithms.transport`.
 
     The function reads `old_logprobs` [L] (of the policy before its update), `ref_logprobs` [L],
     `rank`, the lengths of `completion` and, if present, `comparison`, `loss_mask` and `prompt`.

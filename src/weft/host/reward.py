@@ -204,12 +204,12 @@ class RewardFunction(StatelessHostFunction):
             )
 
     def _collect_calls(self, texts: CompletionTexts, ids: Sequence[str]) -> list[PendingRewardCall]:
-        """Return the reward calls for all completions; submit those that `begin` has not submitted.
+        """Return the reward calls for all completions, and submit those that are still missing.
 
-        A call covers at most `chunk_size` prompts of the same route (set of reward functions), in
-        the order of the batch. If `chunk_size` is not set, the prompts are divided into enough
-        calls to keep all workers busy. A prompt whose call was submitted by `begin` keeps this call
-        if its inputs have not changed.
+        If `begin` has submitted a call for a prompt and its inputs have not changed, that call is
+        used. The other prompts are grouped into new calls of at most `chunk_size` prompts with the
+        same route (set of reward functions). If `chunk_size` is not set, enough calls are made to
+        keep all workers busy.
         """
         # Take the prefetched calls whose inputs are still the same.
         calls: list[PendingRewardCall] = []
@@ -328,10 +328,10 @@ class RewardFunction(StatelessHostFunction):
 
 @dataclass(frozen=True)
 class PendingRewardCall:
-    """Calls of reward functions that were submitted for some completions of a batch.
+    """Pending call of one or more reward functions for some completions of a batch.
 
     All of these completions have the same `route`: their reward is a weighted sum over the same
-    reward functions. There is one call per function.
+    reward functions.
     """
 
     positions: list[int]  # indices of the completions in the batch

@@ -107,12 +107,12 @@ class InferInterface:
         )
 
     def _choose_top_ids(self, model: Model) -> TopIds | None:
-        """Return the number K of top ids and their upper bound, or None if `top_k` is not set.
+        """Return the request for the K likeliest ids of each row, or None if `top_k` is not set.
 
-        Only token ids below the bound, which is the vocabulary size of the data's tokenizer, are
-        chosen. A network can have outputs for more ids, and networks that share a tokenizer can
-        differ in their number of outputs. K is at most the vocabulary size minus 1, so that at
-        least one id always remains for "any other id".
+        Only ids below the vocabulary size of the data's tokenizer are considered. A network can
+        have outputs for more ids, and networks that share a tokenizer can differ in their number of
+        outputs. K is `top_k`, but at most the vocabulary size minus 1, so that at least one id is
+        not among the top K.
         """
         known = model.data_tokenizer.vocab_size
         if self.top_k is None:

@@ -23,13 +23,14 @@ ADDED = ("num_tokens", "seconds")
 
 @register_interface("train")
 class TrainInterface:
-    """Interface that trains a role on the registered loss `loss`, constructed with `loss_args`.
+    """Interface that trains a role.
 
-    A batch is split into `num_minibatches` minibatches, or into minibatches of `mini_batch_size`
+    `loss` is the name of a registered loss, and `loss_args` are the arguments of its constructor. A
+    batch is split into `num_minibatches` minibatches, or into minibatches of `mini_batch_size`
     completions if this is set. Training makes `epochs` passes over the batch. `temperature` divides
     the logits, as in the sampler.
 
-    If the role's schedule begins with frozen steps, the role is not trained during these steps. The
+    The learning-rate schedule can begin with frozen steps, in which the role is not trained. The
     key `versions` of a batch, if present, contains the weight version that sampled each token. The
     metrics `staleness` and `staleness_max` are then logged (see `compute_staleness`).
     """
@@ -88,10 +89,10 @@ class TrainInterface:
         return MFCResult(metrics=metrics)
 
     def _count_requested_steps(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Return the number of optimizer steps per batch, over all epochs, that the options
-        request.
+        """Return the number of optimizer steps that the options request for one batch.
 
-        A batch that is too small can be split into fewer minibatches than requested.
+        This is the requested number of minibatches times the number of epochs. A batch that is too
+        small can be split into fewer minibatches than requested.
         """
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs

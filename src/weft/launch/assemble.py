@@ -339,8 +339,9 @@ def check_layouts(experiment: Experiment) -> None:
 def check_longest_sequence(experiment: Experiment, rows: int) -> None:
     """Raise `ConfigError` if a call cannot process the longest sequence.
 
-    The longest sequence consists of a row of `rows` tokens and the tokens sampled after it. It must
-    not exceed any call's maximum number of tokens per micro-batch, and must fit in the KV cache.
+    The longest sequence consists of the longest row of the data, which has `rows` tokens, and of
+    the tokens sampled after it. It must not exceed any call's maximum number of tokens per
+    micro-batch, and must fit in the KV cache.
     """
     check_kv_cache(experiment, rows)
     calls = experiment.graph.list_model_calls()
@@ -447,7 +448,7 @@ def check_configs(experiment: Experiment) -> None:
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Load and return every role's tokenizer, in a mapping from role to tokenizer.
+    """Load the tokenizers of all roles, and return them by role.
 
     Roles with equal tokenizer options and paths share one object. Raises `ConfigError` for a role
     without a path, and `UserError` if a config.json does not describe a network or a tokenizer

@@ -115,9 +115,8 @@ def launch_devices(
 def can_start_early(experiment: Experiment, mode: str) -> bool:
     """Return whether the run's Ray cluster can be started while torch is still being imported.
 
-    This is possible if the run is local and uses several devices, all of them CPUs, because torch
-    is then not needed to find GPUs. Whether the machine has GPUs is determined by their device
-    files.
+    This is possible if the run is local and uses several devices, all of them CPUs. If the device
+    is not configured, CPUs are assumed unless the machine has device files of GPUs.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:

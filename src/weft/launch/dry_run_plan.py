@@ -95,8 +95,7 @@ def build_plan_lines(
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     """Return the plan without its lines on memory.
 
-    They are not needed, because the verdict on memory, which is printed after the plan, has the
-    same numbers.
+    A dry run reports the same numbers in the lines after the plan.
     """
     return replace(
         plan,

@@ -49,7 +49,7 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
 
 
 def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the option and the path of every dataset that is given by a path."""
+    """Yield (option name, path) for every dataset that is given by a path."""
     dataset = experiment.dataset
     for option in ("train_path", "valid_path", "path"):
         path = getattr(dataset, option)

@@ -132,10 +132,10 @@ class MemoryForecast:
 
     @property
     def scope(self) -> str:
-        """Phrase that follows the total in messages and says what it covers.
+        """Text that qualifies the total in messages, usually "at most".
 
-        Usually it is "at most". If the network sizes of some roles are unknown, it is "without
-        activations of" and the names of these roles.
+        If the network sizes of some roles are unknown, their activations are not part of the total.
+        The text is then "without activations of" and the names of these roles.
         """
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"

@@ -167,10 +167,10 @@ def _build_checked(
 def build_with_files(
     config: ExperimentConfig | Experiment, experiment: Experiment, *, data: bool = True
 ) -> Experiment:
-    """Download missing config.json files of models, and return the experiment of `config`.
+    """Download missing config.json files of models, and return the experiment to run.
 
-    `experiment` is the experiment as built before the download. It is returned if nothing had to be
-    downloaded; otherwise the experiment is built again. Raises `UserError` if a model is neither on
+    `experiment` was built from `config` before the download. If files were downloaded, it is built
+    again, unless `config` is already an `Experiment`. Raises `UserError` if a model is neither on
     this machine nor on the hub. With `data`, tokenizers and datasets are checked too.
     """
     from weft.launch.hub import fetch_configs

@@ -34,9 +34,10 @@ class TargetDevices:
     def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
         """Return the devices that the options name, or else those of this machine.
 
-        `search.gpu` names a GPU that does not have to be on this machine. The option is ignored
-        with `device=cpu`. If a GPU is requested without a name and this machine has none, the type
-        is unknown. Raises `ConfigError` for an unknown name.
+        The option `search.gpu` is the name of a GPU, which does not have to be on this machine. The
+        option is ignored with `device=cpu`. If the run needs a GPU, but `search.gpu` is not set and
+        this machine has no GPU, the GPU's type is unknown. Raises `ConfigError` for an unknown
+        name.
         """
         device_option = experiment.control.device
         count = experiment.num_devices

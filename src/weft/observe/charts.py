@@ -112,7 +112,7 @@ def build_charts(run: RunFiles) -> list[Chart]:
 
 
 def compute_points_per_line(num_lines: int) -> int:
-    """Return the maximum number of points per line on a page of `num_lines` lines.
+    """Return the maximum number of points per line, given the number of lines on a page.
 
     Because of this limit, even a page with a thousand metrics is quick to build and to open.
     """

@@ -80,9 +80,9 @@ class NamedRun:
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares the runs to the file `path`, and return `path`.
+    """Write a page that compares the runs, and return its path.
 
-    Raises `UserError` if a directory is not a run.
+    The page is written to `path`. Raises `UserError` if a directory is not a run.
     """
     runs = [RunFiles.read(directory) for directory in run_dirs]
     return write(path, build_page(runs).render())
@@ -194,10 +194,10 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 
 
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
-    """Return the name of the common headline metric in each run, or None if there is none.
+    """Return the headline metric's name in each run, or None if the runs do not share one.
 
-    The names can differ in the graph node. A validation metric is preferred if all runs have one
-    and its values can be compared.
+    The names may differ in their node. A validation metric is chosen if all runs have it and its
+    values are comparable.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -576,9 +576,9 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
 
 
 def _has_split_measure(drawn: Sequence[Chart]) -> bool:
-    """Return whether any measure has several charts, each for some of the runs.
+    """Return whether two of the charts show the same quantity for different runs.
 
-    This is the case if two charts have the same title but no run in common.
+    This is the case if they have the same title but no run in common.
     """
     runs_by_title: dict[str, list[set[int]]] = {}
     for chart in drawn:

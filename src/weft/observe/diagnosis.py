@@ -254,11 +254,11 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 
 def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether the warning bounds of a metric are meaningful for this run.
+    """Return whether to warn about a metric that is outside its bounds.
 
-    `pattern` identifies the metric's description, and `values` are the metric's values. For
-    example, the bounds of KL metrics apply only to runs that train a policy with rewards, and to
-    runs of unknown algorithms.
+    `pattern` is the metric's name pattern in `metric_help`, and `values` are its values. For
+    example, KL metrics are judged only in runs that train a policy with rewards, and in runs of
+    unknown algorithms.
     """
     kind = run.kind
     if pattern.startswith("kl"):

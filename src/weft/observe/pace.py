@@ -154,8 +154,8 @@ class RunPace:
     def list_evaluations(self) -> list[tuple[str, float]]:
         """Return the latest step's validation metric as [(name, value)], or [] if it has none.
 
-        This is the validation metric that corresponds to the headline metric. If the step has no
-        such metric, it is the validation reward, accuracy or loss.
+        The metric is the validation counterpart of the headline metric or, if the step has no such
+        metric, the validation reward, accuracy or loss.
         """
         name = find_evaluation(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]

@@ -91,8 +91,8 @@ def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
 def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:
     """Wrap text for a terminal of `width` columns.
 
-    The first `first` columns of the first line, and the first `others` columns of the other lines,
-    are left free for the label and the indentation.
+    Space is left free at the start of each line for a label or indentation: `first` columns in the
+    first line, and `others` columns in all other lines.
     """
     filler = textwrap.TextWrapper(
         max(width, others + 20),

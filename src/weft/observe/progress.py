@@ -106,9 +106,10 @@ class ProgressView(Protocol):
         ...
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        """Close the view and print a line that summarizes the run, whose outcome is `status`.
+        """Close the view and print a line that summarizes the run.
 
-        `flagged` is True if a metric of the run is out of range.
+        `status` is the outcome of the run, and `flagged` is True if a metric of the run is out of
+        range. Returns the lines to be written to the log file.
         """
         ...
 

@@ -35,9 +35,11 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 
 def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
-    """Build the page of a run. If `live` is not empty, the page updates itself.
+    """Build the page of a run.
 
-    See `Page` for `live` and `home`.
+    If `live` is empty, the page never changes. Otherwise, `live` identifies this version of the
+    page, and the page updates itself when the version changes. `home` is the target of the logo's
+    link.
     """
     run_charts = charts.build_charts(run)
     main = sections.choose_headlines(run)[:1]

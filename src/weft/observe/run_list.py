@@ -244,7 +244,10 @@ def _parse_scalar(text: str) -> Any:
 
 
 def read_last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """Return the rows at the end of a metrics.jsonl file that have a step, oldest first."""
+    """Return the rows in the last `TAIL_BYTES` bytes of a metrics.jsonl file, oldest first.
+
+    Lines that are incomplete or have no valid `step` are left out.
+    """
     return _read_ranges(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 

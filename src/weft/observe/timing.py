@@ -114,7 +114,10 @@ class SpansByStep:
         return sorted(step for step in self.listed if step is not None)
 
     def get_last(self) -> list[TimelineSpan]:
-        """Return the spans of the last steps or, if no span has a step, the last spans."""
+        """Return the spans of the last `LAST_STEPS` steps, sorted by start.
+
+        If no span belongs to a step, the last `LAST_SPANS` spans are returned.
+        """
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
         return sorted(

@@ -117,12 +117,13 @@ def find_best(name: str, values: Sequence[float]) -> tuple[float, int]:
 def compute_change(
     values: Sequence[float], name: str = "", rows: float | None = None
 ) -> MetricChange:
-    """Return the change of a metric over its steps; `values` must not be empty.
+    """Return the change of a metric between the beginning and the end of its curve.
 
+    `values` are the values of the metric, in the order of the steps; there must be at least one.
     `name` is the metric's name, and `rows` is the number of rows on which the metric was evaluated.
     Both are needed only for a validation metric that is a proportion of these rows, such as an
-    accuracy. The noise of such a metric is at least the sampling error for `rows` rows, because
-    repeated evaluations of the same rows do not reduce this error.
+    accuracy. The noise of such a metric is at least its sampling error, which depends on `rows`,
+    because repeated evaluations of the same rows do not reduce this error.
     """
     few = count_first(len(values))
     many = count_last(len(values))
@@ -151,10 +152,10 @@ def compute_end_noise(values: Sequence[float]) -> float | None:
 def compute_sampling_noise(name: str, value: float, rows: float) -> float | None:
     """Return the half-width of the 95% confidence interval of an evaluated proportion.
 
-    The half-width is 1.96 sqrt(p (1 - p) / n) for a proportion p of n rows. Before p and n are
-    computed, two successes and two failures are added to the evaluated rows, so that the half-width
-    is not 0 if all rows or none are successes (Agresti and Coull 1998). Returns None for metrics
-    that are not proportions of the `rows` evaluated rows.
+    `value` is the fraction of successes among `rows` evaluated rows. The half-width is 1.96 sqrt(p
+    (1 - p) / n), where p is the fraction and n the number of rows after adding two successes and
+    two failures. They keep the half-width above 0 if all rows or none are successes (Agresti and
+    Coull 1998). Returns None for metrics that are not such proportions.
     """
     if (
         not name.startswith(EVAL)

@@ -149,9 +149,9 @@ class RowAssignment:
         )
 
     def select(self, rows: Tensor) -> RowAssignment:
-        """Return the assignment of the rows with the indices `rows`, int64 [n].
+        """Return the assignment of n selected rows, each of which stays on its rank.
 
-        Each of these n rows belongs to the same rank as before. An index may occur several times.
+        `rows` has the indices of the selected rows, int64 [n]. An index may occur several times.
         """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 

@@ -154,9 +154,10 @@ class _TokenSharing:
 
 
 def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
-    """Return the pack reduced to this rank's tokens, as assigned by `tokens`.
+    """Return this rank's part of the pack, with the attention context of its tokens.
 
-    `last` has the local positions of the tokens at which scores are computed.
+    `tokens` assigns the tokens of the pack to ranks. `last` has the tokens at which scores are
+    computed, as indices into this rank's tokens.
     """
     assert isinstance(x.attention, Dense), "packs whose sequences share no prefixes"
     group = tokens.group

@@ -77,9 +77,8 @@ def _name_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
     """Make torch name the process groups created in the block by their ranks and a counter.
 
     The counter is the number of earlier groups of the same ranks, so all of these ranks choose the
-    same name. The names that torch itself chooses contain the number of all groups of the process.
-    They would differ between ranks that belong to different numbers of groups, and these ranks
-    could not connect.
+    same name. By default, torch names a group by the number of groups that the process has created.
+    This number can differ between the ranks of a group, which could then not connect to each other.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(

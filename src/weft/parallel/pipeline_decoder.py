@@ -192,10 +192,10 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _DecoderPass, rows: Tensor | None = None) -> None:
-        """Compute the next of this rank's stages in the forward pass `step`.
+        """Compute this rank's next stage in a forward pass.
 
-        The result of the pipeline's last stage is stored in `step.output`. Any other stage passes
-        its hidden states on to the stage after it.
+        `step` is the forward pass. The result of the pipeline's last stage is stored in
+        `step.output`. Any other stage passes its hidden states on to the stage after it.
         """
         stage = step.left.popleft()
         network = self._stages[stage]
@@ -281,11 +281,10 @@ class StagedDecoder:
         return unpack_tokens(first, ids)
 
     def _compute_deferred(self, step: _DecoderPass | None) -> None:
-        """Finish the forward pass `step`, if some of its stages have been deferred and not computed
-        yet.
+        """Make sure that the deferred stages of a forward pass have been computed.
 
-        In this case, the deferred stages of all other passes are computed too. `step` is None for a
-        pass that did not defer any stages.
+        If any of them are left, the deferred stages of all passes are computed. `step` is the
+        forward pass, or None if the pass did not defer any stages.
         """
         if step is not None and step.left:
             self.catch_up()
@@ -350,7 +349,10 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
 
 
 def count_ids(first: Tensor) -> int:
-    """Return the length of the second tensor that `pack_tokens` returns, given the first one."""
+    """Return the length of the second tensor of `pack_tokens`, computed from the first tensor.
+
+    A rank that receives the two tensors needs the length to allocate the second one.
+    """
     return int(first[2].clip(0).sum())
 
 

@@ -182,8 +182,9 @@ def _find_target(action: ComputeAction, placement: Placement) -> int | None:
 def _iterate_needs(action: ComputeAction, placement: Placement) -> Iterator[ComputeAction]:
     """Iterate over the computations whose results an action needs.
 
-    A backward action ("B" or "I") needs the action of the same kind in the next stage, because a
-    schedule contains either "B" or "I" actions, but not both.
+    A forward pass "F" needs "F" of the previous stage. A backward pass, "B" or its first half "I",
+    needs "F" of the same stage, and the same kind of backward pass of the next stage. The second
+    half "W" needs "I" of the same stage.
     """
     stage = action.stage
     microbatch = action.microbatch

@@ -235,8 +235,9 @@ def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
 def finish_backward(network: nn.Module, *, sums: bool) -> None:
     """Finish a backward pass for which FSDP2's hooks did not run.
 
-    Accumulates the new gradients on this rank or, with `sums`, sums all gradients accumulated so
-    far over the ranks. Frees the gathered parameters. Does nothing if the network is not sharded.
+    Adds the new gradients to those accumulated on this rank. With `sums`, the accumulated gradients
+    are then summed over all ranks. Frees the gathered parameters. Does nothing if the network is
+    not sharded.
 
     For example, a pipeline's last stage can share the embedding matrix of the first stage. When the
     last stage computes a gradient of this matrix, the hooks of the first stage do not run.

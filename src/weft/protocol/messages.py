@@ -138,9 +138,10 @@ def _build_pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add(owner: Any, name: str, field: Field) -> None:
-    """Add `field`, a tuple (name, number, type), to the message descriptor `owner`.
+    """Add a field to a message type.
 
-    `name` is the full name of the message.
+    `owner` is the descriptor of the message type, and `name` is its full name. `field` is a tuple
+    (name, number, type).
     """
     called, number, kind = field
     if kind == "{}":
@@ -165,9 +166,9 @@ def _add(owner: Any, name: str, field: Field) -> None:
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     """Return the tensors of a message, by name.
 
-    `tensors` and `raws` are the message's repeated fields of tensors and of raw contents. The
-    values are read from the raw contents if there are any, and otherwise from the typed contents.
-    Raises `DataError` for a tensor that does not match its declared datatype or shape.
+    `tensors` are the tensor descriptions in the message, and `raws` are their values as raw bytes.
+    If `raws` is empty, the values are read from the typed contents in `tensors`. Raises `DataError`
+    for a tensor that does not match its declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")

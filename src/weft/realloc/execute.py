@@ -184,12 +184,12 @@ class Reallocation:
     def _agree(
         self, source: ParameterSource | None, gives: Dtypes, takes: Dtypes, eta: float
     ) -> tuple[int, Dtypes]:
-        """Exchange metadata with the other ranks; return the source's version and all dtypes.
+        """Agree with the other ranks on the version of the source and on the dtypes for sending.
 
-        The dtypes are those in which the parameters are sent. They depend on `gives` and `takes`,
-        the dtypes of this rank's source and target parameters, and on `eta`, the weight of the
-        source in the result. Raises `RunError` if the ranks do not agree on the plan, `eta`, the
-        source's version or the dtypes.
+        Returns the version, and the dtype in which each parameter is sent. The dtype depends on
+        `eta`, the weight of the source in the result, and on `gives` and `takes`, the dtypes of the
+        parameters in this rank's source and target. Raises `RunError` if the ranks do not agree on
+        the plan, `eta`, the source's version or the dtypes.
         """
         # Same plan, one source version.
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())

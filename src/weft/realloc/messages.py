@@ -64,7 +64,7 @@ class SourcePieces:
         return self.engine.version
 
     def select_piece(self, name: str, piece: Slice) -> Tensor:
-        """Return the values of the part `piece` of a parameter.
+        """Return the values of one piece of a parameter.
 
         `piece` has one slice per dimension, in coordinates of the whole parameter.
         """

@@ -62,11 +62,11 @@ class ParameterTransfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """Return the parts of parameters that the ranks of a mesh hold.
+    """Return the parts of parameters that each rank of a mesh holds, by parameter name.
 
-    The result maps ranks to parameter names to parts, each given by one slice per dimension.
-    `shapes` maps canonical names to the shapes of whole parameters. `tied` is True if the embedding
-    is also the output matrix. Raises `ConfigError` if the layout does not fit the network.
+    Each part is given by one slice per dimension of the whole parameter. `shapes` maps canonical
+    names to the shapes of whole parameters. `tied` is True if the embedding is also the output
+    matrix. Raises `ConfigError` if the layout does not fit the network.
     """
     result: dict[int, dict[str, Slice]] = {}
     for rank in mesh.ranks:
@@ -119,10 +119,11 @@ def _plan_transfers_to(
     sent: dict[int, int],
     node_of: Callable[[int], int],
 ) -> list[ParameterTransfer]:
-    """Return the transfers of the parameter `name` to the target rank `rank`.
+    """Return the transfers by which one rank gets the pieces of a parameter that it needs.
 
-    `cells` are the pieces that the rank needs, each with the ranks that have it. The number of
-    elements that each rank sends is added to the totals in `sent`.
+    `rank` is the receiving rank, and `name` is the name of the parameter. `cells` are the pieces,
+    each with a list of the ranks that can send it. `sent` counts the elements that each rank sends,
+    and is updated.
     """
     chosen: dict[int, list[Box]] = defaultdict(list)
     for cell, who in cells:

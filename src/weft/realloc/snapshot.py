@@ -47,7 +47,10 @@ class ParameterSnapshot:
         return cls(giver.version, parts)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over the parameters `names`, as (name, slices of the whole parameter, values)."""
+        """Yield (name, slices, values) for each of the given parameter names.
+
+        The slices, one per dimension, say which part of the whole parameter the values are.
+        """
         yield from ((name, *self.parts[name]) for name in names)
 
 

@@ -53,10 +53,11 @@ def count_traffic(
     itemsize: Mapping[str, int],
     node_of: Callable[[int], int],
 ) -> ReallocationTraffic:
-    """Count the bytes that a plan from `source` to `target` sends or leaves in place.
+    """Count the bytes that the transfers of a plan send, copy or leave in place.
 
-    `itemsize` maps each parameter to the number of bytes that are sent per element. `node_of`
-    returns the machine of a rank.
+    `source` and `target` are the parts of the parameters that each rank has before and after the
+    reallocation. `itemsize` maps each parameter to the number of bytes that are sent per element.
+    `node_of` returns the machine of a rank.
     """
     traffic = ReallocationTraffic()
     ways: Counter[bool] = Counter()

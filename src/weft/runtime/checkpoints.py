@@ -57,8 +57,8 @@ class CheckpointStore:
     def prune(self) -> None:
         """Remove each role's oldest checkpoints if there are more than the limit.
 
-        Milestones are kept and do not count. A restart reads recovery points, so it does not need
-        the removed checkpoints.
+        Checkpoints that were saved as milestones are never removed, and do not count towards the
+        limit. Restarts do not need the removed checkpoints, because they read recovery points.
         """
         if self._limit is None:
             return

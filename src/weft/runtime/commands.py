@@ -312,10 +312,10 @@ class MoveParameters:
         source: Role and mesh of the engine whose parameters are read.
         target: Role and mesh of the engine whose parameters are updated.
         eta: Weight of the source, from 0 to 1.
-        weights: If the target is a copy of a role, the number of weight updates that its new
-            weights include.
-        saved_version: Version of the parameters to send, if `SaveParameters` has saved them. The
-            saved parameters are freed afterwards. None sends the current parameters.
+        weights: Number of times that the target's weights have been updated, including this update.
+            None if the target is not a copy of a role.
+        saved_version: Version of the saved parameters to send (see `SaveParameters`). They are
+            freed afterwards. If it is None, the current parameters are sent.
     """
 
     key: str

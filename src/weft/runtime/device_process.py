@@ -216,8 +216,8 @@ class DeviceProcess:
         """Queue a command; `place` is its index in the order in which this device runs commands.
 
         `number` identifies the command's job, and `ranks` are all ranks that receive a command of
-        this job. The tensors `wants` are requested from other devices immediately. `shared` are
-        promises of tensors that the driver sends.
+        this job. `wants` are requests for tensors of other devices, which are sent immediately.
+        `shared` are handles of the tensors that the driver provides.
         """
         with self._lock:
             self._early_commands[place] = QueuedCommand(

@@ -50,7 +50,10 @@ class FiringRecorder:
             self._product.truncate(step)
 
     def on_firing_finished(self, outcome: FiringOutcome, step: int) -> None:
-        """Record a firing that finished during step `step` as a span on the observer's timeline."""
+        """Add a finished firing (execution of a graph node) to the observer's timeline.
+
+        `step` is the step during which it finished.
+        """
         firing, node = outcome.firing, self._graph.get_node(outcome.firing.node)
         if isinstance(node, MFCDef):
             track = f"{ROLES}/{node.role}"

@@ -61,8 +61,9 @@ class WorkerGroup(Protocol):
     def sync(self, s: ParamSync, step: int) -> None:
         """Start a parameter transfer between two roles.
 
-        `step` is the index of the firing (execution of a node) after which the transfer runs. The
-        events have the task `(s.name, step)`, and the result is the target's new version.
+        `step` is the index of the firing (execution of a node) after which the transfer runs.
+        Events about the transfer have the task `(s.name, step)`, and its result is the target's new
+        version.
         """
         ...
 

@@ -19,8 +19,7 @@ class _KeyLocations:
 
     Attributes:
         holders: Ranks that have the tensors of each key.
-        incoming: Ranks to which copies of the tensors of each key are being sent. They need not be
-            sent again.
+        incoming: Ranks to which the tensors of each key are already being sent.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)

@@ -195,9 +195,9 @@ class Master:
     def _decide_firings(self, firings: Sequence[Firing]) -> None:
         """Schedule these firings (executions of nodes) without waiting for their results.
 
-        Their outputs immediately count as available when further firings are chosen. Outputs of a
-        filter count as available only after `_apply_first_filter`, when it is known which ids the
-        filter kept.
+        Nodes that read their outputs can be scheduled at once, as if the outputs existed already.
+        The outputs of a filter are an exception: `_apply_first_filter` must first wait for the
+        filter, to find out which ids it kept.
         """
         for firing in firings:
             self._count_rounds(firing.node)
@@ -261,7 +261,7 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Drop ids that were sampled to refill a batch of the training node `node` but not used."""
+        """Remove ids that replaced filtered ones but are not needed by the training node."""
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges
@@ -381,7 +381,7 @@ class Master:
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Write the state that a restart needs to the empty `directory`, along with `extra`.
 
-        Waits for running firings first. Samples that were generated ahead of training are included.
+        Waits until no node is running. Samples that later steps will use are included.
         """
         self.wait_until_idle()
         state = {

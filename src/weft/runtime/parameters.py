@@ -95,9 +95,10 @@ class ParameterTransfers:
         failed: FailureCallback,
         started: Callable[[], None],
     ) -> None:
-        """Start the parameter transfer between two roles that the graph defines as `sync`.
+        """Start to update a role's parameters from those of another role, as defined by `sync`.
 
-        `done` is called with the target's new version.
+        `started` is called when the transfer begins. `done` is called with the target's new version
+        when it has finished, and `failed` with the error if it fails.
         """
         if not self._has_equal_meshes(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
@@ -357,11 +358,10 @@ class ParameterTransfers:
     ) -> DeviceJob:
         """Submit a job that transfers parameters, and return the job.
 
-        `way` is the plan of the transfer, and `what` is the command that each device gets. If the
-        target has ranks that the source lacks, the job is sent only after the last change of the
-        source's weights has finished. Otherwise, those ranks would be blocked while the source's
-        ranks are still busy. If `holds_up` is True, later requests for the two roles wait for the
-        transfer.
+        `way` is the plan of the transfer, and `what` is the command that each device gets. If
+        `holds_up` is True, later requests for the two roles wait for the transfer. If some of the
+        target's ranks are not ranks of the source, the job waits for the job that last changed the
+        source's weights. Otherwise, those ranks would be blocked while the source's ranks are busy.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks

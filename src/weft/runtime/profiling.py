@@ -41,9 +41,7 @@ class StepProfiler:
         self._first_step: int | None = None  # first traced step while a trace is running
 
     def start_before(self, step: int) -> None:
-        """Start a trace before the step `step` if this step should be traced and no trace is
-        running.
-        """
+        """Start a trace before a step, if the step should be traced and no trace is running."""
         if self._first_step is None and step in self._steps:
             self._group.toggle_trace()
             self._first_step = step

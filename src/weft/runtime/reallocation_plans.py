@@ -68,11 +68,11 @@ class ReallocationPlanCache:
     def prepare_plan(
         self, source: EngineKey, target: EngineKey, names: Sequence[str], eta: float = 1.0
     ) -> ReallocationPlan:
-        """Return the plan that transfers the parameters `names` from `source` to `target`.
+        """Return the plan that transfers the named parameters from `source` to `target`.
 
-        If the plan is not in the cache, it is created and sent to its ranks. The transfer sets
-        target = eta * source + (1 - eta) * target. Here, `eta` only affects how many bytes the plan
-        is expected to send.
+        If the plan is not in the cache, it is created and sent to its ranks. `eta` is the weight of
+        the source's values in the target (see `MoveParameters`). It is only needed to estimate how
+        many bytes the plan will send.
         """
         between = source, target, tuple(names)
         if between not in self._plans:
@@ -100,9 +100,10 @@ class ReallocationPlanCache:
         return self._plans[between]
 
     def list_trained(self, place: EngineKey) -> list[str]:
-        """Return the names of the parameters of the engine `place` that train steps change.
+        """Return the names of an engine's trained parameters.
 
-        If the role's ranks do not report their trained parameters, all names are returned.
+        `place` identifies the engine. If the role's ranks do not report their trained parameters,
+        the names of all parameters are returned.
         """
         role = place[0]
         mesh = self._meshes[place[0]]

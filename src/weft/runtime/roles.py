@@ -203,7 +203,7 @@ class RoleEngines:
         return self._copy_parameters(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Save the state of each role's own engine to the folder `folder`/ROLE.
+        """Save the state of each role's own engine in `folder`, in one subfolder per role.
 
         Copies of roles are not saved. Frozen weights are omitted if they have not changed since
         they were loaded.

@@ -75,10 +75,10 @@ class SampleReader:
     ) -> list[dict[str, Any]]:
         """Return rows that show samples of a step, given the ids that the step used.
 
-        In a detailed step (`is_detailed_step`), several completions of each shown id have a row,
-        with values per token. In other steps, rows are returned only if the graph generates: the
-        first completion of each of up to `SHOWN_SAMPLES` ids. `seen` has the log-probs or scores of
-        a few ids from the training call.
+        In a detailed step (see `is_detailed_step`), a few ids are shown, with several completions
+        of each id and with values per token. In other steps, only the first completion of each of
+        up to `SHOWN_SAMPLES` ids is shown, or nothing if the graph does not generate. `seen` has
+        the log-probs or scores of a few ids from the training call.
         """
         if self._has_generation and not self._is_detailed(step):
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
@@ -142,10 +142,11 @@ class SampleReader:
     ) -> SequenceSample | None:
         """Return the samples to show for a step of a graph that does not generate.
 
-        `seen` has the log-probs or scores of a few ids from the training call; these ids do not
-        depend on the parallel layout. If `seen` has any ids of the step, the samples are chosen
-        from them. Otherwise the samples of the step's first ids are returned. Returns None if the
-        step is not shown in detail, or if the samples have no completions.
+        `seen` contains log-probs or scores of a few ids, which the training call has computed. If
+        any of these ids belong to the step, samples of these ids are returned, with the values in
+        `seen`. Otherwise, samples of the step's first ids are returned.
+
+        Returns None if the step is not shown in detail, or if the samples have no completions.
         """
         if not self._is_detailed(step):
             return None
@@ -164,7 +165,7 @@ class SampleReader:
         return batch.update(seen.select(ids=seen_ids).to("cpu"))
 
     def _iterate_detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a detailed step, which have values per token.
+        """Yield the rows of a step that is shown in detail, with values per token.
 
         There is a row for each of the first `COMPLETIONS` completions of each id.
         """

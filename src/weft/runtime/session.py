@@ -56,9 +56,9 @@ class SessionParts:
         samples: Reader of the samples to show for each step.
         horizon: Length of the run.
         plan: Summary of the run that is shown before the first step.
-        format_peak_memory: Function that takes the run's peak memory in GiB and returns a line
-            about it, with True if the line must be shown or False if it is only logged. None if no
-            line is wanted.
+        format_peak_memory: Function that takes the run's peak memory in GiB and returns a pair: a
+            line about it, and True to show the line or False to only log it. None if no line is
+            wanted.
         ending_lines: Last lines to show for a finished run.
         hardware: Description of the device, for the report.
         plan_shown: True if the plan was already shown before the session was created.
@@ -204,11 +204,11 @@ class Session:
         self._observer.close("interrupted")
 
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
-        """Remove partial files, and return the newest intact recovery point of the directory.
+        """Remove partial files, and return the newest intact recovery point of this run.
 
-        Returns None if there is none. Also returns None if `resume_from` names a point of this run,
-        because the caller then uses that point. If `own` is True, an earlier session of this
-        process has written newer points, so `resume_from` is ignored.
+        Returns None if there is none, or if `resume_from` names a point of this run, which the
+        caller then uses. With `own`, `resume_from` is ignored, because an earlier session of this
+        process has written newer points.
         """
         self._points.remove_partial()
         self._checkpoints.remove_partial()

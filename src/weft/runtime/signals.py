@@ -62,10 +62,10 @@ class SignalHandlers:
     def build_interruption(
         self, step: int, again: str, lost: DevicesLost | None = None
     ) -> Interrupted:
-        """Return the error for a run that a signal stopped after the step `step`.
+        """Return the error for a run that was stopped by a signal.
 
-        `again` is a sentence on how to resume the run. If devices were lost during the next step,
-        `lost` is the error that reported this.
+        `step` is the number of completed steps, and `again` tells the user how to resume the run.
+        If devices were lost during the next step, `lost` is the exception that was raised.
         """
         assert self.number is not None, "no signal was received"
         how = f"stopped by {SIGNAL_NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"

@@ -29,9 +29,10 @@ class _LedgerEntry:
     measured: FiringMetrics | None  # None while the firing runs
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
-        """Return whether the firing is for a later step.
+        """Return whether the firing belongs to a later step.
 
-        This is the case if it reads any of the ids `ahead`, which later steps will train on.
+        `ahead` has the ids that later steps will train on. The firing belongs to a later step if it
+        reads at least one of them.
         """
         return (
             bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
@@ -65,12 +66,12 @@ class StepLedger:
     def has_open_firings(self, ahead: Collection[str] = ()) -> bool:
         """Return whether any firing of the current step is unfinished.
 
-        Firings that read any of the ids `ahead` do not count, because they belong to later steps.
+        `ahead` contains the ids of later steps. Firings that read any of them are not considered.
         """
         return any(not line.is_ahead(ahead) for line in self._open_entries.values())
 
     def collect_open_ids(self) -> set[str]:
-        """Return the ids read by unfinished firings."""
+        """Return the sample ids that unfinished firings (executions of nodes) read."""
         open_ids: set[str] = set()
         for firing in self._open_entries:
             open_ids.update(firing.ids)

@@ -51,10 +51,10 @@ class _StoredBlock:
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return the numbers that identify the batches to which this block refers.
+        """Return two sets of batch numbers.
 
-        The result has two sets: the batches with the values of keys, and the batches with the
-        values of metadata columns.
+        The batches in the first set contain the values of keys for the ids of this group. The
+        batches in the second set contain the metadata of these ids.
         """
         return set(self.keys.values()), set(self.columns.values())
 
@@ -160,10 +160,11 @@ class TensorStore:
         return new
 
     def _update_counts(self, held: _StoredBlock, before: tuple[set[int], set[int]]) -> None:
-        """Update how many blocks refer to each batch, after the block `held` has changed.
+        """Update how many blocks refer to each batch, after a block has changed.
 
-        A block is a group of ids whose data are in the same batches. `before` is what `held.read()`
-        returned before the change. Batches that no block needs any more are freed.
+        A block is a group of ids whose data are in the same batches. `held` is the changed block,
+        and `before` is the result of `held.read()` before the change. Batches that no block needs
+        any more are freed.
         """
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
@@ -171,9 +172,10 @@ class TensorStore:
         self._free_batches(set().union(*before))
 
     def _free_batches(self, numbers: Iterable[int]) -> None:
-        """Free those of the batches `numbers` that no id needs.
+        """Free batches that no remaining sample uses.
 
-        If only the metadata of a batch is needed, only its tensors are freed.
+        `numbers` identifies the batches to check. If only the metadata of a batch is needed, only
+        its tensors are freed.
         """
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
@@ -184,9 +186,10 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _find_blocks(self, ids: Sequence[str]) -> dict[_StoredBlock, list[str]]:
-        """Group these ids by block (group of ids whose data are in the same batches).
+        """Return a mapping from each stored block to the given ids that are in it.
 
-        Raises `DataError` if an id is missing.
+        Ids belong to the same block if their data are in the same batches. Raises `DataError` if an
+        id is missing.
         """
         parts = {}
         for block, chosen in self._ids.group_by_block(ids).items():
@@ -231,8 +234,8 @@ class TensorStore:
     ) -> SequenceSample:
         """Return a sample with the tensors of the given ids and keys, in the order of `ids`.
 
-        `parts` maps each block (`_StoredBlock`) to the given ids that belong to it. `origin` lists
-        the numbers of the batches that contain the tensors, one for each block.
+        `parts` maps each block (`_StoredBlock`) to the given ids that belong to it. For each block
+        in `parts`, `origin` has the number of the batch that contains the tensors.
         """
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):

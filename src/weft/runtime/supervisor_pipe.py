@@ -96,7 +96,7 @@ class SupervisorPipe:
                 self._send({"over": number})
 
     def report_released(self) -> None:
-        """Report that the devices were released, which ends all running calls."""
+        """Report that the devices were released and that no call is running."""
         with self._lock:
             self._unfinished_ranks.clear()
             self._send({"anew": True})

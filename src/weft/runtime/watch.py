@@ -35,7 +35,7 @@ class AddressWatch:
         threading.Thread(target=self._poll_addresses, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
-        """Try to connect to the addresses `names`, or to all addresses by default.
+        """Try to connect to the addresses with these names, or to all addresses if none is named.
 
         Sets `lost_part` if an address does not respond.
         """

@@ -85,10 +85,10 @@ class BackgroundWork:
     def encode(self, tokenizer: Tokenizer, text: str, bos: bool | None = None) -> list[int]:
         """Return the token ids of a text, using this thread's copy of the tokenizer.
 
-        Only one long text is tokenized at a time. Creating hundreds of thousands of ids holds the
-        GIL, and several threads in succession would hold it for tenths of a second. `bos` says
-        whether to begin with the token for the beginning of a sequence; None leaves this to the
-        tokenizer.
+        Long texts are tokenized one at a time, because each of them holds the GIL while its list of
+        ids is created. Several in succession would block other threads for tenths of a second.
+        `bos` says whether to begin with the token for the beginning of a sequence; None leaves this
+        to the tokenizer.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
             return self.get_tokenizer(tokenizer).encode(text, bos=bos)

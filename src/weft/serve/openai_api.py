@@ -106,8 +106,8 @@ class CompletionEndpoints:
     def _encode_prompts(self, prompt: Any) -> list[list[int]]:
         """Return the token ids of each prompt in the request's field `prompt`.
 
-        The field can be a single prompt, which is a string, a list of token ids or an array of
-        token ids. It can also be a list of prompts: either all strings, or all token ids. Raises
+        A prompt is a string, or token ids (see `is_ids`). The field can have a single prompt or a
+        list of prompts. The prompts in a list must be all strings or all token ids. Raises
         `RequestRefused` for any other value.
         """
         self._check_bytes(count_bytes(prompt), "prompt")

@@ -202,8 +202,8 @@ class ServingWorker:
     def _read_commands(self, wait: bool, generator: Generator | None = None) -> None:
         """Process all queued commands, such as new and cancelled jobs.
 
-        With `wait`, block until there is at least one command. If `generator`, the open generator,
-        is given, cancelled jobs are also aborted in it.
+        With `wait`, block until there is at least one command. If a generator is open, it must be
+        passed, so that cancelled jobs are also aborted in it.
         """
         while True:
             try:

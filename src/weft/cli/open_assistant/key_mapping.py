@@ -73,13 +73,13 @@ class KeyMapping:
         return replace(self, key=key)
 
     def set_option(self, target: str, value: Any, *, off: Any = NO_OFF_VALUE) -> None:
-        """Set the option `target` of the run to `value`, unless a later section has already set it.
+        """Set an option of the run to `value`.
 
-        In `target`, `{model}` is replaced by every trained role, `{first}` by the main role,
-        `{algorithm}` by the group of the algorithm's options, and `{gen}` by the group of the
-        sampling options. `off` is the value that has no effect. If `value` equals `off` and the
-        experiment does not have the option, nothing is set, because setting an unknown option would
-        raise an error.
+        If two Open-Assistant keys set the same option, the key from the later section takes
+        precedence. `target` is the name of the option. In it, `{model}` stands for every trained
+        role, `{first}` for the main role, `{algorithm}` for the group of the algorithm's options,
+        and `{gen}` for the group of the sampling options. `off` is the value that has no effect. If
+        `value` equals `off` and the experiment does not have the option, nothing is set.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -148,9 +148,8 @@ class KeyRule:
 def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
     """Return the rule for a key that sets weft's option `target` to the key's value.
 
-    `modes` are the trainers that read the key, by default those for SFT and reward models. `off` is
-    the value of the key for which the option need not be set. An experiment that lacks the option
-    accepts only this value.
+    `modes` are the trainers that read the key, by default those for SFT and reward models. If an
+    experiment does not have the option, the key can only be set to `off`, which has no effect.
     """
     return KeyRule(
         f"`{_format_target(target)}`",
@@ -160,9 +159,10 @@ def map_to_option(target: str, *modes: str, off: Any = NO_OFF_VALUE) -> KeyRule:
 
 
 def ignore_with_note(why: str, *modes: str) -> KeyRule:
-    """Return the rule for a key that weft ignores.
+    """Return a rule for a key that has no effect in weft.
 
-    `why` is the note to the user that explains the reason.
+    If the key is set, the user is shown the note `why`, which gives the reason. `modes` are the
+    trainers that read the key; by default, all of them.
     """
     return KeyRule(
         f"nothing: {why}", lambda done, value: done.add_note(why), modes or (SFT, RM, RL)

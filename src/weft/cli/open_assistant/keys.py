@@ -106,10 +106,10 @@ def _map_saving(done: KeyMapping, value: Any) -> None:
 
 
 def _map_datasets(done: KeyMapping, value: Any) -> None:
-    """Map the keys datasets and datasets_extra, in this order, to `dataset.sources`.
+    """Map the keys `datasets` and `datasets_extra`, in this order, to `dataset.sources`.
 
-    Validation sets are limited to eval_size rows and, in RL, to num_eval_prompts rows. Outside RL,
-    a num_train_epochs below 1 is the fraction of rows that an epoch uses.
+    Validation sets are limited to `eval_size` rows and, in RL, also to `num_eval_prompts` rows. If
+    `num_train_epochs` is below 1, an epoch uses only this fraction of the rows (except in RL).
     """
     entries = []
     for key in ("datasets", "datasets_extra"):

@@ -30,7 +30,7 @@ class RowFunctionEncoder:
     """Row encoder that converts rows with a user's function before encoding them.
 
     Attributes:
-        rows: built-in dataset type to whose format the function converts the rows
+        rows: built-in dataset type of the converted rows
         inner: row encoder of this dataset type
         module: name of the module that defines the function
         file: path of the file that defines the function

@@ -128,8 +128,8 @@ def build_table(
     """Tokenize the rows of a built-in dataset type and return (table, epoch samples).
 
     The second value is an `EpochSamples` if the samples differ between epochs, else None. `options`
-    are fields of `form` and of `LengthLimits`. Raises `ConfigError`, suggesting the nearest name,
-    for any other option, and `DataError` for rows that cannot be used.
+    are fields of `form` and of `LengthLimits`. Raises `ConfigError` for an unknown option, and
+    `DataError` for rows that cannot be used.
     """
     source = RowSource(
         path,
@@ -293,9 +293,10 @@ def encode_replies(
     r"""Encode replies to the prompt in column `key` as one sample with a completion per reply.
 
     Each sequence consists of the prompt, a reply and EOS. A prompt of messages is rendered by the
-    chat template, with the reply as the assistant's turn. With `as_chat`, a text prompt is rendered
-    too. If that text is a dialogue in the `\n\nHuman:` format, its turns are stripped of
-    surrounding whitespace, and so is the reply. `more` are other fields of `EncodedSample`.
+    chat template, with the reply as the assistant's turn. With `as_chat`, a text prompt is also
+    rendered, as a user message. A text in the `\n\nHuman:` format is then split into several
+    messages, and whitespace around these messages and the reply is removed. `more` are other fields
+    of `EncodedSample`.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_build_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -315,7 +316,11 @@ def encode_replies(
 def render_reply(
     tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False
 ) -> str:
-    """Return the text that `encode_replies` tokenizes for a single reply."""
+    """Return the text of the prompt in column `key`, followed by a reply.
+
+    This is the text that `encode_replies` tokenizes for the reply. The chat template renders
+    prompts that are messages and, with `as_chat`, also those that are text.
+    """
     if as_chat or not isinstance(row[key], str):
         return tokenizer.render_with_additions(
             [*read_conversation(row, key), _build_turn(tokenizer, row, key, reply)],

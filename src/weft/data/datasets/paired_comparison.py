@@ -21,8 +21,8 @@ class PairedComparisonEncoder:
     Answer j of the column `pos_answers` is better than answer j of `neg_answers`. The column
     `margin` has one number, or one number per pair.
 
-    At most the first `max_pairs_per_prompt` pairs of a row are kept. With `as_chat`, the prompt is
-    rendered as the user's message and each answer as the assistant's.
+    If a row has more than `max_pairs_per_prompt` pairs, only the first ones are kept. With
+    `as_chat`, the prompt is rendered as the user's message and each answer as the assistant's.
     """
 
     prompt_key: str | None = None

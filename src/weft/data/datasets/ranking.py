@@ -118,9 +118,10 @@ class RankingEncoder:
 
 
 def _build_values(count: int) -> dict[str, list[float]]:
-    """Return the values `rank`, `comparison` and `margin` for `count` replies, sorted best first.
+    """Return the values of the keys `rank`, `comparison` and `margin` for a list of ranked replies.
 
-    All replies belong to the same comparison, and their margins are 0.
+    `count` is the number of replies, of which the first is the best. All replies belong to the same
+    comparison, and their margins are 0.
     """
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}

@@ -114,9 +114,10 @@ def _parse_registered(name: str, value: Any) -> CatalogueEntry:
 
 
 def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:
-    """Return the entry for the language pair at the end of `name`, such as wmt2019_zh-en.
+    """Return the catalogue entry for one language pair of a translation dataset.
 
-    `entry` is the entry for all language pairs. Raises `ConfigError` if a language is unknown.
+    `entry` is the dataset's entry for all language pairs. `name` ends with the language pair, as in
+    wmt2019_zh-en. Raises `ConfigError` if a language is unknown.
     """
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")

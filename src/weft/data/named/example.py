@@ -72,10 +72,10 @@ class ReaderContext:
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count a row whose `columns` the reader ignores.
+        """Count the ignored columns that are not empty in a row.
 
-        The attribute `cut` has a separate count for each column. Columns that are empty in this row
-        are not counted.
+        `columns` are the columns that the reader ignores. For each of them, the attribute `cut` has
+        the number of rows in which it is not empty.
         """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 

@@ -185,9 +185,9 @@ def _describe(
 ) -> TransformerConfig:
     """Return the configuration that the generator needs: vocabulary, positions and cache shapes.
 
-    The keys and values of some decoders cannot be stored in weft's cache. For such a decoder, the
-    cache stores token ids instead, each as `DIGITS` numbers in place of a key. The configuration
-    then has one layer, one head and the head size `DIGITS`.
+    If weft's cache cannot store the decoder's keys and values, it stores the token ids instead.
+    Each id is stored as a vector of `DIGITS` numbers, which takes the place of a key. The
+    configuration therefore has one layer, one head and the head size `DIGITS`.
     """
     values = module.config.to_dict()
     heads = 1

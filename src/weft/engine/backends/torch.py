@@ -195,10 +195,14 @@ def _find_longest_shared(network: Transformer, device: torch.device) -> int:
 def _count_adapter_elements(network: Transformer) -> int:
     """Return the number of elements per token that a layer's adapters keep for the backward pass.
 
-    The result is an average over layers, rounded up. Each adapter keeps its low-rank product. An
-    adapter with dropout also keeps its input after dropout, and the dropout mask of one byte per
-    element. An adapter without dropout on the last matrix of an MLP adds the input of this matrix,
-    which would otherwise be recomputed. Norm outputs that need not be kept are subtracted
+    The result is an average over layers, rounded up. It includes:
+
+    - the low-rank product of each adapter
+    - for an adapter with dropout, its input after dropout, and a dropout mask (1 byte per element)
+    - for an adapter without dropout on the last matrix of an MLP, the input of this matrix, which
+      would otherwise be recomputed
+
+    Norm outputs that are not kept because of the adapters' dropout are subtracted
     (`_count_dropped_elements`).
     """
     experts = network.config.experts
@@ -217,18 +221,20 @@ def _count_adapter_elements(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Return whether the block's MLP recomputes its activation in the backward pass.
+    """Return whether the block has a fused MLP.
 
-    Experts do not, so the result is False for a block with experts.
+    A fused MLP recomputes its activation in the backward pass. Experts store the activation
+    instead, so a block with experts is not fused.
     """
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
 def _count_read_elements(block: torch.nn.Module) -> int:
-    """Return the size of the inputs saved by the adapters on an MLP's last matrix.
+    """Return the size of the inputs that adapters on an MLP's last matrix save, in elements per
+    token.
 
-    The size is in elements per token. Adapters with dropout are not counted, because they save the
-    input after dropout instead of the original input.
+    Adapters with dropout are not counted here, because they save the input after dropout instead.
+    The result is 0 for a block without an MLP, such as a block with experts.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -237,10 +243,10 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the number of elements per token of the norm outputs that `block` need not keep.
+    """Return the size of the norm outputs that `block` need not keep for the backward pass.
 
-    The backward pass does not need a norm output if all layers that read it have adapters with
-    dropout: each of these adapters keeps its own copy after dropout.
+    The size is in elements per token. A norm output need not be kept if all layers that read it
+    have adapters with dropout, because each of these adapters keeps its own copy after dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -287,13 +293,11 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
 
 
 def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
-    """Return the computing cost per token of this rank's part of the network.
+    """Return the `TokenCost` of this rank's part of the network.
 
-    Each token is multiplied by the matrices of `top_k` experts and by all matrices outside the
-    experts. `frozen` means that the matrices need no gradient.
-
-    Usually the last layer is computed completely only for tokens whose outputs are needed. A
-    load-balancing loss needs it for all tokens; this additional work is not counted.
+    With `frozen`, the matrices need no gradient, so a backward pass costs only as much as a forward
+    pass. A load-balancing loss makes the last layer process more tokens; this additional work is
+    not counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])

@@ -206,11 +206,10 @@ class BatchGenerator:
                     self._stop_texts[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """Sample one token for each running sequence, including those whose prompt this step
-        completes.
+        """Sample one token for each running sequence.
 
-        Returns no events if the generator is idle, or if the step computes only a part of a long
-        prompt.
+        A sequence starts to run in the step that computes the last tokens of its prompt. Returns no
+        events if the generator is idle, or if the step computes only a part of a long prompt.
         """
         self.begin()
         return self.finish()

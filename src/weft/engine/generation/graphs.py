@@ -74,8 +74,9 @@ class DecodeGraphs:
     """CUDA graphs of decode steps, one for each kind of step (such as "greedy") and number of rows.
 
     A step runs in the smallest captured graph of its kind that has enough rows. If there is none, a
-    graph for the expected number of rows is captured immediately. If a capture fails, one
-    `RuntimeWarning` is issued, and later steps run without graphs.
+    graph is captured immediately. It is large enough for the steps that are expected later (see
+    `expected` in `__call__`). If a capture fails, one `RuntimeWarning` is issued, and later steps
+    run without graphs.
 
     Args:
         runs: For each kind of step, the function that runs it. It maps the step's input, int32 [B,
@@ -195,9 +196,9 @@ class DecodeGraphs:
 def build_cuda_capture(device: torch.device) -> CaptureFunction:
     """Return a function that captures graphs on a CUDA device.
 
-    All graphs share a memory pool, since no two outputs are needed at the same time. In torch 2.11,
-    a new graph can only join a pool that still has a graph, but a cuBLAS workspace can keep a pool
-    alive without graphs. Therefore the first capture after all graphs are gone uses a new pool.
+    All graphs share a memory pool, since no two outputs are needed at the same time. If all earlier
+    graphs have been deleted, the next graph gets a new pool. In torch 2.11, a graph cannot join an
+    old pool whose graphs have all been deleted, even if a cuBLAS workspace keeps this pool alive.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

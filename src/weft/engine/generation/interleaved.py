@@ -105,8 +105,8 @@ class InterleavedGenerator:
     def step(self) -> list[TokenEvent]:
         """Start a step in every generator that has none in progress, and finish the oldest step.
 
-        Returns the events of the finished step. If `abort` had to finish steps, their events are
-        returned first.
+        Returns the events of the finished step. If `abort` or `weights_changed` has finished steps
+        since the last call, returns only the events of these steps.
         """
         if self._events:
             events = self._events

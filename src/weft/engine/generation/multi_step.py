@@ -49,9 +49,9 @@ class MultiStepDecoder:
     def take(self, cache: Any, joined: bool) -> SampledRows | None:
         """Return the next step's tokens [n] and log-probs [n] for all n rows.
 
-        Row i is slot i of `cache`, a `KVCache`. If a step is returned, its keys and values are in
-        the cache. Returns None if the caller must compute the step itself. This is always so with
-        `joined`, which means that the step also computes prompts.
+        Row i is slot i of `cache`, a `KVCache`. If tokens are returned, the step's keys and values
+        are in the cache. Returns None if the caller must compute the step itself. This is always
+        the case if `joined` is True, which means that the step also computes prompts.
         """
         # the memory of the cache or of the weights has changed
         if joined or not self._passes.is_ready(cache):

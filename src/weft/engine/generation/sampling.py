@@ -228,9 +228,10 @@ def invert_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 def select_support(scores: Tensor, spec: GenerationSpec) -> Tensor:
     """Return a bool mask [R, V] of the ids that top-k, top-p and min-p keep.
 
-    `scores` [R, V] are logits divided by the temperature. If the ids are recorded, at most the
-    `max_support` likeliest are kept; otherwise, a flat distribution could keep the whole
-    vocabulary. The likeliest id is always kept; ids with a score of minus infinity never are.
+    `scores` [R, V] are logits divided by the temperature. If the kept ids are recorded
+    (`record_support`), only the `max_support` most likely of them are kept, because a flat
+    distribution could keep the whole vocabulary. The most likely id is always kept, and ids with a
+    score of minus infinity never are.
     """
     possible = scores > -math.inf
     mask = possible
@@ -262,9 +263,8 @@ def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]
     The scores are [R, w], best first; the numbers of kept ids are [R]. A row keeps the smallest
     number of ids, at most `limit` (the value of top-k), whose total probability reaches `top_p`.
 
-    The number of ranked ids, w, is `limit` if `top_p` is 1. Otherwise, only the `RANKED_IDS`
-    likeliest ids are ranked, because they nearly always reach `top_p`. If they do not in some row,
-    `limit` ids are ranked after all.
+    If `top_p` is 1, w is `limit`. Otherwise, w is `RANKED_IDS` if this many ids reach `top_p` in
+    every row, which is nearly always the case, and `limit` if not.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values

@@ -31,10 +31,10 @@ TokenAgreement = Callable[[Callable[[], SampledRows], int], Callable[[], Sampled
 
 
 def sample_locally(draw: Callable[[], SampledRows], rows: int) -> Callable[[], SampledRows]:
-    """Call `draw` to sample tokens on this rank, and return a function that returns the result.
+    """Call `draw` to sample tokens on this rank, and return a function that returns them.
 
-    This is the `TokenAgreement` of a network on a single rank, which need not agree with other
-    ranks. The number of rows, `rows`, is not used.
+    This is the `TokenAgreement` to use if no other rank has to sample the same tokens. `rows` is
+    ignored.
     """
     drawn = draw()
     return lambda: drawn
@@ -88,12 +88,12 @@ class SettingsTable:
         return self._default_spec.seed
 
     def find_index(self, given: GenerationSpec | None) -> int:
-        """Return the index of a request's settings `given`, which are added to the table if new.
+        """Return the index of a request's settings in this table, and add them if they are new.
 
-        If `given` is None, the result is 0, the index of the generator's own settings. A request
-        cannot change the seed, the tokenizer or the recorded outputs, and the generator's stop ids
-        apply to all requests. Raises `ConfigError` for values out of range, and for stop texts
-        without a tokenizer.
+        If `given` is None, the result is 0, the index of the generator's own settings. The options
+        `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb` are always those of
+        the generator, whose stop ids also apply to all requests. Raises `ConfigError` for values
+        out of range, and for stop texts without a tokenizer.
         """
         if given is None:
             return 0
@@ -166,12 +166,12 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_top_logprobs(self, count: int) -> Iterable[TopLogprobs]:
-        """Return, for each of `count` rows, a tuple of the likeliest ids with their log-probs.
+        """Return, for each row of the batch, a tuple of the likeliest ids with their log-probs.
 
-        The tuples are those of the rows that the last call of `sample` sampled, which are the last
-        of the `count` rows. A tuple is empty for earlier rows, and for rows whose settings do not
-        request likely alternatives (`top_logprobs`). The stored tuples are deleted, so a second
-        call would return only empty tuples.
+        `count` is the number of rows. The previous call of `sample` stored tuples for the rows that
+        it sampled, which are at the end of the batch. Rows before these get an empty tuple, as do
+        rows whose settings do not request likely alternatives (`top_logprobs`). The stored tuples
+        are deleted, so a second call would return only empty tuples.
         """
         top_logprobs = self._top_logprobs
         self._top_logprobs = None

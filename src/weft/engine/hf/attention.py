@@ -110,10 +110,11 @@ def _record(
 def get_window_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """Return the size of the attention window in place of a mask, or None if there is no window.
+    """Return the size of the attention window, or None if there is no window.
 
-    `transformers` calls this as its mask function, and passes the result to the attention function.
-    There, `_record` compares it with the argument `sliding_window`.
+    `transformers` calls this function to build an attention mask. Weft's attention needs no mask,
+    so the size is returned instead. `_record` checks that the attention function uses the same
+    size.
     """
     if local_size is None:
         return None

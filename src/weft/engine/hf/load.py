@@ -36,7 +36,7 @@ HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 
 
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model with `transformers`, on `device` and in the dtype `dtype`.
+    """Load a model on `device` in `dtype`, using `transformers`.
 
     `path` is a model directory or a hub name. With `spec.init_from_scratch`, the model is built
     from its config.json, with new weights. Raises `UserError` if the directory is incomplete, if

@@ -223,9 +223,9 @@ def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None
 def _get_trunk(module: PreTrainedModel) -> nn.Module:
     """Return the decoder without its head.
 
-    A few classes declare the name of their decoder's attribute, but have no such attribute; for
-    these, the decoder is the only child module that is a model. Raises `ConfigError` if no decoder
-    is found.
+    This is normally the module's `base_model`. If a class does not define `base_model` correctly,
+    the only child module that is a `PreTrainedModel` is used instead. Raises `ConfigError` if there
+    is not exactly one.
     """
     if module.base_model is not module:
         return module.base_model

@@ -64,7 +64,10 @@ T = TypeVar("T")
 
 
 def choose_dtype(spec: ModelSpec) -> str:
-    """Return the dtype of a role, which the backend must already have set in `spec`."""
+    """Return `spec.dtype`, after checking that it is set.
+
+    The backend must have chosen the dtype before this call.
+    """
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
@@ -241,11 +244,16 @@ class TorchEngine:
     ) -> SequenceSample:
         """Return the outputs named in `want` for each id, in float32 on the CPU.
 
-        For a completion of L tokens, the shape is [L] for logprobs, entropy and top1, [L + 1] for
-        values, and [1] for scores. top_ids, int32 [L, K], are the K likeliest ids that `top`
-        selects. top_logprobs, [L, K + 1], are their log-probs, followed by that of all other ids
-        together. given_logprobs, [L, K + 1], have the same form for the K ids per token in the
-        batch's key `given_ids`.
+        The outputs for a completion of L tokens are:
+
+        - `logprobs`, `entropy`, `top1`: [L]
+        - `values`: [L + 1]
+        - `scores`: [1]
+        - `top_ids`: int32 [L, K], the most likely ids at each token, as requested by `top`
+        - `top_logprobs`: [L, K + 1], the log-probs of `top_ids`, and in the last column the
+          log-prob of all other ids together
+        - `given_logprobs`: [L, K + 1], the same as `top_logprobs`, but for the ids in the batch's
+          key `given_ids`, which has K ids per token
 
         Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
         the log-probs of labels are normalized only over the ids in `support`. Raises `ConfigError`
@@ -365,9 +373,9 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return the values `own` of all data-parallel ranks, in rank order.
+        """Gather one value from each data-parallel rank, and return the values in rank order.
 
-        All ranks must call this method.
+        `own` is this rank's value. All ranks must call this method.
         """
         return self._collectives.gather_values(own)
 
@@ -384,9 +392,10 @@ class TorchEngine:
         return self._masters.list_slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values) of the parameters `names`.
+        """Iterate over parameters, as (name, slice of the whole parameter, values in this slice).
 
-        The values of trained parameters are those of the master weights.
+        `names` are the canonical names of the parameters to read. For trained parameters, the
+        values are those of the master weights.
         """
         return self._masters.read(names)
 

@@ -48,9 +48,9 @@ class HostMemory:
     `leave` copies all groups to the host, and `fetch` copies selected groups back. After `fetch`,
     call `hold` or `wait` for a group before its tensors are read on the device.
 
-    While a tensor is offloaded, its storage has the size 0, as FSDP2 does with gathered parameters.
-    The tensor object stays the same, so views, optimizers and hooks stay valid. Host memory is
-    allocated once and kept.
+    While a tensor is offloaded, its device storage is empty (resized to 0 bytes). The tensor object
+    stays the same, so views, optimizers and hooks stay valid. Host memory is allocated once and
+    kept.
 
     Tensors in `constant` are assumed not to change, so only the first `leave` copies them. After
     `mark_changed`, every `leave` copies them.
@@ -88,7 +88,10 @@ class HostMemory:
         return bool(self._away)
 
     def mark_changed(self) -> None:
-        """Stop treating tensors as constant: from now on, every `leave` copies all of them."""
+        """Record that tensors that were assumed to be constant may have changed.
+
+        Every later call of `leave` then copies all tensors to the host.
+        """
         for group in self._groups:
             for block in group:
                 block.constant = False

@@ -31,10 +31,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """Master weights and compute copies of the parameters of `network`.
+    """Master weights and compute copies of a network's parameters.
 
-    Parameters that require gradients are trained. They must be float32 or wider; in a network with
-    adapters, they can also have the dtype `dtype`. Unless noted otherwise, methods identify
+    Parameters that require gradients are trained. They must be float32 or wider. In a network with
+    adapters, they can also be in the compute dtype. Unless noted otherwise, methods identify
     parameters by canonical name (`weft.models.network.parameters`).
 
     Args:
@@ -42,12 +42,12 @@ class MasterWeights:
         dtype: Dtype of the compute copies.
         lane: Queue that performs the copies between device and host.
         home: Device of the masters, such as the CPU (Ren et al. 2021, "ZeRO-Offload",
-            arXiv:2101.06840). If it is set, even float32 parameters have separate masters. If it is
-            None, the masters are on the network's device.
+            arXiv:2101.06840). If it is set, every trained parameter has a separate master, even
+            in float32. If it is None, the masters are on the network's device.
         places: Slice of each parameter that this rank has (default: the whole parameter).
-        shards: This rank's rows of the parameters that FSDP2 shards, or None without FSDP2. Masters
-            and copies then have only these rows. Trained rows are float32 or wider; FSDP2 casts
-            them when it gathers them.
+        shards: This rank's rows of the parameters that FSDP2 shards, or None without FSDP2. With
+            FSDP2, masters and copies have only these rows. Trained rows stay in float32 or wider,
+            because FSDP2 casts them when it gathers them.
         blocks: Modules of the forward pass in order. Their offloaded parameters are fetched back
             in this order during the pass.
     """
@@ -147,7 +147,9 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """Masters that are separate from the network's parameters, by parameter name."""
+        """Master weights that are stored separately from the network's parameters, by parameter
+        name.
+        """
         return self._masters
 
     @property
@@ -240,9 +242,9 @@ class MasterWeights:
     def start_device_copies(self, masters: Iterable[nn.Parameter]) -> None:
         """Start copying the new values of `masters` to the compute copies on the device.
 
-        The optimizer calls this when it has updated some masters, if the masters are on another
-        device (the argument `home` of the class). The values are transferred while the optimizer
-        updates other masters. After the last update, `refresh` must be called.
+        If the masters are not on the device, the optimizer calls this each time it has updated some
+        of them. The values are transferred while the optimizer updates other masters. After the
+        last update, `refresh` must be called.
         """
         names = {id(master): name for name, master in self._masters.items()}
         for name in (names[id(master)] for master in masters):
@@ -254,7 +256,7 @@ class MasterWeights:
     def leave(self) -> None:
         """Move all parameters from the device to host memory and free the device memory.
 
-        Masters that are always on the host (the argument `home` of the class) are not affected.
+        If master weights are kept on a separate device (`home`), they stay there.
         """
         if not self._lane.has_separate_memory:
             return
@@ -354,11 +356,11 @@ class MasterWeights:
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of the tensors that `changed_tensors` returned, bit for bit.
+        """Restore the saved values of `changed_tensors` exactly.
 
-        Half-precision parameters whose saved values are float32 get a master. Raises
-        `CheckpointError` if parameters absent from `tensors` were changed, because their original
-        values are lost.
+        `tensors` has this rank's part of each tensor. A half-precision parameter gets a master if
+        its saved values are float32. Raises `CheckpointError` if `tensors` lacks a parameter that
+        has changed since the model was read, because its original value is lost.
         """
         missing_names = sorted(set(self.changed_tensors) - set(tensors))
         if missing_names:
@@ -407,7 +409,7 @@ def _check_wide(name: str, part: StoredParameter) -> None:
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
-    """Replace the parameters called `names` by parameters of `dtype`; tied parameters stay tied."""
+    """Replace the parameters with the given names by copies in `dtype`. Ties are kept."""
     chosen = set(names)
     replacements = dict[nn.Parameter, nn.Parameter]()
     for name, parameter in network.named_parameters():

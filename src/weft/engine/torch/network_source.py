@@ -36,8 +36,8 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 class RankCoordinates:
     """Coordinates of one rank in a layout, for building its part of a network in any process.
 
-    They replace a `RankMesh` if an engine is described before the run starts. The network has the
-    sizes of the rank's part, but no connection to other ranks.
+    They replace a `RankMesh` if an engine is described before the run starts. A network that is
+    built from them is not connected to other ranks.
     """
 
     layout: Layout

@@ -255,10 +255,10 @@ class Optimizer:
             group["params"] = self._parameters
 
     def _clip(self, norm: Tensor) -> None:
-        """Clip the gradients to `max_grad_norm`.
+        """Clip the gradients to `max_grad_norm`; `norm` is their norm before clipping.
 
-        On a GPU, the fused AdamW divides the gradients when it reads them, which saves a pass over
-        them.
+        If AdamW runs on a GPU, this only sets the number by which AdamW will divide the gradients
+        when it reads them. This saves a pass over the gradients.
         """
         if isinstance(self._optimizer, AdamW) and self._parameters[0].device.type == "cuda":
             self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]

@@ -33,12 +33,14 @@ def count_blocks(count: int, size: int) -> int:
 def to_named_tensors(
     trained: Mapping[str, StoredParameter], states: Mapping[nn.Parameter, State], block: int
 ) -> dict[str, Tensor]:
-    """Return the states of canonical parameters as tensors named `{parameter}/{slot}`.
+    """Return the states of the parameters in `trained` as tensors named `{parameter}/{slot}`.
 
-    A slot is one tensor of a parameter's state, such as `exp_avg`. `states` contains the states of
-    stored parameters, each of which can contain several canonical parameters, such as q, k and v.
-    If the state has scales, there is one scale for every `block` elements of the stored parameter.
-    A canonical parameter gets the scales of all blocks that contain its elements.
+    A slot is one tensor of a parameter's state, such as `exp_avg`. The network can store several
+    parameters as one, such as q, k and v. `states` has one state for each stored parameter, and
+    this function splits it into the states of the separate parameters.
+
+    If a state has scales, there is one for every `block` elements of the stored parameter. A
+    separate parameter gets the scales of all blocks that contain its elements.
     """
     named_tensors: dict[str, Tensor] = {}
     for name, part in trained.items():
@@ -84,8 +86,8 @@ def _slice_state(part: StoredParameter, slot: str, value: Tensor, block: int) ->
 def _find_blocks(part: StoredParameter, block: int) -> slice:
     """Return the range of scale blocks that contain elements of the canonical parameter `part`.
 
-    The blocks, of `block` elements each, divide the whole stored parameter `part.parameter`, which
-    can also contain other canonical parameters.
+    Scales are computed for the stored parameter `part.parameter`, which can contain several
+    canonical parameters. There is one scale for each block of `block` elements.
     """
     if part.rows is None:
         return slice(0, count_blocks(part.parameter.numel(), block))

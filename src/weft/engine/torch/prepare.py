@@ -117,9 +117,9 @@ def prepare(
 ) -> PreparedPass:
     """Pack a micro-batch for the network, with shared prefixes computed once where possible.
 
-    Outputs are 0 for missing rows (`PackLayout.index_rows`) and, with `how.trained_only`, for rows
-    with loss mask 0. Prefixes are not shared in a pass with an auxiliary loss. They are not shared
-    in a pass with dropout either, because dropout differs between the completions of a prompt.
+    Unless scores are wanted, the network computes only the rows that `mask_read_rows` selects, and
+    the outputs of all other rows are 0. Prefixes are not shared in a pass with an auxiliary loss,
+    or with dropout, which differs between the completions of a prompt.
     """
     # Lay out the tokens, and share prefixes if the network can compute them once.
     layout = PackLayout.from_sample(part)

@@ -252,17 +252,20 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Return a function that returns the sampled tokens on which all ranks of a pipeline agree.
+    """Return a function that waits for the tokens of a step, which are the same on all ranks.
 
-    `draw` samples `rows` tokens, and `decoder.agree_on_tokens` makes the ranks of the pipeline
-    agree on them. If context-parallel ranks generate the same sequences in several pipelines,
-    `alike` makes all of these pipelines use the tokens of the first one.
+    `draw` samples a token for each row, and `rows` is the number of rows. `decoder.agree_on_tokens`
+    sends the tokens to all ranks of the pipeline. With context parallelism, several pipelines
+    generate the same sequences, and `alike` makes all of them use the tokens of the first one.
     """
     return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
 def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
-    """Return the budget `own`, with the smallest cache limit of all ranks that generate together."""
+    """Return the budget `own` with a KV cache limit that all cooperating ranks can keep.
+
+    This is the smallest limit of the ranks that generate the same sequences together.
+    """
     axes = ("tensor", "context", "pipeline")
     if mesh.count_ranks(*axes) == 1:
         return own
@@ -275,10 +278,10 @@ def _agree_on_budget(own: GenerationBudget, mesh: RankMesh) -> GenerationBudget:
 def _gather_network(
     source: NetworkSource, network: Transformer, mesh: RankMesh, device: torch.device
 ) -> Transformer:
-    """Return a copy of the network for generation, with gathered parameters and all experts.
+    """Return a copy of the network for generation, in the compute dtype.
 
-    The copy is in the compute dtype. With it, ranks need not wait for each other at every layer of
-    every token.
+    Sharded parameters and the experts of other ranks are gathered once, so that they cause no
+    communication while tokens are generated.
     """
     whole = source.build_network(mesh, experts_apart=False)
     if (dtype := DTYPES[choose_dtype(source.spec)]) in HALF:

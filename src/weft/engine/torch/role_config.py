@@ -36,11 +36,11 @@ def adapt_config(
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """Return the configuration with the length of the prefix (prefix tuning) that the role trains.
+    """Return the configuration with `prefix_tokens` set to the length of the role's trained prefix.
 
-    If the role trains no prefix, the prefix of its model directory, if any, is kept. Raises
-    `ConfigError` if the role's prefix conflicts with that of the model directory or does not fit
-    the model.
+    If the role does not train a prefix (prefix tuning), the configuration is returned unchanged.
+    Raises `ConfigError` if the role's prefix conflicts with that of the model directory or does not
+    fit the model.
     """
     there = config.prefix_tokens
     num_tokens = spec.prefix.num_tokens

@@ -116,7 +116,7 @@ class _PendingNumber:
 
 
 class BatchedReadback:
-    """Batch of numbers to read from devices, with one copy per device.
+    """Collection of numbers on devices, which are all read with a single transfer per device.
 
     `register` adds a number, and `read_all` reads all of them.
     """
@@ -298,11 +298,14 @@ class OptimizerStep:
     ) -> str | None:
         """Return the reason to skip the update, or None if the weights should be updated.
 
-        `not_finite` lists the ids whose loss is not finite. If a loss or the gradient is not
-        finite, the values that are not finite are removed from `metrics`; if `on_nonfinite` is
-        "stop", `NotFinite` is raised instead. A float16 overflow that is handled by reducing the
-        loss scale is not an error. If all values are finite, `veto` decides, given the loss
-        statistics `reduced` over all ranks.
+        An update is skipped for one of these reasons:
+
+        - The float16 gradients overflow. The loss scale is then reduced.
+        - A loss or the gradient is not finite for another reason. If `on_nonfinite` is "stop",
+          `NotFinite` is raised. Otherwise, values that are not finite are removed from `metrics`.
+        - `veto` returns a reason. It is called with `reduced`, the loss statistics of all ranks.
+
+        `not_finite` lists the ids whose loss is not finite.
         """
         ids = list(not_finite)
         what = "loss"

@@ -254,9 +254,10 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def are_spelled_alike(one: str, other: str) -> bool:
-    """Return whether two normalized answers are equal, ignoring insignificant letter case.
+    r"""Return whether two normalized answers are equal, ignoring letter case.
 
-    `one` and `other` are results of `to_plain_form`.
+    Case is not ignored if it has a meaning in one of the answers, as in `\Delta`, which is not
+    `\delta`. `one` and `other` are results of `to_plain_form`.
     """
     if one == other:
         return True

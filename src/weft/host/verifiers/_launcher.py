@@ -118,9 +118,9 @@ def launch(given: int, out: int) -> None:
 def _read(descriptor: int) -> Any:
     """Read and return the next message, which consists of its size in 8 bytes, followed by JSON.
 
-    Reads no byte after the end of the message, because the next message may be the tests. This
-    process must not read them before it forks the program's process. Otherwise, the program could
-    find the tests in its memory.
+    Reads no byte after the end of the message, because the next message may contain the tests. This
+    process must not have the tests in memory when it forks the process that runs the program;
+    otherwise, the program could find them.
     """
     content = b""
     left = 8
@@ -154,10 +154,10 @@ CHILDREN: list[int] = []  # process ids, for systems that do not list the childr
 
 
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept_descriptors: int) -> int:
-    """Fork a process that calls `work` under the protections `wanted`; return its process id.
+    """Fork a process that applies protections and then calls `work`; return its process id.
 
-    In the new process, all descriptors are closed except `channel`, `kept_descriptors` and the
-    standard streams.
+    `wanted` has the protections to apply. In the new process, all descriptors are closed except
+    `channel`, `kept_descriptors` and the standard streams.
     """
     child = os.fork()
     if child:

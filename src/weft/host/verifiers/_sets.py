@@ -126,9 +126,9 @@ def _flip_sign(sign: str) -> str:
 
 
 def split_union(text: str) -> list[str] | None:
-    r"""Return the parts of a union such as `A \cup B` or `x<1, x>2`.
+    r"""Return the parts of a union such as `A \cup B`, or of inequalities such as `x<1, x>2`.
 
-    The inequalities must have the same letter. Returns None for other texts.
+    All inequalities must have the same variable. Returns None for other texts.
     """
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:

@@ -154,10 +154,13 @@ INFINITE = (sympy.oo, -sympy.oo)
 def is_fully_parsed(
     one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
 ) -> bool:
-    """Return whether the equality of two texts depends on every letter and number in them.
+    """Return whether `math_verify` found two texts equal without ignoring letters or numbers.
 
-    `same` is the function that has compared the two texts and found them equal. `parsed` is a
-    function that returns the expressions that `math_verify` finds in a text.
+    The library ignores what it cannot parse, so texts that differ in the ignored parts can count as
+    equal. Therefore, this function replaces letters and numbers one at a time, and compares the
+    texts again: they must then differ. `same` is the function that has compared the two texts and
+    found them equal. `parsed` is a function that returns the expressions that `math_verify` finds
+    in a text.
     """
     # Extract the formulas to compare.
     first = extract_formula(one, parsed)
@@ -269,13 +272,14 @@ def _are_all_tokens_needed(
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
-    """Return whether each token of `formula` is needed to make the formula equal to `other`.
+    """Return whether `formula` differs from `other` whenever one of its tokens is replaced.
 
-    Tokens are letters, numbers, signs and marks. A token is needed if the formula differs from
-    `other` after this token is replaced. `same` and `parsed` are those of `is_fully_parsed`.
-    Returns True without trying the replacements if the parsed expression has all of the tokens.
-    Returns False if the formula has more than `MOST_TOKENS` tokens, or if no letter is left as a
-    replacement.
+    Tokens are letters, numbers, plus and minus signs, and marks such as `!`. `same` returns whether
+    two texts are equal, and `parsed` returns the expressions that `math_verify` finds in a text.
+
+    If the expression parsed from `formula` contains all of its tokens, returns True without
+    replacing any. Returns False if there are more than `MOST_TOKENS` tokens, or if there is no
+    unused letter to put in place of a token.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:
@@ -325,11 +329,12 @@ def _replace_token(token: str, letter: str) -> str:
 
 
 def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
-    """Return whether the letters and numbers in a parsed expression are exactly those in `tokens`.
+    """Return whether a parsed expression has exactly the letters and numbers of its formula.
 
-    The tokens are those of the formula from which the expression was parsed. Returns False if the
-    expression has an operation that is neither in `SIMPLE` (operations that `math_verify` compares
-    by all their operands) nor in `BOUND` (operations with a bound variable, such as sums).
+    `tokens` are the tokens of the formula from which `expression` was parsed. Returns False if the
+    expression has an operation that is in neither of two lists: `SIMPLE`, the operations that
+    `math_verify` compares by all their operands, and `BOUND`, the operations with a bound variable,
+    such as sums.
     """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()

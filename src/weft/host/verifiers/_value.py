@@ -119,10 +119,10 @@ def _measure_distance(
 ) -> tuple[Fraction, Fraction] | None:
     """Return the absolute and the relative distance between the values of two expressions.
 
-    The relative distance is the absolute distance divided by the larger of the two values. Both
-    distances are 0 for equal values. Rounded values count as equal if their distance is within the
-    rounding error that is allowed for numbers of their size. `seed` selects the values of letters.
-    Returns None if one of the values is unknown.
+    The relative distance is the absolute distance divided by the larger of the two absolute values.
+    Both distances are 0 for equal values. If a value cannot be computed exactly, a distance that is
+    small enough to be a rounding error counts as 0. `seed` selects the values of letters. Returns
+    None if one of the values is unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -161,9 +161,9 @@ class _ComplexValue:
 def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexValue | None:
     """Return the value of an expression, or None if no value can be computed within the limits.
 
-    Each letter has a fixed value that depends on `seed`. Numbers that are not exact are rounded to
-    a precision that increases with `size`. The precision is sufficient if the `size` of the
-    returned value is at most the argument `size`.
+    Each letter has a fixed value that depends on `seed`. Numbers that are not exact are computed
+    with 300 + 8 * `size` bits. If the result has a larger `size`, more bits are needed for an
+    accurate value: call this function again with that `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -239,8 +239,8 @@ class _TreeCalculator:
     def _check_limits(self, number: Number) -> Number:
         """Return a number, or raise `_UndecidedValue` if it is not finite or exceeds the limits.
 
-        If the number is a floating-point number of `mpmath`, `size` is raised to its absolute
-        binary exponent, unless `size` is already larger.
+        If it is a floating-point number of `mpmath`, the attribute `size` (the largest absolute
+        binary exponent so far) is updated.
         """
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
@@ -284,9 +284,9 @@ class _TreeCalculator:
     def _to_rounded(self, number: Number) -> Number:
         """Convert an exact fraction to a floating-point number of `mpmath`.
 
-        The calculator's `size` is raised to the number of bits of the numerator or the denominator,
-        if one of them has more bits than `size`. A number that is not a fraction is checked by
-        `_check_limits`. Raises `_UndecidedValue` if the number exceeds the limits.
+        If the numerator or the denominator has more bits than the calculator's `size`, `size` is
+        raised to this number of bits. If `number` is already a floating-point number, it is only
+        checked by `_check_limits`. Raises `_UndecidedValue` if the number exceeds the limits.
         """
         if not isinstance(number, Fraction):
             return self._check_limits(number)

@@ -66,10 +66,10 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
 
 
 def _compare_known(one: str, other: str) -> bool | None:
-    """Return whether two tidy answers are equal, or None if this is uncertain.
+    """Return whether two answers are equal, or None if this is uncertain.
 
-    Tidy answers are results of `_latex.tidy`. Computer algebra can be used to compare single
-    elements, such as the members of two lists, but is never used for the answers as a whole.
+    The answers must be results of `_latex.tidy`. Computer algebra is not used on whole answers, but
+    can be used on their parts, such as the members of two lists.
     """
     # Quantities, congruences and units
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:

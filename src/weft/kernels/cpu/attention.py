@@ -74,9 +74,8 @@ def attend_to(
     `segments`, int64 [n, 4], has the first query, the number of queries, the first key and the
     number of keys. If `causal` is set, attention is causal in all segments.
 
-    k and v are [T, kv_heads, dim]. They can also be views of a cache [..., kv_heads, keys, dim],
-    because the kernel uses only their strides. The first keys in `segments` then count rows of
-    `dim` floats from the start of the cache.
+    k and v are [T, kv_heads, dim] or views of a cache [..., kv_heads, keys, dim]. With a cache, the
+    first key of a segment is its row index in the cache reshaped to [-1, dim].
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])

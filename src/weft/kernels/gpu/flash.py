@@ -171,19 +171,19 @@ def attend_packed(
 def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """Return attention of one new token per row over the row's pages, [R, heads, dim].
+    """Return attention of each row's new token over the tokens of the row, [R, heads, dim].
 
     q is [R, heads, dim]; keys and values are [pages, page, kv_heads, dim]. `table`, int32 [R, W],
-    has each row's pages in order. `used`, int32 [R], has each row's number of tokens, including the
-    new one. Call this only if `find_features().block_table` is True.
+    has the page indices of each row in order. `used`, int32 [R], has the number of tokens of each
+    row, including the new one. Call this only if `find_features().block_table` is True.
 
-    The query is the last token of its row. Without a window, it attends to all keys of the row, so
-    no mask is used. The kernel can therefore compute all query heads of a key head together, and
-    reads the keys only once.
+    The new token is the last one of its row, so no causal mask is needed. The kernel can therefore
+    process all query heads of a key head together, and reads the keys only once.
 
-    The keys are never split among thread blocks. With splits, some builds of torch leave rows
-    unwritten (pytorch issue 194167), and the result of a row depends on the other rows of the
-    batch. `test_automatic_splits_write_every_row` shows which builds of torch are correct.
+    The keys of a row are never split among thread blocks (`num_splits=1`). With splitting, the
+    result of a row depends on the other rows of the batch, and some builds of torch leave rows
+    unwritten (pytorch issue 194167). `test_automatic_splits_write_every_row` shows which builds of
+    torch are correct.
     """
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     most = table.shape[1] * keys.shape[1]

@@ -84,9 +84,10 @@ class KeySpans:
         """Return the spans of keys for a pack of `length` tokens.
 
         `cu_seqlens`, int32 [S + 1], are the boundaries of the pack's segments. A query attends to
-        itself and to the earlier keys of its segment or, if `window` is set, only to the last
-        `window` of all these keys. Each of the `joins` is a pair of token ranges: a prefix, and the
-        tokens that continue it and also attend to it. Padding tokens attend only to themselves.
+        itself and to the earlier keys of its segment. With a `window`, it attends only to the last
+        `window` of these keys. Each of the `joins` is a pair of token ranges: a prefix, and the
+        tokens that continue it, which also attend to the whole prefix. Padding tokens attend only
+        to themselves.
         """
         whole = compute_padded_length(length)
         device = cu_seqlens.device
@@ -197,8 +198,8 @@ def attend_paged(
     """Return attention of one new token per row over the row's pages, [R, heads, dim].
 
     `mask` is the result of `build_page_mask`. q is [R, heads, dim]; keys and values are [pages,
-    page, kv_heads, dim]. The kernel for few queries supports 1, 2, 4, ... query heads per key head.
-    Any other number is rounded up by adding heads of zeros, whose results are dropped.
+    page, kv_heads, dim]. The kernel requires that the number of query heads per key head is a power
+    of two. If it is not, heads of zeros are added, and their results are dropped.
     """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)

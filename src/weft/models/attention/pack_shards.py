@@ -48,11 +48,11 @@ class PackShard:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each run in `runs`; a piece is the part of one sequence within the run.
+        """Pieces of sequences in each of this rank's token ranges (`runs`).
 
-        Each piece is given by four numbers: (first local row, number of rows, first key in the
-        pack, number of keys). Its keys are all tokens of the sequence up to the end of the piece,
-        including those on other ranks.
+        Each piece lies in one sequence and is given by four numbers: (first local row, number of
+        rows, first key in the pack, number of keys). Its keys are all tokens of the sequence up to
+        the end of the piece, including those on other ranks.
         """
         pieces_by_run = []
         row = 0
@@ -97,17 +97,17 @@ class PackShard:
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """One tensor per run, int64 [number of pieces, 4] on the host, with a row for each piece.
+        """Pieces of each run, as one tensor [number of pieces, 4] per run, int64 on the host.
 
         A run is a range of consecutive tokens on this rank, and a piece is the part of one sequence
-        that lies within a run. The columns are the piece's first local row, its number of rows, its
-        first key in the pack and its number of keys.
+        that lies within a run. The columns are the local index of the piece's first token, its
+        number of tokens, the index of its first key in the pack, and its number of keys.
         """
         return tuple(torch.tensor(pieces) for pieces in self.pieces)
 
     @cached_property
     def lengths(self) -> tuple[VarlenLengths, ...]:
-        """Query and key lengths of the `pieces` of each range in `runs`, for flash attention."""
+        """Query and key lengths of `pieces` for flash attention, one item per range in `runs`."""
         return tuple(_build_lengths(pieces, self.whole.cu_seqlens.device) for pieces in self.pieces)
 
 
@@ -179,10 +179,10 @@ def _build_empty_result(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _drop_weights(given: AttentionInputs, row: int, position: int, weights: Tensor) -> Tensor:
-    """Apply dropout to the attention weights of consecutive tokens.
+    """Apply dropout to the attention weights of consecutive tokens of a sequence.
 
-    `row` is the index of the first of these tokens among this rank's tokens, and `position` is the
-    position of this first token in its sequence.
+    `row` is the index of the first token among this rank's tokens, and `position` is its position
+    in the sequence.
     """
     assert given.dropout is not None
     token = torch.tensor([[row]], device=weights.device)

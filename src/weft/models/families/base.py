@@ -136,7 +136,8 @@ class ConfigReader:
     def __call__(self, key: str, default: Any) -> Any:
         """Return the value of `key`, or `default` if the key is absent or null.
 
-        Raises `CheckpointError` if the value has another type than `default`, or is out of range.
+        Raises `CheckpointError` if the value is out of range, or if its type does not match
+        `default`.
         """
         self.requested_keys.add(key)
         value = self.raw.get(key)

@@ -202,9 +202,9 @@ class PageTables:
     def _find_shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the indices into `rows` of the rows whose last page is partly filled and shared.
+        """Return each index i for which the last page of row `rows[i]` is partly filled and shared.
 
-        Row `rows[i]` contains `before[i]` tokens.
+        Row `rows[i]` contains `before[i]` tokens. A page is shared if several rows use it.
         """
         page = self.pages.page_size
         partial = np.flatnonzero(before % page)

@@ -267,7 +267,7 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """Make row 0 of `prefix` the prefix of the empty rows `slots`; None means no prefix."""
+        """Use row 0 of `prefix` as the prefix of the given empty rows; None means no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.assign_pages(slot, prefix.tables.copy_pages(0))
@@ -385,10 +385,10 @@ class PagedCache:
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _extend_rows(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Make room for more tokens in the rows `rows`, and count these tokens as used.
+        """Make room for new tokens in some rows, and count these tokens as used.
 
-        `counts` has the number of new tokens of each row. Returns the position of each row's first
-        new token, [R].
+        `rows` are the indices of the rows, and `counts` has the number of new tokens of each.
+        Returns the position of each row's first new token, [R].
         """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))

@@ -119,9 +119,10 @@ class Cached:
     def segments(self) -> Tensor:
         """Location of each row's keys in the memory of the cache, int64 [R, 4] on the host.
 
-        The columns are the row's first new token, the number of new tokens, the index of the first
-        key, and the number of keys including the new ones. If a layer's tensor `keys` is viewed as
-        a matrix [rows, head_dim], the index is the row that contains the key of the first head.
+        The columns are the row's first new token, the number of new tokens, the position of the
+        first key, and the number of keys including the new ones. The position refers to the key of
+        the first head, and is counted in vectors of size head_dim from the beginning of a layer's
+        tensor `keys`.
         """
         segments = np.empty((len(self.new), 4), np.int64)
         segments[:, 0] = self.new.cumsum() - self.new
@@ -132,10 +133,10 @@ class Cached:
 
     @cached_property
     def places(self) -> Tensor:
-        """Index of each new token's key in the memory of the cache, int64 [T] on the host.
+        """Memory location of each new token's key in the cache, int64 [T] on the host.
 
-        The index of a key is the row of its first head if a layer's `keys` are viewed as a matrix
-        [rows, head_dim].
+        Each location is a row index into a layer's `keys`, viewed as a matrix [rows, head_dim]. The
+        row contains the key of the token's first head.
         """
         start, new, key, keys = self.segments.numpy().T
         if self.max_len == 1:
@@ -277,7 +278,7 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """Set the prefix of the slots `slots`, which must be empty; None means no prefix.
+        """Set the prefix of several empty slots; None means no prefix.
 
         `prefix` is a cache with one slot. Its tokens precede the tokens of each of the `slots`.
         """
@@ -311,10 +312,9 @@ class KVCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Release the slot `slot`, and move the last active slot to this index.
+        """Release a slot, and move the last active slot to its index.
 
-        Returns the index that the last slot had before the move. It equals `slot` if the released
-        slot was the last one.
+        Returns the former index of the last active slot. If it equals `slot`, nothing was moved.
         """
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
@@ -355,11 +355,11 @@ class KVCache:
         return new
 
     def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """Append `tokens` to the slots `slots` and return the network's input for these tokens.
+        """Append `tokens` to some of the slots, and return the network's input for these tokens.
 
         `tokens` is int64 [R], with one token per slot, or a sequence of R tensors, each int64 [n >=
-        1]. In the result, `rows` contains the index of each slot's last new token, and `labels`
-        contains these tokens. The hidden states at `rows` predict the next tokens.
+        1]. In the result, `rows` has the index of each slot's last new token, and `labels` has the
+        ids of these last tokens. The hidden states at `rows` predict the next tokens.
         """
         # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
@@ -495,11 +495,11 @@ class KVCache:
 
 
 def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """Return pairs of slices: the indices of some slots, and their places in memory.
+    """Return pairs of slices: a range of slots, and the range of memory in which they are stored.
 
-    `places` contains the place of each slot. If the places are consecutive, one pair covers all
-    slots. Otherwise, there is one pair per slot. Unlike index tensors, slices select views, so that
-    slots can be copied without temporary tensors.
+    `places[i]` is the index in memory of slot i. If the slots are stored one after the other, a
+    single pair covers all of them. Otherwise, there is one pair per slot. Unlike index tensors,
+    slices select views, so that slots can be copied without temporary tensors.
     """
     first = int(places[0]) if len(places) else 0
     count = len(places)

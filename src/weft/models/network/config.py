@@ -167,9 +167,10 @@ class TransformerConfig:
         )
 
     def narrow_to_rank(self, t: int, rank: int) -> TransformerConfig:
-        """Return the configuration of the part of the network on tensor rank `rank` of `t` ranks.
+        """Return the configuration of one rank's part of the network under tensor parallelism.
 
-        This part has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if
+        `t` is the number of tensor-parallel ranks, and `rank` is the index of the rank among them.
+        The part has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if
         the network cannot be split into `t` parts.
         """
         width = self.intermediate_size

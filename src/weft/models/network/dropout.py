@@ -102,7 +102,7 @@ class TokenDropout:
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """Return the `TokenDropout` of only the tokens with the indices `tokens`, int64 [n]."""
+        """Return the dropout data of some of the tokens. `tokens` has their indices, int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
@@ -147,7 +147,7 @@ class TokenDropout:
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """Return a copy of the dropout `how` for the layer with index `layer`; None remains None."""
+    """Return a copy of `how` for the layer with the given index, or None if `how` is None."""
     return None if how is None else replace(how, layer=layer)
 
 

@@ -40,11 +40,12 @@ def compute_outputs(
     temperature: float,
     support: SamplingSupport | None,
 ) -> dict[Output, Tensor]:
-    """Return the outputs `want` for the rows of `x`, given their hidden states `hidden` [N, H].
+    """Return the outputs named in `want` for the rows of `x`.
 
-    With a `support`, the label log-probs, the entropy and top1 are computed over only the ids in
-    the support. The log-probs of several ids per row (`given_logprobs` and `top_logprobs`) are
-    always normalized over the whole vocabulary.
+    `hidden` [N, H] are the hidden states of these rows. If there is a `support`, the label
+    log-probs, the entropy and `top1` are computed over only the ids in the support. The log-probs
+    of several ids per row (`given_logprobs` and `top_logprobs`) are always normalized over the
+    whole vocabulary.
     """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
@@ -338,7 +339,11 @@ class _EventChunk:
 
 
 class _GivenLogprobs(torch.autograd.Function):
-    """Autograd function behind `compute_given_outputs`."""
+    """Autograd function that computes the outputs of `compute_given_outputs` in chunks of rows.
+
+    Only the logits of one chunk are in memory at a time. The backward pass computes them again,
+    unless the gradients were already computed in the forward pass.
+    """
 
     @staticmethod
     def forward(

@@ -59,7 +59,11 @@ class LMHead(nn.Module):
         temperature: float,
         support: SamplingSupport | None,
     ) -> dict[Output, Tensor]:
-        """Return the outputs `want` for the rows of `x`, given their hidden states [N, width]."""
+        """Return the outputs named in `want` for the rows of `x`.
+
+        `states` [N, width] are the hidden states of these rows. `tied` is the matrix of the
+        embedding, which is used if the head has no matrix of its own.
+        """
         return event_outputs.compute_outputs(
             states, x, self.build_projection(tied), want, temperature, support
         )
@@ -79,10 +83,11 @@ class ValueHead(nn.Module):
 def compute_row_values(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return one value per row, computed in float32 or wider: [N, H] -> [N].
 
-    `weight` is [1, H]. bfloat16 would be too coarse: of two thousand distinct rewards, only about a
-    thousand would remain distinct. The result is a copy and not a view, because FSDP2 attaches
-    hooks to the outputs of a network. Writing to a view in place would bypass these hooks, and
-    FSDP2 warns of this.
+    `weight` is [1, H]. bfloat16 is not precise enough: two thousand distinct rewards would be
+    rounded to about a thousand.
+
+    The result is a copy instead of a view. FSDP2 attaches hooks to the outputs of a network, and
+    warns that writing to a view in place would bypass these hooks.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()

@@ -45,12 +45,13 @@ def attach(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """Add adapters of rank `r` to the layers `targets` and freeze the rest of the network.
+    """Add adapters of rank `r` to a network and freeze the rest of it.
 
-    By default, all layers in `TARGETS` get adapters. A value or score head is not frozen. An
-    adapter adds scale B A x to the output of its layer. A is uniform in +-1/sqrt(in) and depends
-    only on `seed` and the name of the parameter. B is 0, so the outputs of the network do not
-    change. Raises `ConfigError` for a target that the network lacks.
+    `targets` are the names of the layers that get adapters, by default `TARGETS`. A value or score
+    head is not frozen. If x is the input of a layer, its adapter adds alpha / r * B A x to the
+    output. A is uniform in +-1/sqrt(in) and depends only on `seed` and the name of the parameter. B
+    is 0, so the outputs of the network do not change. Raises `ConfigError` for a target that the
+    network lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in find_canonical_parameters(network).items():

@@ -96,8 +96,8 @@ class MoE(nn.Module):
         reduce: Function that sums the output over ranks, set if every expert is split over ranks.
             If `forward` gets a `share`, `share.scatter` is used instead; it returns only this
             rank's rows.
-        exchange: Function that computes rows on the ranks that have their experts, set if the
-            experts are distributed over ranks.
+        exchange: Function that sends each row to the rank with the expert chosen for it, and gets
+            the expert's output back. Set if the experts are distributed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:

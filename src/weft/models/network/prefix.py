@@ -59,8 +59,8 @@ class InsertedPrefix:
     Attributes:
         attention: Attention context of the longer pack.
         rotation: Tensors (cos, sin) for the longer pack; prefix tokens are not rotated.
-        order: For each token of the longer pack, its index before reordering, int64 [all]. Before
-            reordering, the inserted prefixes follow the original pack.
+        order: For each token of the longer pack, its index in the concatenation of the original
+            pack and all inserted prefixes, int64 [all].
         pack_places: For each token of the original pack, its index in the longer pack, int64 [T].
         owner: For each token of the longer pack, its index in the original pack, int64 [all]. A
             prefix token has the index of the first token after the prefix.
@@ -87,10 +87,9 @@ class InsertedPrefix:
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def remove_from(self, mixed: Tensor) -> Tensor:
-        """Return the attention outputs `mixed` without those of the prefix tokens.
+        """Return the attention outputs without those of the inserted prefix tokens.
 
-        `mixed` [all, heads, dim] has the outputs of all tokens of the longer pack. The result is
-        [T, heads, dim].
+        `mixed` [all, heads, dim] has the outputs of all tokens. The result is [T, heads, dim].
         """
         return mixed.index_select(0, self.pack_places)
 
@@ -264,9 +263,11 @@ def _build_prefixed(context: Prefixed, dense: Dense, pack_places: Tensor, count:
 
 
 def _reorder_rotation(rotation: Rotation | None, order: Tensor) -> Rotation | None:
-    """Return `rotation` with its rows in the order `order`.
+    """Return the rotation (cos, sin) of a pack with inserted prefix tokens.
 
-    An index beyond the last row of `rotation` denotes a token of the prefix, which is not rotated.
+    `rotation` is that of the original pack; if it is None, None is returned. For each token of the
+    new pack, `order` has the token's index in the original pack. Prefix tokens have indices beyond
+    the end of the original pack, and are not rotated.
     """
     if rotation is None:
         return None

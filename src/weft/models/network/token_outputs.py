@@ -45,7 +45,10 @@ class OutputProjection:
         return self.weight.shape[0] if self.split is None else self.split.vocab_size
 
     def count_chunk_rows(self) -> int:
-        """Return the number of rows whose logits are computed together, equal on all ranks."""
+        """Return the chunk size: the number of rows whose logits are computed together.
+
+        The number is the same on all ranks.
+        """
         return count_chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
         )
@@ -262,7 +265,7 @@ class _ChunkResults:
     """Results for R rows of logits.
 
     Attributes:
-        softmax: Logits, with the data for computing their gradient.
+        softmax: Logits with their log-sum-exp or log-probs, from which the gradient is computed.
         labels: Label of each row, relative to the first id of this rank's part of the vocabulary.
             Negative if another rank has the label.
         logprobs: Log-prob of each row's label.
@@ -468,7 +471,7 @@ def _recompute_softmax(
 def _select_gradients(
     gradients: Mapping[Output, Tensor], rows: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients with respect to the log-probs and the entropy of the rows `rows`.
+    """Return the gradients with respect to the log-probs and to the entropy, for a range of rows.
 
     The gradient with respect to the entropy is None if `gradients` does not contain it.
     """
@@ -519,7 +522,10 @@ def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _replace_infinite(logp: Tensor, settings: _TokenOutputSettings) -> Tensor:
-    """Return `logp` with 0 for ids outside their row's support, so that p log p is 0 there."""
+    """Return the log-probs with 0 in place of minus infinity, so that p log p is 0 and not NaN.
+
+    Minus infinity occurs only for ids that sampling limits such as top-k have excluded.
+    """
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)

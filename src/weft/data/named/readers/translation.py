@@ -107,10 +107,12 @@ def translation(
 def divemt(
     rows: Iterable[Row], use: ReaderContext, *, mix_probability: float = 0.2
 ) -> Iterator[Example]:
-    """Read translations from English in rows `{src_text, tgt_text, subject_id: tur_t1}`.
+    """Read translations of English sentences.
 
-    `subject_id` begins with the language code of `tgt_text`. Rows in a language that has no
-    translation prompts are left out. `mix_probability` is described in `translation`.
+    The rows have the columns `src_text` (English), `tgt_text` and `subject_id`. The language of
+    `tgt_text` is given by the beginning of `subject_id`, such as "tur" in `tur_t1`. Rows in a
+    language that has no translation prompts are left out. `mix_probability` is described in
+    `translation`.
     """
     pairs = []
     for row in rows:
