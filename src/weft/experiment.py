@@ -31,8 +31,8 @@ class Evaluation:
     `eval/{source}/{metric}` for each validation source and as `eval/{metric}` over all sources.
     `batch_size` is the number of ids per batch.
 
-    If the option `eval_prompts` is set, a second `Evaluation` (`Experiment.fixed_prompts`) has the
-    graph in which the trained model answers these prompts.
+    The option `eval_prompts` names a file of prompts. If it is set, a second `Evaluation`,
+    `Experiment.fixed_prompts`, generates the trained model's answers to these prompts.
     """
 
     graph: DataflowGraph
@@ -262,16 +262,17 @@ class Experiment:
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """Return the mesh that a call specifies, or None if it specifies no layout and no devices.
+        """Return the mesh of a call, or None if the call specifies neither a layout nor devices.
 
-        `role` lists meshes of the call's role, in order of preference. If the call sets only
-        devices, the layout is that of `role[0]`.
+        `role` lists meshes of the call's role, in order of preference. If the call specifies only
+        devices, its layout is that of `role[0]`.
 
-        If the call sets only a layout, it uses the first devices of the first mesh in `role` that
-        is large enough. If all these meshes are too small, the result depends on `role[0]`. If that
-        mesh consists of the first devices of the run, the call also uses the first devices of the
-        run. Otherwise, `ConfigError` is raised, because the user must name the devices. Also raises
-        `ConfigError` if the devices do not fit the layout.
+        If the call specifies only a layout, it uses the first devices of the first mesh in `role`
+        that is large enough. If none is, it uses the first devices of the run, but only if
+        `role[0]` also consists of the first devices of the run.
+
+        Raises `ConfigError` if the devices do not fit the layout, or if they cannot be chosen by
+        these rules and must be named by the user.
         """
         if call.layout is None and call.device_mesh is None:
             return None

@@ -143,14 +143,15 @@ class CommandLineValue:
 class UnparsedValue:
     """Text from the command line that cannot be parsed, or that would be parsed as a sweep.
 
-    A sweep is a request for one run per value. Options that take a string or a list of strings can
-    use the text as it was typed. All other options raise `error`.
+    A sweep, such as `1,2`, is a request for one run per value. Options that take a string can use
+    `text`, and options that take a list of strings can use `items`. All other options raise
+    `error`.
 
     Attributes:
         text: whole text, or None if it is a bracketed list
         items: elements of the bracketed list, or None if the text is not a bracketed list
-        sweep: True if the text would be parsed as a sweep; an option that takes a list then accepts
-            it only if it is a bracketed list
+        sweep: True if the text would be parsed as a sweep; otherwise, an option that takes a list
+            of strings can also use `text` as the only element
         error: error to raise for an option that cannot use the text
     """
 

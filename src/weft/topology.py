@@ -72,10 +72,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Return the layout that a string such as `d2t2p1` describes.
+        """Return the layout for a string such as `d2t2p1`: data=2, tensor=2 and pipeline=1.
 
-        A missing letter means 1, except for `f`, which defaults to `d` if `trained` is True and `e`
-        is 1. Raises `ConfigError` for an invalid string.
+        A missing degree is 1, except that `fsdp` defaults to `data` if `trained` is True and
+        `expert` is 1. Raises `ConfigError` for an invalid string.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -121,10 +121,12 @@ class Layout:
 class MeshCoordinates:
     """Coordinates of a rank along the parallel dimensions of its layout.
 
-    There are no coordinates for the degrees `fsdp` and `expert` of the layout, because they would
-    follow from `data`. A rank has group `data % expert` of the experts. With FSDP, it has shard
-    `data % fsdp` of the parameters outside the experts, and shard `(data % fsdp) // expert` of its
-    experts.
+    The layout's degrees `fsdp` and `expert` have no coordinates of their own, because `data`
+    determines what a rank holds:
+
+    - its group of experts: number `data % expert`
+    - its shard of these experts, with FSDP: number `(data % fsdp) // expert`
+    - its shard of the other parameters, with FSDP: number `data % fsdp`
     """
 
     data: int = 0
@@ -352,7 +354,11 @@ def compute_kv_heads(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def compute_vocabulary(size: int, t: int, rank: int) -> slice:
-    """Return the range of token ids whose embedding and output rows a tensor rank stores."""
+    """Return the range of token ids that belong to a tensor-parallel rank.
+
+    The rank stores the rows of these ids in the embedding and the output matrix. `size` is the size
+    of the vocabulary, and `t` is the number of tensor-parallel ranks.
+    """
     return slice(rank * size // t, (rank + 1) * size // t)
 
 

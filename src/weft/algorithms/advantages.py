@@ -38,9 +38,8 @@ def compute_discounted_sums(
 ) -> Float[Vector, "T"]:
     """Return y [T] with y_t = x_t + factor * y_{t+1} within each completion.
 
-    x is `rows`, and `lengths` are the numbers of rows of the completions. At the last row of a
-    completion, y_t = x_t. The sums are computed backwards from the last rows, for all completions
-    at once.
+    x is `rows`, the concatenated values of all completions, and `lengths` has the number of values
+    of each completion. At the last value of a completion, y_t = x_t.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")

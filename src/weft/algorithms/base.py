@@ -160,8 +160,9 @@ class Loss(Protocol):
         """Return (loss, statistics) of one micro-batch.
 
         `out` has the network's outputs: logprobs, entropy and values [N], scores [S], and
-        given_logprobs [N, K + 1] for K given ids per row. `total` has the totals that
-        `denominators` returns for the whole minibatch.
+        given_logprobs [N, K + 1]. The last are the log-probs of the K token ids that the batch
+        lists for each row under the key `given_ids`, followed by the log-prob of all other ids
+        together. `total` has the totals that `denominators` returns for the whole minibatch.
         """
         ...
 

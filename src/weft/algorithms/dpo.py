@@ -29,9 +29,9 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 class PairwiseLoss(Loss):
     """Preference loss on pairs of completions: DPO and its variants.
 
-    Two completions of the same id form a pair if their values of the key `rank` differ; the one
-    with the lower rank is the better one. If there is a key `comparison`, both completions must
-    also have the same value of this key.
+    Two completions with the same sample id form a pair if their ranks (key `rank`) differ. The one
+    with the lower rank is the better one. If the batch has the key `comparison`, completions form a
+    pair only if their values of this key are equal.
 
     The loss of a pair is the preference loss selected by `loss_type` (a key of
     `preferences.KINDS`), plus `rpo_alpha` times the cross-entropy of the better completion. It is

@@ -137,7 +137,8 @@ class GRPOLoss(Loss):
 
     `importance_level` is "token" for one importance ratio per token, or "sequence" for one per
     completion. The latter is GSPO, for which the paper and TRL use `loss_type=grpo`. If `eps_clip`
-    and `eps_clip_high` are None, their values come from `RANGES`.
+    and `eps_clip_high` are None, `RANGES` gives defaults that depend on the surrogate and the
+    importance level.
 
     `kl_estimator` is k3 (as in DeepSeekMath and TRL), k2 (its gradient is that of the true KL) or
     k1 (its gradient vanishes in expectation); see `estimate_kl`. As in the DeepSeekMath paper, the
@@ -147,7 +148,7 @@ class GRPOLoss(Loss):
 
         advantages, logprobs            required
         ref_logprobs                    required if `kl_coef` is above 0
-        high_covariance                 required unless `covariance` is "none"
+        high_covariance                 required if `covariance` is "clip" or "kl"
         old_logprobs, sampler_weights   used if present
     """
 

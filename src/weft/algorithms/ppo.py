@@ -91,7 +91,7 @@ class CovarianceControl:
 def compute_clipped_surrogate(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: RatioClip
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return each token's loss, and 1 where a bound blocks its gradient (else 0), both [N].
+    """Return each token's loss [N], and a mask [N] that is 1 where a bound sets the gradient to 0.
 
     With w = exp(log pi_new - log pi_old) and the advantage A, the loss to minimise is
 

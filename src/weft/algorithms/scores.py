@@ -35,10 +35,11 @@ def divide_by_tokens(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "
 def is_above(one: Array, other: Array, terms: Array) -> Array:
     """Return whether `one` exceeds `other` by more than rounding error, elementwise.
 
-    `terms` has the magnitude of the values from which `one` and `other` were computed. The
-    tolerance is 8 eps |terms|, where eps is the machine epsilon of the dtype. It is needed at the
-    first step, when the policy equals its reference: the difference of their log-probs is then only
-    rounding error, and says nothing about which answer is preferred.
+    The rounding error depends on the magnitude of the values from which `one` and `other` were
+    computed. `terms` has values of this magnitude. The tolerance is 8 eps |terms|, where eps is the
+    machine epsilon of the dtype. It is needed at the first step, when the policy equals its
+    reference: the difference of their log-probs is then only rounding error, and says nothing about
+    which answer is preferred.
     """
     xp = array_api_compat.array_namespace(one, other, terms)
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
@@ -51,9 +52,9 @@ def compute_pair_stats(
 
     `rewards`, `logps` and `terms` each consist of two arrays [P], the first for the better and the
     second for the worse completions. A pair counts as correctly ordered if the better completion's
-    reward is higher by more than rounding error (see `is_above`). `terms` is used to estimate this
-    error. For each reward, it has one of the numbers from which the reward was computed, such as
-    beta * log pi.
+    reward is higher by more than rounding error (see `is_above`). The rounding error is estimated
+    from the magnitude of `terms`, the values from which the rewards were computed, such as beta *
+    log pi.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

@@ -73,10 +73,9 @@ class SFTLoss(Loss):
             raise build_unknown_name_error("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return a mapping with the keys `tokens` and `sequences`.
+        """Return the number of trained tokens and the number of sequences with trained tokens.
 
-        Their values are the number of trained tokens and the number of sequences with trained
-        tokens.
+        The keys are `tokens` and `sequences`.
         """
         rows = count_trained_rows(minibatch)
         return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}

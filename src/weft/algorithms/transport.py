@@ -40,20 +40,24 @@ def find_sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """AOT loss: mean over pairs of -log sigmoid(beta (a - b)), where a and b are matched by rank.
+    """AOT loss: mean of -log sigmoid(beta (a - b)) over values a and b that are matched by sorting.
 
-    `loss_type` determines the values that are compared:
+    `loss_type` determines these values:
 
         aot            a is log pi(better) - log pi(worse) of a pair under the policy, and b is the
                        same difference under the reference
         aot_unpaired   a is the log-ratio of policy to reference for a better completion, and b is
                        the log-ratio for a worse completion
 
-    The host function `optimal_transport` sorts all a and all b of the whole batch, and matches
-    values of the same rank. It outputs the matching values under the key `partner`. With `aot`, the
-    partner of a pair's better completion is the b that matches the pair's a. With `aot_unpaired`,
-    the partner of a better completion is the b that matches its a, and the partner of a worse
-    completion is the a that matches its b. No gradient flows through `partner`.
+    Before the model is updated, the host function `optimal_transport` sorts all a and all b of the
+    batch. Values at the same position are matched. The function outputs the key `partner`, with one
+    number per completion:
+
+        aot            for the better completion of a pair: the b that is matched with the pair's a
+        aot_unpaired   for a better completion: the b that is matched with its a;
+                       for a worse completion: the a that is matched with its b
+
+    No gradient flows through `partner`.
 
     The loss reads the keys `rank`, `ref_logprobs`, `partner` and, if present, `comparison`.
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
@@ -103,9 +107,9 @@ class TransportLoss(Loss):
     ) -> Float[Array, "P"]:
         """Return the mean of two losses, but with the gradient of their sum.
 
-        `one` is the loss of the better completions, and `other` that of the worse completions. The
-        value is a mean because each of the two is a loss over all comparisons. The gradient is a
-        sum because each of the two has a gradient only for the completions on its own side.
+        `one` is the loss of the better completions, and `other` that of the worse ones. Each is
+        computed over all comparisons, so the mean of both is reported. However, the gradient of
+        each flows only through the completions on its own side, so the gradients are added.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)

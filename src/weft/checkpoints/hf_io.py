@@ -149,8 +149,8 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 def _format_config_path(path: str | Path) -> str:
     """Return the path of a model's config.json in the form that is shown in messages.
 
-    It starts with the path that the user typed or, for a trained prefix, with the path of the base
-    model.
+    It starts with the path that the user typed. If this is the path of a trained prefix (from
+    prefix tuning), it starts with the path of the base model instead.
     """
     prefix = read_prefix(path)
     return str(Path(path if prefix is None else prefix.base) / CONFIG)

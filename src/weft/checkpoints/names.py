@@ -62,16 +62,17 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class ModelQuery:
-    """Requirements on a model that the user refers to by name, and settings of the search for it.
+    """Options for finding a model by name.
 
     Attributes:
-        option: Command-line option whose value is the name; shown in messages.
+        option: Command-line option with which the user names the model; shown in messages.
         roles: Roles whose checkpoints are acceptable, best first.
         fileroot: Folder of all runs.
         initial_checkpoint: For a resumed run, the checkpoint that it originally started from; None
             for a new run. Unless the name contains a step, this checkpoint is used again, even if
             there are newer ones.
-        own_run: Directory of the run that will use the model. This run is not searched.
+        own_run: Directory of the run that will use the model. It is skipped in the search for the
+            newest run.
     """
 
     option: str = ""
@@ -251,11 +252,11 @@ def _find_in_run(
 def _choose_newest(
     given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
 ) -> LocatedModel:
-    """Return the newest checkpoint of a role.
+    """Return the newest checkpoint of a role, or the one that a resumed run began with.
 
-    However, a resumed run that began with a checkpoint of this role gets that checkpoint again,
-    even if it is older. `steps` maps steps to the role's checkpoints, and `given` is the name that
-    the user gave.
+    `wanted.initial_checkpoint` is the checkpoint that the run began with, or None for a new run. It
+    is returned if it is one of the role's checkpoints. `steps` maps steps to the role's
+    checkpoints, and `given` is the name that the user typed, for messages.
     """
     newest = steps[max(steps)]
     began = (
@@ -275,11 +276,10 @@ def _choose_newest(
 
 
 def _choose_initial(given: str, began: Path, more: str, wanted: ModelQuery) -> LocatedModel:
-    """Return the checkpoint from which the resumed run originally started.
+    """Return the checkpoint `began`, from which the resumed run originally started.
 
-    `began` is the path of this checkpoint, and `given` is the model's name as the user wrote it.
-    Both are mentioned in the result's note for the user, which ends with `more`. Raises
-    `CheckpointError` if the checkpoint has been removed.
+    The result has a note for the user, which mentions `given` (the name that the user typed) and
+    ends with `more`. Raises `CheckpointError` if the checkpoint has been removed.
     """
     if not began.is_dir():
         raise CheckpointError(
@@ -368,8 +368,8 @@ def _build_missing_error(given: str, place: Path, wanted: ModelQuery) -> Checkpo
 def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
     """Return the directory of a run that is given as EXPERIMENT/TRIAL, without `runs/` before it.
 
-    Returns None if `given` has another form, if there is no such run, or if this is the run that
-    will use the model.
+    Returns None if `given` has another form, if there is no such run, or if it is `wanted.own_run`,
+    the run for which a model is being looked up.
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None

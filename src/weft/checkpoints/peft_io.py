@@ -164,7 +164,7 @@ def _find_output_names(config: TransformerConfig) -> tuple[str, str]:
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """Return the B matrix of a fused adapter, such as that of one matrix for q, k and v.
+    """Return the B matrix of a fused adapter, combined from those of layers such as q, k and v.
 
     `parts` are the B matrices of the separate layers, which `keys` describe. Each part is copied to
     the rows that its layer has in the checkpoint's fused weight, and to columns that no other layer
@@ -204,9 +204,9 @@ def _build_rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, An
 
 
 def _find_target_modules(modules: list[str], keymap: KeyMap) -> list[str]:
-    """Return the shortest name suffixes that match all of `modules` and no other module.
+    """Return the shortest name suffixes that match all modules with adapters and no other module.
 
-    The other modules are those of the checkpoint that have no adapter.
+    `modules` are the names of the checkpoint's modules with adapters.
     """
     others = {
         hf.removesuffix(".weight") for hf in keymap.group_by_hf_name() if hf.endswith(".weight")
@@ -329,7 +329,8 @@ def _adjust_config(
 ) -> TransformerConfig:
     """Return the base model's configuration, adjusted to the tensors in an adapter's files.
 
-    The files can have another vocabulary size, or an output matrix that differs from the embedding.
+    `vocab_size` changes if the files contain a resized embedding. `tied` becomes False if they
+    contain only one of embedding and output matrix, or different values for the two.
     """
     family: Family = families.get(config.family)
     saved = _find_modules_to_save(family, replace(config, tied=False), head, True)

@@ -16,10 +16,10 @@ TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """Settings of a trained prefix: keys and values that are prepended to every sequence.
+    """Settings of a trained prefix (prefix tuning).
 
-    `num_tokens` is the number of prefix tokens. `base` is the directory or hub name of the model
-    that the prefix belongs to.
+    The prefix consists of attention keys and values for `num_tokens` tokens, which precede every
+    sequence. `base` is the directory or hub name of the model that the prefix belongs to.
     """
 
     num_tokens: int

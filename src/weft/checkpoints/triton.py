@@ -106,8 +106,8 @@ class TracedRewardModel(nn.Module):
 
     It maps token ids and an attention mask, both [B, T], to scores [B, 1]. The score is computed
     from the hidden state of the last token or, if `mean` is True, from the mean of the hidden
-    states. Tokens with mask 0 are ignored. If `padding` is given, tokens with this id at the end of
-    a row do not count as its last token.
+    states. Tokens with mask 0 are ignored. If `padding` is given, the last token is the last one
+    whose id is not `padding`.
     """
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:

@@ -55,7 +55,10 @@ def load_policy(name: str, given: argparse.Namespace) -> OpenedModel:
 
 
 def check_policies(names: Iterable[str]) -> None:
-    """Raise `UserError` for the first name that is not a policy, without loading a model."""
+    """Raise `UserError` if a model in `names` is not found or cannot generate text.
+
+    The models are not loaded.
+    """
     for name in names:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
 

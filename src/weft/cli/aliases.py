@@ -230,7 +230,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Raise `ConfigError` if `name` sets a model-call option on a node that is a host function.
+    """Raise `ConfigError` if the option `name` is for model calls, but its node is a host function.
 
     Host functions are graph nodes that run plain Python code instead of calling a model.
     """

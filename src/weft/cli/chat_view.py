@@ -102,8 +102,8 @@ class StreamedAnswer:
     def write(self, text: str, style: str = "") -> str:
         """Show text, and return it unchanged.
 
-        `style` is the name of a `rich` style. Styled text, such as the "dim" beginning of a
-        continued answer, is not written to a pipe.
+        With a `style` (the name of a `rich` style), the text is shown only on a terminal. This is
+        used for existing text that the answer continues.
         """
         if self._interactive:
             self._print(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)

@@ -331,10 +331,10 @@ def _find_problem(
 ) -> tuple[str, str]:
     """Merge and check sections, and return (quickstart name, error message).
 
-    The sections are checked for one quickstart after the other, beginning with the likeliest. The
-    first quickstart that knows all of their keys is returned, or the likeliest one if there is
-    none. The message is empty if the sections are valid for this quickstart. If `quickstart` is
-    given, only that one is tried. `names` are the names of the sections.
+    `names` are the names of the sections. Quickstarts are tried one after the other, beginning with
+    the likeliest, until one accepts all keys of the sections. If none does, the likeliest and its
+    error are returned. The message is empty if the sections are valid. If `quickstart` is given,
+    only this one is tried.
     """
     first = quickstart or guess_quickstart([library.get(name) for name in names])
     wrong = ""

@@ -315,8 +315,8 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 def _needs_all_rows(spec: DatasetSpec) -> bool:
     """Return whether the first training rows can be determined only by reading all rows.
 
-    This is so if rows are held out for validation, sampled, mixed between sources, or sorted by
-    length.
+    This is the case if rows are held out for validation, sampled, mixed between sources, or sorted
+    by length.
     """
     sources = list_source_specs(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0

@@ -115,8 +115,9 @@ class DeepSpeedOverrides:
 def read_overrides(file: str, base: RunConfig, given: Sequence[Override]) -> DeepSpeedOverrides:
     """Convert a DeepSpeed file to overrides of weft's options.
 
-    `file` is "" if `--deepspeed` is used without a file. `given` are the other assignments of the
-    run. Raises a `ConfigError` that lists every key that weft does not support.
+    `file` is "" if `--deepspeed` is used without a file. `given` are the assignments on the command
+    line and in config sections, which take precedence over the file. Raises a `ConfigError` that
+    lists every key that weft does not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN_FILES.get(Path(file).name)

@@ -103,7 +103,7 @@ class Demo:
 
 
 def write_material(demo: Demo) -> None:
-    """Write the problems, the teacher's answers, the tokenizer and the model's configuration."""
+    """Write training data, held-out problems, a tokenizer and a model configuration."""
     training, held_out = task.draw_problems(demo.seed, HELD_OUT)
     task.write_rows(
         demo.material / "sft.jsonl", task.build_lesson_rows(training, demo.seed, times=10)

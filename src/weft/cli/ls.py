@@ -268,7 +268,7 @@ def format_steps(run: RunSummary) -> str:
 
 
 def format_size(num_bytes: float) -> str:
-    """Format a number of bytes, such as 12 MB."""
+    """Format a number of bytes with a suitable unit, such as `12 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"

@@ -186,7 +186,10 @@ def count_source(
 
 
 class _LanguageCounter:
-    """Counts of languages and of unreadable rows, summed over all calls of `count_file`."""
+    """Counter of texts per language, and of unreadable rows.
+
+    The counts are summed over all calls of `count_file`.
+    """
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect

@@ -73,7 +73,10 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def describe_repeated(overrides: Sequence[Override]) -> list[str]:
-    """Return a note for each option that is set to several values, of which the last is used."""
+    """Return a note for each option that is set more than once, with different values.
+
+    The note says that the last value is used.
+    """
     words: dict[str, list[str]] = {}
     for each in overrides:
         # mappings are merged

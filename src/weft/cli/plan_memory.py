@@ -98,12 +98,13 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 def build_training_case(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[MemoryCase, int, int, str]:
-    """Describe training on one GPU, or on one rank of a layout, for the memory plan.
+    """Return (case, number of parameters, number of trained parameters, layout) for the memory
+    plan.
 
-    `words` are assignments to the model's options. Each micro-batch has `tokens` tokens, and each
-    minibatch has several micro-batches. Returns the description, the total number of parameters,
-    the number of trained parameters, and the name of the layout. Raises `ConfigError` for invalid
-    options.
+    The case describes training on one GPU, or on one of the GPUs of the layout that the user set.
+    `model` is the path of the model, and `words` are assignments to its options. Each micro-batch
+    has `tokens` tokens, and each minibatch has several micro-batches. The layout is a string, such
+    as `d1` for one GPU. Raises `ConfigError` for invalid options.
     """
     import torch
 

@@ -215,8 +215,8 @@ def is_reporting() -> bool:
 def print_start(experiment: Experiment, *, several: bool) -> None:
     """Print that the run is starting.
 
-    The message is printed before torch is imported, because the import takes seconds. `several` is
-    True if Ray starts the processes of the run.
+    The message is printed before torch is imported, because the import takes seconds. With
+    `several`, it also mentions Ray and the number of devices.
     """
     from weft.observe.progress import make_view
 

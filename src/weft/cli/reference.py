@@ -96,10 +96,10 @@ def _is_run(name: str) -> bool:
 
 
 def _is_own(name: str, config: RunConfig) -> bool:
-    """Return whether an option is specific to its algorithm.
+    """Return whether an option is specific to the algorithm that `config` configures.
 
-    All other options belong to runs, roles, data, sampling or calls, and are shared by all
-    algorithms. The reference lists the shared options in separate tables.
+    All other options belong to runs, roles, data, sampling or the calls of models, and are shared
+    by all algorithms. The reference lists the shared options in separate tables.
     """
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):

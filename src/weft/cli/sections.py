@@ -70,10 +70,10 @@ class SectionFile:
 
 @dataclass(frozen=True)
 class SectionLibrary:
-    """All available config sections, in the order in which they are searched by name.
+    """All available config sections.
 
-    The sections in `./configs` come first, then those in the folders of `--config-dir`, then the
-    built-in ones.
+    To find a section by name, the sections in `./configs` are searched first, then those in the
+    folders of `--config-dir`, then the built-in ones.
     """
 
     # (folder, contents of a file), in search order

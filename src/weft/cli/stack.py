@@ -298,11 +298,10 @@ class _StackReader:
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:
-        """Return where an Open-Assistant key is set, as the `place` of a `StackedValue`.
+        """Return a `StackedValue` whose `place` says where an Open-Assistant key is set.
 
-        If the command line sets the whole key, or sets it individually within a group, the place is
-        the command line. Otherwise, it is the key's line in a section. For a key that is not set,
-        `place` is `IMPLIED`.
+        The place is the command line if the key itself or its whole group is set there. Otherwise,
+        it is the key's line in a section or, for a key that is not set, `IMPLIED`.
         """
         origin = self.open_assistant_values.get(key) or self.group_values.get(key)
         group = self.open_assistant_values.get(key.split(".")[0])
@@ -396,8 +395,8 @@ def _split_key_path(name: str, section: ConfigSection) -> tuple[str, ...]:
 
     `name` is the dotted name of the option. For example, the keys for `actor.optimizer.lr` are
     `("actor.optimizer", "lr")` if the section sets `lr` under the key "actor.optimizer". If the
-    option is missing from the section, the keys of its innermost enclosing group in the section are
-    returned, or an empty tuple if there is none.
+    section has no key for the option itself, the keys for the longest prefix of `name` in the
+    section are returned, such as `("actor.optimizer",)`, or an empty tuple if there is none.
     """
     best: tuple[str, ...] = ()
     for path in section.lines:
@@ -412,8 +411,9 @@ def _resolve_options(reader: _StackReader, stack: SectionStack) -> None:
     """Fill `stack` with the options, origins and notes that result from the keys in `reader`.
 
     This maps Open-Assistant's keys to options and translates alternative spellings. If several keys
-    set an option, the key with the highest rank is used. Raises `ConfigError` if two keys of equal
-    rank set the same option.
+    set the same option, the command line takes precedence over sections, and a later section over
+    an earlier one. Raises `ConfigError` if two keys in one section, or two on the command line, set
+    the same option.
     """
     sets = dict(reader.weft_values)
     keys = {name: name for name in sets}
@@ -537,9 +537,9 @@ def _name_run(stack: SectionStack, base: RunConfig) -> None:
 def guess_quickstart(sections: Sequence[ConfigSection]) -> str:
     """Return the name of the quickstart that best fits the sections.
 
-    If there is a built-in recipe among the sections, its quickstart is chosen. Otherwise, the
-    choice depends on an option group named after PPO, GRPO or DPO or, if there is none, on keys
-    that only one of Open-Assistant's trainers reads. The default is "sft".
+    If there is a built-in recipe among the sections, its quickstart is chosen. Otherwise, an option
+    group named `ppo`, `grpo` or `dpo` determines the quickstart. If there is no such group, keys
+    that only Open-Assistant's RL or reward trainer reads determine it. The default is "sft".
     """
     recipes = []
     for section in sections:

@@ -79,11 +79,11 @@ Packed = tuple[TokenTable, list[Problem]]
 
 @runtime_checkable
 class SingleSampleEncoder(Protocol):
-    """Row encoder that makes a single sample, with at most one completion, from a row.
+    """Row encoder that makes a single sample from each row, unless the row is a message tree.
 
-    Only a row that is a message tree can give several samples. The encoder must mark the first
-    token of each completion as trained. Truncation never removes this token, so every completion
-    keeps at least one trained token.
+    A message tree can give several samples. A sample has at most one completion, and the encoder
+    must mark the first token of the completion as trained. Truncation never removes this token, so
+    every completion keeps at least one trained token.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:

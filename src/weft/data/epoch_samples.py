@@ -32,14 +32,16 @@ class PartEncoder(Protocol):
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """Samples that are encoded again in each epoch, with random draws that depend on the epoch.
+    """Samples that are encoded again in each epoch, because their encoding is partly random.
+
+    For example, a long row can be cropped to a different window in each epoch.
 
     Attributes:
         job: encoder, length limits and tokenizer for the rows
         source: source of the rows
-        table: the same samples, encoded without random draws; their token counts are upper bounds
+        table: the same samples, encoded without random choices; their token counts are upper bounds
             of the counts in all epochs
-        seed: seed of the random draws
+        seed: seed of the random choices
         window: random cropper for rows that are too long, or None
     """
 

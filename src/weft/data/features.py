@@ -88,10 +88,10 @@ def check_type_options(spec: DatasetSpec, type: str) -> None:
 
 
 def check_custom_options(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
-    """Raise `ConfigError` for an option that a user's dataset class would have to implement itself.
+    """Raise `ConfigError` if `spec` sets an option that has no effect on a user's dataset class.
 
-    `by_index` is True if the dataset has random access. If so, `sort_by_length` is allowed, since
-    weft can sort the samples.
+    These options are `system_prefix`, `system_tags` and, unless the dataset has random access
+    (`by_index`), `sort_by_length`. `type` is the name of the dataset type.
     """
     for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
         if getattr(spec, name) != getattr(DatasetSpec(), name):

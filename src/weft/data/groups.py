@@ -43,10 +43,10 @@ class GroupRearrangement:
 
 
 def format_part_name(part: Mapping[str, Any]) -> str:
-    """Return the id of a part of a group in the form `id[first:stop]`.
+    """Return the id of a part of a group, in the form `id[first:stop]`.
 
-    `part` is the metadata of the part. Its values `first` and `stop` are the range of completions
-    that the part contains.
+    A group is a prompt with several completions. `part` is the metadata of the part: `id` is the id
+    of the group, and `first` and `stop` are the range of completions in the part.
     """
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
@@ -116,8 +116,8 @@ def join_groups(
     `parts` contains the metadata that `split_groups` stored for each part. The sequences of part i
     for a key are those from `offsets[key][i]` up to, but not including, `offsets[key][i + 1]`.
 
-    Groups are sorted by their first occurrence in `parts`. If a group shares one sequence of a key,
-    such as the prompt, the sequence is taken from the part with the group's first completion. Keys
+    Groups are sorted by their first occurrence in `parts`. A sequence that all completions of a
+    group share, such as the prompt, is taken from the part with the group's first completion. Keys
     added since the split must have one sequence per completion. Raises `DataError` if a part is
     missing or duplicated.
     """

@@ -23,9 +23,8 @@ class EncodedSample:
         values: one number per completion, by key
         metadata: metadata of the sample, by name
         part: suffix of the sample's id if the row has several samples, otherwise empty
-        unused: names of fields of the row that the token ids do not contain, such as
-            `messages[].name`
-        cut: text of trained turns, such as reasoning, that the chat template omits
+        unused: names of the row's fields that are not used, such as `messages[].name`
+        cut: parts of trained turns that the chat template omits, for example their reasoning
     """
 
     prompt: list[int]

@@ -67,7 +67,10 @@ class LoadedData:
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_max_seqlen(self, check: Callable[[int], None]) -> None:
-        """Call `check` with `max_seqlen`, and again whenever a longer sample is tokenized later."""
+        """Call `check` with the maximum sequence length, and again each time this maximum grows.
+
+        It can grow while samples are tokenized during training. Lengths are in tokens.
+        """
         check(self.max_seqlen)
         for table in self.background_tables:
             table.check_longest = check
@@ -98,7 +101,7 @@ class SourceData:
     """Training and validation samples of one data source.
 
     Attributes:
-        share: number of training samples, and the share of them drawn in each epoch
+        share: number of training samples, and how many of them each epoch uses
         train: training samples; a `StreamDataset` yields whole batches
         counts: sample counts of the source, followed by those of its validation file if it has one
         valid: validation samples, or None if the source has none

@@ -67,8 +67,10 @@ class TreeFilter:
         return True
 
     def accepts_rank(self, node: Node, siblings: int) -> bool:
-        """Return whether `top_k` allows the reply `node`.
+        """Return whether the limit `top_k` on the ranks of replies accepts a message.
 
+        A reply of the assistant is accepted if its rank is below `top_k`, or if it has no rank and
+        is the only reply. Messages of users, and all messages if `top_k` is None, are accepted.
         `siblings` is the number of replies to the same message, including `node` itself.
         """
         if self.top_k is None or node.get("role") != "assistant":

@@ -42,7 +42,7 @@ class SourceShare:
 def make_generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
     """Return the random generator for one purpose in one epoch.
 
-    `purpose` is a text that is different for each use of random numbers. The generator produces the
+    `purpose` is a string that identifies the use of the random numbers. The generator produces the
     same numbers on every machine with the same version of numpy.
     """
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()

@@ -35,7 +35,7 @@ def find_reasoning_key(template: str) -> str:
 
 
 def rename_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
-    """Return copies of the messages with reasoning under the key that the template expects."""
+    """Return copies of the messages, with reasoning moved to the key that the template expects."""
     key = find_reasoning_key(template)
     reasoning_key: list[Message] = []
     for m in messages:
@@ -62,12 +62,12 @@ def find_text_around_reply(render: Render) -> tuple[str, str]:
 
 
 def find_template_fault(render: Render) -> str | None:
-    """Return the reason why a template cannot render text conversations, or None if no fault is
-    found.
+    """Return a description of what is wrong with a chat template, or None if no fault is found.
 
-    The check renders a simple conversation, first with each content as a string and then, if that
-    fails, with each content as a list of parts. If both raise an error, no fault is reported, since
-    the template may still accept the user's conversations.
+    The check renders a short conversation. The template has a fault if it omits the text of a
+    reply, or if it includes the text only when contents are lists of parts instead of strings.
+    Errors raised by the template are not faults, since it may still accept the user's
+    conversations.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -149,10 +149,11 @@ def _list_calls(marks: Mapping[str, str]) -> list[str]:
 
 
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
-    """Return whether a tool call's function name or all of its arguments are missing.
+    """Return whether a tool call's function name or all of its arguments were not rendered.
 
     `call` is the path of the tool call in the message, such as `tool_calls[0]`. The keys of `marks`
-    are the paths of all texts in the message, and `missing` are the paths of the missing ones.
+    are the paths of all texts in the message, and `missing` are the paths of those that the
+    rendered text does not contain.
     """
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))
@@ -243,8 +244,8 @@ def build_not_rendered_error(
 def _is_needed(message: Message, fields: set[str]) -> bool:
     """Return whether `fields` include an essential part of an assistant's turn.
 
-    The essential parts are the tool calls, the content if there are no tool calls, and the turn as
-    a whole.
+    Tool calls are essential, and so is the content if there are no tool calls. Also returns True if
+    `fields` include everything that the turn contains.
     """
     held = set()
     for key in ("content", "tool_calls", REASONING):

@@ -444,7 +444,10 @@ def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSamp
 
 
 def _split_at(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
-    """Split a sample at the id indices `bounds`. The data are views."""
+    """Split a sample into parts of consecutive ids, whose data are views.
+
+    Part i has the ids with the indices `bounds[i]` to `bounds[i + 1] - 1`.
+    """
     parts = []
     for low, high in pairwise(bounds):
         span = {}

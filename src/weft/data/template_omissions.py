@@ -21,12 +21,13 @@ VERBATIM_TEMPLATE = "chatml"  # weft's template that writes content unchanged
 
 @dataclass(frozen=True)
 class TemplateOmission:
-    """Part of trained turns, such as reasoning, that a chat template omits.
+    """Part of an assistant turn that is not trained on because the chat template omits it.
 
-    `message`, `example`, `row` and `place` describe the first turn in which the part is missing.
+    The part is missing from one or more turns. `message`, `example`, `row` and `place` describe the
+    first of them.
 
     Attributes:
-        part: name of the part
+        part: name of the part, such as "content"
         keep: advice for the user on how to keep the part
         template: name of the tokenizer that has the template
         message: number of the turn in its conversation, counted from 1
@@ -166,11 +167,11 @@ class TrainedTurn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _is_written_when_last(self, message: Message) -> bool:
-        """Return whether the template would render a part of this turn if the turn came last.
+        """Return whether the rendered text contains `MARK` if the conversation ends with `message`.
 
-        `message` is this turn with the part replaced by the probe text `MARK`, which is looked for
-        in the rendered text. If the result is True, the user can keep the part by ending the row
-        with this turn. Returns False if this turn is already the last one.
+        `message` is a copy of this turn in which the probe text `MARK` replaces the omitted
+        reasoning. If the result is True, the user can keep the reasoning by ending the row with
+        this turn. Returns False if this turn is already the last one.
         """
         return self.index < len(self.messages) - 1 and self._is_mark_rendered(
             [*self.messages[: self.index], message]

@@ -172,11 +172,11 @@ def read_tokenizer(
 
 
 def _read_plain_config(source: str) -> PreTrainedConfig | None:
-    """Return a model's config.json if tokenizer_config.json names the tokenizer class, else None.
+    """Return a model's config.json as a plain configuration for `AutoTokenizer`, or None.
 
-    Passing the result to `AutoTokenizer` saves a second: it would otherwise import the
-    configuration class of the model, and with it most of `transformers`. Also returns None if the
-    model or tokenizer has custom code.
+    With this configuration, `AutoTokenizer` does not import the model's own configuration class,
+    which would take a second. Returns None if a file is missing, if tokenizer_config.json does not
+    name the tokenizer class, or if the model or tokenizer has custom code.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -433,7 +433,7 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 def bound_tokens(text: str, of_ascii: int, of_others: int) -> int:
     """Return an upper bound on the number of tokens of a text.
 
-    `of_ascii` and `of_others` are upper bounds on the tokens per byte of ASCII and other texts.
+    The bound per byte is `of_ascii` for a text that is all ASCII, and `of_others` for other texts.
     """
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)

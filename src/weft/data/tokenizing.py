@@ -285,9 +285,10 @@ def _encode_first_samples(
 
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
-    """Join the outcomes of all chunks into one table.
+    """Join the tokenized chunks of rows into one table.
 
-    Raises `DataError` with the problems of all invalid rows.
+    `rows` are all rows, and `outcomes` are the results of tokenizing each chunk. Raises `DataError`
+    with the problems of all invalid rows.
     """
     problems: list[Problem] = []
     encoded: list[EncodedSample] = []

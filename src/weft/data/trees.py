@@ -49,7 +49,11 @@ def iterate_prompts(row: Row) -> Iterator[list[Node]]:
 
 
 def to_messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """Convert the nodes of a path to chat messages with language and mean label values."""
+    """Convert the nodes of a path to chat messages.
+
+    Each message also has the node's language and the mean values of its labels for quality, humor
+    and creativity, if the node has them.
+    """
     return [{"role": node["role"], "content": node["text"], **_read_facts(node)} for node in path]
 
 

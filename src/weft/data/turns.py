@@ -180,10 +180,9 @@ class _RenderedConversation:
     def _skip_header(self, index: int, at: int) -> int:
         """Return the start of turn `index` for a template that has no generation prompt.
 
-        `at` is the end of the text that belongs to the earlier messages. If there is a header,
-        which is any text other than white space between `at` and the content of the turn, the turn
-        starts at the content. Otherwise it starts at `at`. It also starts at `at` if the content is
-        empty or cannot be found.
+        `at` is the end of the text of the earlier messages. Any text other than white space between
+        `at` and the turn's content is a header, which is skipped: the turn starts at its content.
+        Without a header, or if the content is empty or cannot be found, the turn starts at `at`.
         """
         content_span = self._find_content(index)
         content = self.messages[index]["content"]

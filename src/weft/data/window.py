@@ -15,11 +15,11 @@ from weft.data.prefix import count_common_prefix
 class RandomWindow:
     """Random cropper for token sequences that are too long.
 
-    The beginning that a sequence has in common with `head` is kept in front of the window. If there
-    is none, a BOS at the beginning of the sequence is kept.
+    The common prefix of the sequence and `head` is kept in front of the window. If they have no
+    common prefix, a BOS at the beginning of the sequence is kept instead.
 
     Attributes:
-        size: number of tokens to keep
+        size: number of tokens to keep, including those in front of the window
         probability: probability that a long sequence is cropped to a random window
         head: ids with which sequences usually begin
         bos_id: id of BOS; None if the tokenizer has no BOS

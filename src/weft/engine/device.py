@@ -173,11 +173,11 @@ def keep_sums_wide(device: torch.device) -> None:
 
 
 def choose_flash(device: torch.device, version: str) -> tuple[str, ...]:
-    """Select the version of flash attention, and return notes on it for the user.
+    """Select the version of flash attention, and return a tuple of notes for the user.
 
-    `version` is the value of the option `flash_attention`. There is one note, which names the
-    selected version, if the device is a Hopper GPU and `version` is "auto" or "fa3". Otherwise
-    there are none. Raises `ConfigError` if the version is not available.
+    `version` is the value of the option `flash_attention`. The tuple has one note, which names the
+    selected version, if the device is a Hopper GPU and `version` is "auto" or "fa3"; otherwise, it
+    is empty. Raises `ConfigError` if the version is not available.
     """
     try:
         note = flash.choose(device, version)

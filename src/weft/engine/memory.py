@@ -394,8 +394,8 @@ def _estimate_call(
 
 
 def _count_fp8_copies(shape: NetworkShape, settings: MemorySettings, work: CallDemand) -> int:
-    """Return the size of the 8-bit copies of both operands of the widest product, in bytes.
+    """Return the size of the 8-bit copies of both operands of the largest matrix product, in bytes.
 
-    Each operand is copied once for each of the two memory layouts that products need.
+    Each operand is copied twice, because 8-bit products need two memory layouts of it.
     """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

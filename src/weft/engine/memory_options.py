@@ -137,10 +137,10 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
 
 
 def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
-    """Yield a line for each alternative with which the run fits in `usable` bytes.
+    """Yield lines that suggest options with which the run needs at most `usable` bytes per GPU.
 
-    If the run fits with none of them, the only line shows the alternative that needs the least
-    memory.
+    There is one line for each suggestion. If no options reduce the memory enough, a single line
+    shows those that need the least memory.
     """
     others = list_memory_options(cases)[1:]
     fitting_options = [way for way in others if way.size <= usable]
@@ -222,7 +222,7 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
 
 
 def _shard_case(case: MemoryCase, ranks: int) -> MemoryCase:
-    """Shard a role over `ranks` ranks, and return the memory estimate's input for one rank.
+    """Return the memory estimate's input for one rank, if the role is sharded over `ranks` ranks.
 
     `case` is the input without sharding. It is returned unchanged if the role is frozen.
     """

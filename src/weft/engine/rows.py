@@ -41,11 +41,12 @@ class PackLayout:
     """Layout of a micro-batch's S sequences in a pack; all attributes are int64 arrays `[S]`.
 
     A sequence is a prompt with one completion. If sequences begin with the same tokens, they can
-    share this prefix: the pack then contains it only once, before all of these sequences. As in the
-    generator, a prompt's last token is never shared, so that log-probs are rounded in the same way.
+    share this prefix: the pack then contains it only once, before all of these sequences. A
+    prompt's last token is never shared. The generator has the same rule, so that both round
+    log-probs in the same way.
 
     Attributes:
-        group: Index of the sequence's id in the list of the sample's ids.
+        group: Index of the sequence's sample id in the micro-batch's list of ids.
         prompt: Number of prompt tokens.
         length: Number of completion tokens.
         first: Index of the first sequence that shares the prefix; the sequence's own index if

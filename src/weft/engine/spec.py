@@ -421,7 +421,7 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Interval at which layers are recomputed in the backward pass; 0 if none are."""
+        """Interval n if the backward pass recomputes every n-th layer; 0 if it recomputes none."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property

@@ -213,10 +213,9 @@ def shorten_name(name: str) -> str:
 
 
 def _name_columns(reports: Sequence[Report]) -> list[str]:
-    """Return the names of the page's columns, one for each model and setting.
+    """Return the names of the page's columns, in the order of the reports.
 
-    The columns are in the order of the reports. A model has no column for a setting with which it
-    was not sampled.
+    A model has one column for each setting with which it was sampled.
     """
     columns: dict[str, None] = {}
     for index, report in enumerate(reports):

@@ -218,10 +218,11 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
 
 
 def _check_prefix(role: str, spec: ModelSpec, prefix: PrefixSettings) -> None:
-    """Check a role whose path is a trained prefix (prefix tuning), and the prefix's base model.
+    """Check a role whose `path` is a trained prefix (prefix tuning) instead of a model.
 
-    Raises `ConfigError` if the role's backend does not support prefixes, or if the role is trained
-    and its option `prefix.num_tokens` is not the length of the prefix.
+    The prefix's base model is checked, too. Raises `ConfigError` if the role's backend does not
+    support prefixes, or if the role is trained and its option `prefix.num_tokens` is not the length
+    of the prefix.
     """
     option = f"{role}.path={spec.path!r}"
     num_tokens = spec.prefix.num_tokens

@@ -223,8 +223,8 @@ def _is_off(value: Any) -> bool:
 def _check_number(done: MappedDeepSpeedConfig, key: str, value: Any, least: float = 0.0) -> bool:
     """Return whether the value is a number of at least `least`.
 
-    Also returns False for None and "auto", which mean that the key is not set. Any other invalid
-    value is recorded in `done` as refused.
+    Also returns False for None and "auto", which mean that the key is not set. Any other value is
+    invalid and is recorded in `done.refused`.
     """
     if value in (None, AUTO):
         return False

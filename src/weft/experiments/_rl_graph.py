@@ -135,7 +135,7 @@ class RLGraphBuilder:
 
     @property
     def correction_keys(self) -> tuple[str, ...]:
-        """Keys that a policy loss reads for the sampler correction; empty if there is none."""
+        """Keys that the loss needs to correct for off-policy samples; empty without correction."""
         if _has_option(self.options, "correction"):
             return ("old_logprobs", "sampler_weights")
         return ()
@@ -184,11 +184,11 @@ class RLGraphBuilder:
         return roles, init_from
 
     def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """Return the critic's spec, and {"critic": "actor"} if its initial weights are copied.
+        """Return the critic's spec, and {"critic": "actor"} if the actor's weights are copied.
 
         The mapping is empty if the weights are read from files. If `spec` has no path, the critic
-        is initialized from the role `init`. By default, this role is the reward model if it uses
-        the actor's tokens, and otherwise the actor. The critic's default learning rate is 5e-6.
+        is initialized from the role `init`, "rew" or "actor". By default, this is the reward model
+        if it uses the actor's tokens, and otherwise the actor. The default learning rate is 5e-6.
         """
         valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
@@ -200,7 +200,7 @@ class RLGraphBuilder:
         nodes: Sequence[Node],
         *notes: str,
     ) -> Experiment:
-        """Return the experiment with these roles and nodes, after all checks that need no torch.
+        """Return the experiment with these roles and nodes, checked without importing torch.
 
         A training step is one execution of the node `actor_train`; each call that trains makes
         `num_updates` optimizer steps per batch. `init_from` maps roles to the roles whose initial
@@ -445,9 +445,9 @@ def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
 
 
 def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
-    """Return the call that scores completions with the reward model.
+    """Return the call in which the reward model scores completions, with the output key `scores`.
 
-    `prefix` is prepended to the node's name and to all keys except `prompt`, such as `scores`.
+    `prefix` is prepended to the node's name and to all keys except `prompt`.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
     args: dict[str, Any] = {
@@ -486,7 +486,7 @@ def format_epochs(count: int) -> str:
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return at most one note for the printed plan, on the minibatches and epochs of a step.
+    """Return a list with a note on a step's minibatches and epochs, for the printed plan.
 
     The list is empty if a step has one minibatch and one epoch. `passes` is the number of epochs.
     """

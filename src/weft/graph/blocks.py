@@ -27,11 +27,10 @@ class StateBlock(Generic[T]):
 
 
 class StateBlocks(Generic[T]):
-    """Mapping from sample ids to states, stored once for each block (group of ids with the same
-    state).
+    """Mapping from sample ids to states, which stores one state per block of ids.
 
-    `new()` creates the state of newly added ids. `copy(state)` copies the state when a block is
-    split.
+    A block is a group of ids with the same state. `new()` creates the state of newly added ids.
+    When a block is split, `copy(state)` copies its state.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:

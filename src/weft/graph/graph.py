@@ -38,8 +38,8 @@ class VersionEdge:
     Attributes:
         producer: Name of the node that trains the weights or triggers their parameter sync.
         consumer: Name of the call that uses the weights.
-        max_staleness: Maximum number of weight updates between the time when the consumer processes
-            a sample and the time when the producer processes it.
+        max_staleness: Maximum number of weight updates that can happen after the consumer has
+            processed a sample and before the producer processes it.
     """
 
     producer: str
@@ -141,10 +141,10 @@ class DataflowGraph:
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def find_refilling_filter(self, edge: VersionEdge) -> HostFunction | None:
-        """Return the first filter with refill rounds between the two nodes of a version edge.
+        """Return the first filter with refill rounds between the two nodes of `edge`.
 
-        The filter is on a path from the call that uses the weights (`edge.consumer`) to the node
-        that trains them (`edge.producer`). In refill rounds, calls process additional whole batches
+        The filter is on a path from the call `edge.consumer` to `edge.producer`, the node that
+        updates the weights of this call. In refill rounds, calls process additional whole batches
         to replace the samples that the filter removed. Returns None if there is no such filter.
         """
         between = self._find_consumers(edge.consumer) & {

@@ -183,7 +183,7 @@ class HostFunction(EdgeKeyNames):
             limit. After the first round, further rounds replace the ids that were removed, until
             the training node has a full batch. If there is a limit, each further round samples at
             least a whole batch; otherwise, only the missing ids are sampled. The option only has an
-            effect if a call before the filter uses weights that are updated after the filter.
+            effect if the filter is between a call and the node that trains this call's weights.
     """
 
     name: str

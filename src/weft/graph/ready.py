@@ -114,7 +114,7 @@ class IdBuffer:
         )
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Remove ids that no node needs any more. None of them may be in a running firing."""
+        """Remove ids that no node needs any more. No running node may be processing any of them."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.finished, f"id {chosen[0]!r} is still in a firing"
 
@@ -161,7 +161,7 @@ class IdBuffer:
         return leave
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values. No firing may be running."""
+        """Return the state as plain values. Must not be called while a node is running."""
         rows = [[id, e.batch, sorted(e.keys), sorted(e.finished)] for id, e in self.entries.items()]
         counts = {
             "fired": dict(self.num_started),
@@ -366,11 +366,11 @@ def _count_refill(
 ) -> int:
     """Return how many ids a call may process for a training node that still needs `missing` ids.
 
-    The result is `missing`, unless there is a filter between the call and the training node that
-    has refill rounds. In these rounds, more samples are processed to replace those that the filter
-    removed. The first round gets `missing` ids, and each later round gets at least a whole batch. A
-    later round may start only when the filter has processed all ids of the earlier rounds
-    (`pending`). Until then, and after the last round, the result is 0.
+    The result is `missing` unless a filter between the call and the training node has refill
+    rounds, in which more samples are processed to replace those that the filter removed. In this
+    case, the result is `missing` in the first round, and at least the call's batch size in later
+    rounds. It is 0 while the filter has not processed all ids of earlier rounds (`pending`), and
+    after the last round.
     """
     filter = graph.find_refilling_filter(edge)
     if filter is None or not missing:

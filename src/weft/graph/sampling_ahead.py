@@ -42,9 +42,9 @@ def may_load(
     """Return whether to load another batch now, for calls that run ahead of training.
 
     The batch should be loaded if a call that tolerates stale weights could start with it. It is not
-    needed if the loaded rows suffice for the remaining steps of the run. `follow` is the node whose
-    firings define the steps, and `steps_left` is the number of its remaining firings, or None if
-    there is no limit.
+    needed if the loaded rows suffice for the remaining steps of the run. `follow` is the node that
+    defines the steps: it runs once per step. `steps_left` is the number of remaining steps, or None
+    if there is no limit.
     """
     size = graph.get_node(follow).batch_size
     waiting = []

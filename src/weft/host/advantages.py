@@ -283,12 +283,13 @@ class GroupAdvantages(StatelessHostFunction):
     the KL penalty of each token is subtracted from the advantages of this token and of all tokens
     before it (REINFORCE++).
 
-    `pass_k` replaces `baseline` and `scale`: prompts are rewarded if at least one of k completions
-    passes. A completion passes if its reward is above `pass_reward`. With `part_weights`, the
-    rewards of each reward function are normalised separately and then added up with these weights
-    (GDPO). With `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated
-    completions (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a
-    buffer of 0 disables the overlong penalty.
+    With `pass_k` = k, the advantages are those for maximising pass@k, the probability that at least
+    one of k completions of a prompt passes; `baseline` and `scale` are not used. A completion
+    passes if its reward is above `pass_reward`. With `part_weights`, the rewards of each reward
+    function are normalised separately and then added up with these weights (GDPO). With
+    `mask_truncated`, the function also outputs a `loss_mask` that excludes truncated completions
+    (DAPO's overlong filtering). `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0
+    disables the overlong penalty.
 
     Input keys, with the number of values for a completion of L tokens:
 
@@ -298,7 +299,7 @@ class GroupAdvantages(StatelessHostFunction):
     - `token_rewards` [L], if present: the reward of each reasoning step at the step's last token,
       and NaN at all other tokens. Each step then gets its own advantage.
     - `baseline_rewards` [1], `baseline_finished` [1] and `baseline_completion` (only its length),
-      one per prompt, if `baseline` is "given". These rewards are shaped like those of the samples.
+      one per prompt, if `baseline` is "given". These rewards are shaped like `rewards`.
     - `reward_parts` [1, parts], if `part_weights` is set
     """
 

@@ -68,10 +68,9 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """Host function that can start on some ids while others are still being sampled.
 
-    When a running model function call has completed some ids, `begin` is called in a new thread.
-    Its batch contains these ids with the keys `begins_with`, which are some of the function's input
-    keys. Except for keys from the dataset, these must all come from one model function call;
-    otherwise `begin` is never called.
+    `begins_with` lists the input keys that `begin` reads. Apart from keys of the dataset, all of
+    them must be outputs of the same model function call; otherwise `begin` is never called. When
+    this call has completed some ids, `begin` is called in a new thread with a batch of these ids.
 
     Several calls of `begin` and a `__call__` on another batch may run at the same time. In `begin`,
     `context.step` is always 0, because the step is not known yet, and recorded metrics are not

@@ -23,14 +23,14 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Return the number that each completion's score is compared with, as the key `partner` [1].
+    """Return the key `partner` [1]: the number with which each completion's score is compared.
 
-    The scores and the numbers that they are compared with are two lists, which are sorted
-    separately. The partner of a score is the number at the same position in the other list.
+    Two lists of scores are compared. Each list is sorted, and the partner of a score is the score
+    with the same rank in the other list.
 
     With "aot", there is one score per pair, the margin: the log-prob of the better completion minus
     that of the worse one. The margins of the policy are compared with those of the reference. The
-    better completion of each pair gets the partner of the margin, and the worse completion gets 0.
+    better completion of each pair gets the margin's partner, and the worse completion gets 0.
 
     With "aot_unpaired", the score of a completion is its log-ratio: its log-prob under the policy
     minus that under the reference. The log-ratios of the better completions are compared with those

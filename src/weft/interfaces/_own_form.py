@@ -162,10 +162,12 @@ def _render_as_turns(
 ) -> tuple[Ids, list[Ids]]:
     """Return the token ids of a prompt and of its completions, rendered with the role's template.
 
-    `prompt` has the token ids of the rendered `messages`. `completions` has (text, ended) for each
-    completion; `ended` is False if the completion was truncated. White space that the chat template
-    of the data's tokenizer adds around a reply is removed from the text. Text that the role's
-    template adds after the end token of the last turn is cut off.
+    Each completion is rendered as the last turn after `messages`. `completions` has (text, ended)
+    for each completion; `ended` is False if the completion was truncated. `prompt` has the token
+    ids of `messages` alone, in the same template.
+
+    White space that the chat template of the data's tokenizer adds around a reply is removed from
+    the text. Text that the role's template adds after the end token of the last turn is cut off.
     """
     tokenizer = model.tokenizer
     before, after = _find_template_blanks(model.data_tokenizer)

@@ -259,7 +259,7 @@ def build_early_plan(
     tokenizers: Mapping[str, Tokenizer],
     data: LoadedData,
 ) -> RunPlan:
-    """Return the plan of a run with device processes, predicted before the engines are built.
+    """Return the plan of a run, computed before the device processes build their engines.
 
     If the options name no GPU, all devices are assumed to be like those of this machine.
     """

@@ -145,8 +145,8 @@ class MemoryForecast:
         """Return the memory in GiB that the run itself needed; `most` is the measured peak.
 
         The memory used before the engines were built is subtracted. For a run in one process on a
-        CPU, file pages are subtracted too: the code pages of torch's libraries vary with the
-        processor, and the system can drop them.
+        CPU, memory mapped from files is subtracted, too. Most of it is library code, whose size
+        varies with the processor and which the system can drop from memory.
         """
         alone = self.device.type == "cpu" and not self.process
         return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)

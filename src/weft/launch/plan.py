@@ -405,7 +405,7 @@ def _format_sources(data: LoadedData) -> list[str]:
 
 
 def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator[str]:
-    """Yield the plan's details about the completions and the optimizer steps of single nodes.
+    """Yield the plan's lines about generation calls and about training nodes that start late.
 
     If there are several generation calls, each has a line with its number of completions per
     prompt. A training node has a line if it takes no optimizer step in the first epochs.

@@ -156,8 +156,8 @@ class SeriesIndex(Generic[Scope]):
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
         """Add the series `values`, which consists of steps and values.
 
-        Only series with the same `scope`, such as the node of the metric, are compared with each
-        other. `number` identifies the series in the results of `find_equal`.
+        Series are compared only with other series of the same `scope`, for example the same graph
+        node. `number` identifies the series in the results of `find_equal`.
         """
         key = (*_build_key(scope, values), *map(_find_bin, _pick_probes(values)))
         self._series.setdefault(key, []).append((values, number))

@@ -196,8 +196,8 @@ def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
 def _find_headline_metric(listed: Sequence[NamedRun]) -> list[str] | None:
     """Return the headline metric's name in each run, or None if the runs do not share one.
 
-    The names may differ in their node. A validation metric is chosen if all runs have it and its
-    values are comparable.
+    Metrics of different graph nodes count as the same metric if the rest of their names is equal. A
+    validation metric is chosen if all runs have it and its values are comparable.
     """
     runs = [each.run for each in listed]
     own = [find_headline(run.metric_names, run.record.get("algorithm")) for run in runs]
@@ -593,11 +593,11 @@ def _has_split_measure(drawn: Sequence[Chart]) -> bool:
 def _is_repeat(
     listed: Sequence[NamedRun], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
-    """Return whether a measure repeats another measure of the same node.
+    """Return whether a measure has the same values as another one in every run that reports it.
 
-    This is the case if both have equal values in every run that has the first one; for example,
-    `value_loss` can repeat `loss`. `names` has the name of the first measure in each run, and
-    `other` that of the second; a name is None if the run does not have the measure.
+    For example, `value_loss` can repeat `loss` of the same node. `names` has the measure's name in
+    each run, and `other` the name of the measure that it may repeat. A name is None if the run does
+    not have the measure.
     """
     return all(
         name is None or (before is not None and _is_same_curve(each.run, name, before))

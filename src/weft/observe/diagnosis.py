@@ -302,10 +302,10 @@ def _describe_out_of_bounds(
 
 
 def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """Return the usual cause of a problem, options to try, and whether the problem is weak.
+    """Return the usual cause of a problem, options to try, and whether healthy runs also have it.
 
-    A weak problem also occurs in healthy runs. `name` is the metric that is out of range, and
-    `pattern` identifies its description.
+    `name` is the metric that is out of range, and `pattern` is the metric's name pattern in
+    `metric_help`.
     """
     kind = run.kind or "grpo"
     rate = run.format_scaled_rate(name)

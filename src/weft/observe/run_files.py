@@ -211,10 +211,9 @@ def is_quiet(directory: Path) -> bool:
 
 
 def _find_shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the metric names of a line, and whether all values can be converted without checks.
+    """Return the metric names of a line, and whether all of its values fit in a float64 array.
 
-    Floats can be converted without checks, and so can integers whose absolute value is below
-    `LARGEST`.
+    They fit if each value is a float, or an integer whose absolute value is below `LARGEST`.
     """
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(

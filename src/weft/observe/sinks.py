@@ -64,8 +64,9 @@ class RunInfo:
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that all loggers can be used, before the run starts. Writes nothing.
 
-    `loggers` maps the name of each logger to its options, as returned by `LoggerSpec.enabled()`.
-    Raises `UserError` for an unknown logger, a missing package, or a failed login.
+    `loggers` maps the name of each logger to its options, as returned by
+    `LoggerSpec.get_enabled()`. Raises `UserError` for an unknown logger, a missing package, or a
+    failed login.
     """
     for name, options in loggers.items():
         if name not in NAMES:

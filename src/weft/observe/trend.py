@@ -49,7 +49,7 @@ class MetricChange:
 
     @property
     def is_within_noise(self) -> bool:
-        """Return whether the 95% confidence interval of the change includes 0."""
+        """True if the 95% confidence interval of the change includes 0."""
         return self.noise is not None and abs(self.delta) <= self.noise
 
     def format_text(self) -> str:

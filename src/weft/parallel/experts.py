@@ -29,9 +29,10 @@ from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Keep only this rank's experts in each MoE layer, and connect the layer to the other ranks.
+    """Keep only this rank's experts in each MoE layer, and set up the exchange of tokens.
 
-    Call this before memory is allocated for the network's parameters.
+    The ranks of `group` divide the experts among themselves. Call this before memory is allocated
+    for the network's parameters.
     """
     for module in network.modules():
         if isinstance(module, MoE):

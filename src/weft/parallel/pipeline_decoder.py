@@ -349,7 +349,7 @@ def pack_tokens(drawn: DrawnTokens) -> tuple[Tensor, Tensor]:
 
 
 def count_ids(first: Tensor) -> int:
-    """Return the length of the second tensor of `pack_tokens`, computed from the first tensor.
+    """Return the length of the second tensor that `pack_tokens` returns, given the first tensor.
 
     A rank that receives the two tensors needs the length to allocate the second one.
     """

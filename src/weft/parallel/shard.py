@@ -88,9 +88,9 @@ class LocalShards:
     """This rank's shards of a network's parameters, each as a plain `nn.Parameter`.
 
     A plain parameter shares memory with the shard of the network's FSDP2 parameter. `stored` maps
-    canonical names to locations in the plain parameters. Names without rows on this rank are left
-    out. Backward passes add gradients to the FSDP2 parameters, and `take_gradients` moves them to
-    the plain parameters.
+    canonical names to locations in the plain parameters. A canonical parameter is left out if this
+    rank has none of its rows. Backward passes add gradients to the FSDP2 parameters, and
+    `take_gradients` moves them to the plain parameters.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -147,10 +147,10 @@ class LocalShards:
 def _refresh_memory(module: FSDPModule) -> None:
     """Make FSDP2 look up the memory of the module's parameters again.
 
-    The memory of a parameter that is shared with another network can be allocated after FSDP2 first
-    looked it up. If the rows of such a parameter do not divide evenly among the ranks, FSDP2 would
-    allocate other memory for it in the first pass, and `LocalShards.stored` would not share memory
-    with the network.
+    This is needed for parameters that are shared with another network: their memory can be
+    allocated after FSDP2 first looked it up. If the rows of such a parameter do not divide evenly
+    among the ranks, FSDP2 would otherwise allocate separate memory for it in the first pass. The
+    parameters in `LocalShards` would then not share memory with the network.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -214,8 +214,9 @@ def sync_gradients(network: nn.Module, on: bool) -> None:
 def iterate_unsharded(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
     """Iterate over the parts of a sharded network, with each part's parameters gathered.
 
-    The parts are the blocks, and then the network itself for its other parameters. This is used for
-    the second half of a backward pass, which FSDP2's hooks do not handle. When the caller is done
+    The parts are the blocks, and then the network itself for its other parameters. Zero-bubble
+    pipelines compute the gradients of weights separately from those of inputs. They use this
+    function for the weights, because FSDP2's hooks run only for the inputs. When the caller is done
     with a part, its gathered parameters are freed. Their gradients are accumulated on this rank;
     with `sums`, the accumulated gradients are also summed over the ranks. A network that is not
     sharded is yielded as a single part.

@@ -140,7 +140,10 @@ def _fill_message(
 
 
 def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
-    """Split `piece` along its first dimensions into rectangles of at most `limit` elements each."""
+    """Split `piece`, a slice of a tensor, into slices of at most `limit` elements each.
+
+    The first dimension is split first, and the next ones only if that is not enough.
+    """
     if _count_elements(piece) <= max(limit, 1):
         yield piece
         return

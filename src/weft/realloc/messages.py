@@ -264,11 +264,11 @@ def _wait(pending: Iterable[PendingMessage]) -> None:
 def _allocate_buffers(
     messages: Sequence[Sequence[BucketMessage]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
-    """Return a buffer for the steps with an even index, and one for the steps with an odd index.
+    """Return two message buffers, one for even steps and one for odd steps.
 
-    Two are needed because two consecutive steps can be in flight at the same time. Each buffer is
-    as large as the largest step that uses it. If `within` is given, the buffers are slices of this
-    tensor.
+    `messages` has the messages of each step of the exchange. Two buffers are needed because two
+    consecutive steps can be in flight at the same time. Each buffer is as large as the largest step
+    that uses it. If `within` is given, the buffers are slices of this tensor.
     """
     sizes = []
     for each in messages:

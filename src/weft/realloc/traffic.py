@@ -18,8 +18,8 @@ class ReallocationTraffic:
     Attributes:
         sent: Bytes sent by each rank.
         received: Bytes received by each rank.
-        in_place: Bytes that need not be moved, for each rank, because the rank holds the same part
-            of the parameter before and after the reallocation.
+        in_place: Bytes that each rank does not move, because it holds the same part of a parameter
+            before and after the reallocation.
         copied: Bytes copied within each rank.
         names: Bytes sent between ranks, for each parameter.
         inside: Total bytes sent between ranks of the same machine.

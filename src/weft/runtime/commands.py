@@ -191,10 +191,11 @@ class PendingCommands:
     commands in the order in which they were sent. The next generation command, and all commands
     after it, stay in the queue until the call has ended.
 
-    Ranks that generate the same sequences stop after the same step. Different data-parallel ranks
-    may stop at different steps, but no rank resumes before all ranks have run the commands, because
-    they may gather weights from each other during generation and reduce metrics at its end. Ranks
-    that have finished their sequences wait for the others.
+    Ranks that generate the same sequences stop after the same step. Data-parallel ranks with
+    different sequences may stop at different steps, but no rank resumes before all ranks have run
+    the commands. This is necessary because ranks may gather weights from each other during
+    generation, and because they reduce metrics at the end of the call. Ranks that have finished
+    their sequences wait for the others.
 
     The driver sends commands to all devices in the same order, but a command may reach some ranks
     later than others. The ranks therefore agree on the last command to run, and wait until all

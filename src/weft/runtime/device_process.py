@@ -216,8 +216,8 @@ class DeviceProcess:
         """Queue a command; `place` is its index in the order in which this device runs commands.
 
         `number` identifies the command's job, and `ranks` are all ranks that receive a command of
-        this job. `wants` are requests for tensors of other devices, which are sent immediately.
-        `shared` are handles of the tensors that the driver provides.
+        this job. `wants` are the tensors to request from other devices; the requests are sent
+        immediately. `shared` are handles of the tensors that the driver provides.
         """
         with self._lock:
             self._early_commands[place] = QueuedCommand(
@@ -289,7 +289,11 @@ class DeviceProcess:
             self.run_next()
 
     def _store_tensors(self, promises: Sequence[Any]) -> int:
-        """Wait for promised tensors and store them; return their size in bytes."""
+        """Wait for tensors that were requested from other devices, and store them.
+
+        `promises` are the results of `PeerTransport.request`. Returns the size of the tensors in
+        bytes.
+        """
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
             self.worker.store.put(SequenceSample.from_bytes(raw))
@@ -306,7 +310,7 @@ class DeviceProcess:
         return measure_peak_memory_gib(self.device)
 
     def activity(self) -> DeviceActivity:
-        """Return what the thread that runs commands is doing, as determined from its stack."""
+        """Return the current activity of the thread that runs commands, read from its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 

@@ -21,8 +21,8 @@ from weft.runtime.store import TensorStore
 class FixedPrompts:
     """Recorder of completions of a few fixed prompts, to show how the model changes.
 
-    `prompts` has one sample id per prompt, with the key `prompt`. In the worker group, these ids
-    get a prefix, so that they differ from the ids of training samples.
+    `prompts` is a batch of prompts with one id each. The ids get a prefix, so that they differ from
+    the ids of training samples.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ from weft.runtime.outcome import FiringOutcome, describe_firing
 class HostFunctionRunner:
     """Runner of a graph's host functions.
 
-    `by_node` maps node names to functions. In the worker group, the name of a model call of this
-    graph is `prefix` + node name. `prefix` is "eval/" for the evaluation graph, and "" for the
-    training graph.
+    `by_node` maps node names to functions. `prefix` is put before the names of the graph's model
+    calls, to distinguish those of the evaluation graph ("eval/") from those of the training graph
+    ("").
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class HostFunctionRunner:
     def _start_prefetches(self, node: HostFunction) -> None:
         """Request early outputs of a model call, if the function of `node` can start with them.
 
-        The function must support prefetching. Of the keys in its `begins_with`, all that are not
-        from the dataset must be outputs of the same model call.
+        The function must support prefetching (`SupportsPrefetch`), and the keys that it needs to
+        start must all be outputs of one model call or keys of the dataset.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

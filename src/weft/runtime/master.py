@@ -261,7 +261,10 @@ class Master:
                 )
 
     def _drop_surplus(self, node: str) -> None:
-        """Remove ids that replaced filtered ones but are not needed by the training node."""
+        """Remove surplus ids, which are too old for the next execution of the training node `node`.
+
+        There can be a surplus if ids that a filter removed were replaced by a whole batch.
+        """
         while self._open_filters and any(
             self._graph.find_refilling_filter(edge)
             for edge in self._graph.version_edges
@@ -298,7 +301,7 @@ class Master:
             self.listener.on_firing_finished(outcome, self.position.step + 1)
 
     def _run_scheduled_firings(self, stepped: Sequence[str] = ()) -> None:
-        """Finish all firings of the current step, then remove the ids that no firing needs.
+        """Finish all firings (executions of nodes) of the current step, then remove unused ids.
 
         `stepped` are the ids that the step used. They are passed to the listener's
         `on_step_finished` before any ids are removed.

@@ -244,13 +244,13 @@ class ParameterTransfers:
     def update_running_copy(
         self, place: EngineKey, failed: FailureCallback, version: int | None = None
     ) -> int | None:
-        """Update the copy that an interruptible call uses, if the copy is outdated.
+        """Update a copy that an interruptible call uses, if the copy is outdated.
 
-        `place` is the role and mesh of the copy. The update is made before the call is submitted
-        and, while the call is running, after each train step. With `version`, the call may start
-        once the copy has the weights of this version or newer ones. Returns the minimum number of
-        updates that the copy must have received when the call starts, or None if `place` is a
-        role's own engine.
+        Such a call can switch to newer weights while it runs. The copy is updated before the call
+        is submitted and, during the call, after each train step. `place` is the copy's role and
+        mesh, and `version` is the oldest version with which the call may start. Returns the number
+        of updates that the copy must receive before the call starts, or None for a role's own
+        engine.
         """
         if place not in self._separate_copies:
             return self.update_copy(place, failed)
@@ -360,8 +360,9 @@ class ParameterTransfers:
 
         `way` is the plan of the transfer, and `what` is the command that each device gets. If
         `holds_up` is True, later requests for the two roles wait for the transfer. If some of the
-        target's ranks are not ranks of the source, the job waits for the job that last changed the
-        source's weights. Otherwise, those ranks would be blocked while the source's ranks are busy.
+        target's ranks are not ranks of the source, the job starts only after the job that last
+        changed the source's weights, so that these ranks are not blocked while the source's ranks
+        are busy.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks

@@ -308,7 +308,7 @@ class RayCluster:
 
     @property
     def lost_part(self) -> str | None:
-        """Description of the part of Ray that does not respond, or None if none is known."""
+        """Description of the part of Ray that does not respond; None if no failure is known."""
         return self._watch.lost_part
 
     def is_alive(self) -> bool:

@@ -302,8 +302,8 @@ class Session:
     def _finish_run(self) -> None:
         """Evaluate and save after the last step, unless this has been done already.
 
-        It has not been done if filters dropped all remaining ids, so that the run ended earlier
-        than expected.
+        The planned last step does both itself, but the run ends earlier if filters drop all
+        remaining ids.
         """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()

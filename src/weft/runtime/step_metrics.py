@@ -35,9 +35,9 @@ class StepMetrics:
         self.firings.setdefault(node, []).append(measured)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return the metrics of all firings since the last call, named `{node}/{metric}`.
+        """Return the metrics of all node executions since the last call, named `{node}/{metric}`.
 
-        The total duration of each node's firings, in seconds, is included as `time/{node}`.
+        The total duration of each node's executions, in seconds, is included as `time/{node}`.
         """
         line: dict[str, float] = {}
         for node, fired in self.firings.items():

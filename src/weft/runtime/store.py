@@ -51,10 +51,9 @@ class _StoredBlock:
     columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """Return two sets of batch numbers.
+        """Return two sets of batch numbers: batches with key values, and batches with metadata.
 
-        The batches in the first set contain the values of keys for the ids of this group. The
-        batches in the second set contain the metadata of these ids.
+        Only values and metadata of this block's ids are considered.
         """
         return set(self.keys.values()), set(self.columns.values())
 

@@ -55,10 +55,10 @@ class TokenDecoder:
         return self._tokenizer.decode(ids)
 
     def _choose_anchor(self, fallback: int) -> tuple[int, str]:
-        """Return (token, text) for a token to put in front of others when they are decoded.
+        """Return (token id, text) of the anchor, a token put in front of the tokens to decode.
 
-        With this token in front, a space at the beginning of a word is kept. It is the token of the
-        letter "a" or, if the tokenizer cannot encode this letter, `fallback`.
+        Without an anchor, a space at the beginning of the first word would be lost. The anchor is
+        the token of the letter "a" or, if the tokenizer cannot encode this letter, `fallback`.
         """
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

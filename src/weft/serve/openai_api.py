@@ -307,7 +307,7 @@ class CompletionRun:
         return await self.endpoints.background.run(self._encode_answer, texts)
 
     def _encode_answer(self, texts: Sequence[GrowingText]) -> bytes:
-        """Return the complete answer as JSON, in bytes.
+        """Return the complete answer, encoded as JSON.
 
         The choices are encoded one at a time, so that other threads can run in between.
         """

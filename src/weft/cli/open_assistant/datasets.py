@@ -136,5 +136,8 @@ def scale_entries(entries: Sequence[Mapping[str, Any]], share: float) -> list[di
 
 
 def limit_validation(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the entries of `dataset.sources` with at most `count` validation rows each."""
+    """Return copies of the entries, with `max_valid` set to `count` if it is unset or higher.
+
+    `entries` are entries of `dataset.sources`, and `max_valid` limits their validation rows.
+    """
     return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

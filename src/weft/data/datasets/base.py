@@ -40,7 +40,8 @@ class DatasetUtility:
         rank: rank of the reading process
         world_size: number of reading processes
         cache_dir: folder for the cache of tokenized rows; None means the default folder
-        num_workers: number of tokenizing processes; None means a number that suits the files
+        num_workers: number of tokenizing processes; None means one per core for large files, and
+            no extra processes for small files
         progress: function that returns a context manager showing progress
         random_window: probability that a row that is too long is cut to a random window instead of
             its beginning
@@ -67,7 +68,7 @@ class DatasetUtility:
 
     @property
     def differs_by_epoch(self) -> bool:
-        """Return whether random draws make the samples differ from epoch to epoch."""
+        """True if random draws make the samples differ from epoch to epoch."""
         return self.random_window > 0 or self.tokenizer.additions.tags
 
 

@@ -34,8 +34,10 @@ class ChatEncoder:
 
     If `train_on` is "last", the model is trained only on the assistant's last turn; if it is "all",
     on every assistant turn. The text in a `system` column is prepended to conversations without a
-    system message. In a row `{prompt, completion}` whose completion is a list of messages, the
-    model is not trained on the prompt, which can be messages or text.
+    system message.
+
+    A row can also have the form `{prompt, completion}`, where `completion` is a list of messages,
+    and `prompt` is a text or a list of messages. The model is not trained on the prompt.
     """
 
     messages_key: str | None = None

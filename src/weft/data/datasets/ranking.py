@@ -32,9 +32,9 @@ class RankingEncoder:
     """Row encoder for prompts with ranked replies.
 
     The prompt is text or messages, in the column `prompt`, `messages` or `prefix`. The replies are
-    sorted best first, and at most `max_replies` of them are kept. If the prompt is null, the
-    replies are whole texts. The column `augmented` contains deliberately bad replies; one of them
-    is drawn at random and ranked last.
+    sorted best first, and at most `max_replies` of them are kept. If the prompt is null, each reply
+    is encoded without a prompt. The column `augmented` contains deliberately bad replies; one of
+    them is drawn at random and ranked last.
 
     With `as_chat`, a text prompt is rendered as the user's message and each reply as the
     assistant's.

@@ -30,7 +30,7 @@ class CatalogueEntry:
         valid: validation split, or a pattern of file names; if None, some training rows are held
             out for validation
         separator: text between the records of a plain text file
-        rows_in: key under which a JSON file, if it is a single object, has its list of rows
+        rows_in: key of the list of rows, for JSON files that consist of one object
         aliases: other names of the dataset
         licence: licence of the dataset, which is shown in messages about the download
         note: remark for the user

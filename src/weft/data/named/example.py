@@ -49,7 +49,8 @@ class ReaderContext:
         training: True for training rows, False for validation rows
         seed: seed of the random choices
         left_out: number of rows left out, by reason
-        cut: number of rows that were used only in part, by description of the missing part
+        cut: number of rows that were used only in part, for each kind of omitted part (for example
+            "turns after the last reply")
     """
 
     name: str
@@ -72,9 +73,9 @@ class ReaderContext:
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count the ignored columns that are not empty in a row.
+        """Record which of the ignored columns are not empty in a row.
 
-        `columns` are the columns that the reader ignores. For each of them, the attribute `cut` has
+        `columns` are the columns that the reader ignores. For each of them, the counter `cut` has
         the number of rows in which it is not empty.
         """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))

@@ -66,7 +66,7 @@ class PreparedSource:
 
 
 def find_mode(dataset_type: str) -> str:
-    """Return the mode (sft, rm or rl) of named datasets whose rows suit this dataset type.
+    """Return the mode (sft, rm or rl) in which to prepare named datasets for a dataset type.
 
     Raises `ConfigError` for a type that is not built into weft.
     """

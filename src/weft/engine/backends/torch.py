@@ -243,10 +243,11 @@ def _count_read_elements(block: torch.nn.Module) -> int:
 
 
 def _count_dropped_elements(block: torch.nn.Module) -> int:
-    """Return the size of the norm outputs that `block` need not keep for the backward pass.
+    """Return the number of elements per token that `block` need not keep for the backward pass.
 
-    The size is in elements per token. A norm output need not be kept if all layers that read it
-    have adapters with dropout, because each of these adapters keeps its own copy after dropout.
+    These are the elements of its norm outputs. A norm output need not be kept if all layers that
+    read it have adapters with dropout, because each of these adapters keeps its own copy after
+    dropout.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -264,9 +265,9 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
-    """Return most fields of `weft.engine.memory.NetworkShape` for the network.
+    """Return fields of `weft.engine.memory.NetworkShape` for the network, by name.
 
-    The fields `parameters`, `trainable`, `row_ranks` and `shards` are not included.
+    All fields except `parameters`, `trainable`, `row_ranks` and `shards` are included.
     """
     config = network.config
     lm = network.kind == "lm"

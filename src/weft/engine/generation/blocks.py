@@ -67,8 +67,8 @@ class SlotManager:
 
     Each sequence has one slot (see `weft.models.kv.slots`). A slot has room for `capacity` tokens,
     which is a multiple of `unit`. At most `max_slots` sequences can have a slot. Slots and shared
-    prefixes together are limited to `max_tokens` tokens, plus `unit` - 1 tokens because sizes are
-    rounded up.
+    prefixes have at most `max_tokens` + `unit` - 1 tokens in total, where `unit` - 1 allows for
+    rounding up.
 
     All slots are copied whenever their number changes. Some spare slots are therefore allocated in
     advance; they are freed if their memory is needed for something else. `num_slots` includes them.

@@ -344,8 +344,8 @@ class PageCaches:
     def _compute_states(self, step: Tensor) -> Tensor:
         """Return the hidden states [B, hidden] of a decode step.
 
-        `step` is the output of `PagedCache.step`, int32 [B, C], which has a row of C numbers for
-        each of the B tokens to decode.
+        `step` is the result of `PagedCache.step`, int32 [B, C], with one row for each token to
+        decode.
         """
         return self._network.compute_hidden(self._pool.build_packed(step))
 

@@ -74,14 +74,14 @@ class DecodeGraphs:
     """CUDA graphs of decode steps, one for each kind of step (such as "greedy") and number of rows.
 
     A step runs in the smallest captured graph of its kind that has enough rows. If there is none, a
-    graph is captured immediately. It is large enough for the steps that are expected later (see
-    `expected` in `__call__`). If a capture fails, one `RuntimeWarning` is issued, and later steps
-    run without graphs.
+    graph is captured immediately. This graph is large enough for the steps that are expected later
+    (see `expected` in `__call__`). If a capture fails, one `RuntimeWarning` is issued, and later
+    steps run without graphs.
 
     Args:
         runs: For each kind of step, the function that runs it. It maps the step's input, int32 [B,
-            C] on the device, to an output [B, ...]. If other memory that it reads is moved, the
-            graphs must be dropped.
+            C] on the device, to an output [B, ...]. It can also read other memory, such as
+            weights. After such memory has moved, `drop` must be called.
         capture: Function that captures a graph, or None to run all steps without graphs.
         sizes: Numbers of rows that a graph can have. Larger graphs have a multiple of
             `LARGE_SIZE_STEP` rows.
@@ -197,8 +197,8 @@ def build_cuda_capture(device: torch.device) -> CaptureFunction:
     """Return a function that captures graphs on a CUDA device.
 
     All graphs share a memory pool, since no two outputs are needed at the same time. If all earlier
-    graphs have been deleted, the next graph gets a new pool. In torch 2.11, a graph cannot join an
-    old pool whose graphs have all been deleted, even if a cuBLAS workspace keeps this pool alive.
+    graphs have been deleted, the next graph gets a new pool, because torch 2.11 does not let it use
+    the old one.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

@@ -71,8 +71,8 @@ class InterleavedGenerator:
 
     Implements `weft.engine.base.Generator`. While one generator's tokens are sent between ranks,
     the steps of the other generators are computed, which keeps all ranks of a pipeline busy. All
-    completions of an id are submitted to the same generator, so that their prompt is computed only
-    once.
+    requests with the same id are submitted to the same generator, so that their common prompt is
+    computed only once.
     """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:

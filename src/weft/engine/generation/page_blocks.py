@@ -89,12 +89,11 @@ class PageManager:
         return (length + 2 * self.page - 2) // self.page
 
     def _compute_phase(self, distance: int) -> int:
-        """Return the step, modulo `page`, in which a sequence needs another page.
+        """Return the step at which a sequence needs another page, modulo the page size `page`.
 
-        According to `_count_pages`, a sequence needs another page when its length reaches 2, page +
-        2, 2 page + 2, and so on. The length is the step counter plus `distance`. Each step
-        increases both the length and the counter by 1, so `distance` is constant while the sequence
-        runs.
+        A sequence needs another page when its length reaches 2, page + 2, 2 page + 2, and so on
+        (see `_count_pages`). `distance` is the sequence's length minus the step counter. Each step
+        increases both by 1, so `distance` is constant while the sequence runs.
         """
         return (2 - distance) % self.page
 

@@ -80,7 +80,7 @@ def supports_config(config: TransformerConfig) -> bool:
 
 
 def has_slot_kernel(network: object) -> bool:
-    """Return whether the network's attention reads only the positions of a slot that are in use."""
+    """Return whether the network's attention reads only the occupied part of a KV-cache slot."""
     if not isinstance(network, Transformer):
         return False
     config = network.config

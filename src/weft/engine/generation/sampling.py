@@ -283,8 +283,8 @@ def _rank_ids(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]
 def _compute_running_sums(x: Tensor) -> Tensor:
     """Return running sums of x [R, n] along its last dimension.
 
-    With deterministic algorithms on CUDA, torch refuses `cumsum`, whose order of summation can
-    vary; a product with a triangular matrix of ones is used instead.
+    With deterministic algorithms on CUDA, torch does not allow `cumsum`, because its order of
+    summation can vary. In this case, x is multiplied by a triangular matrix of ones.
     """
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
         return x @ x.new_ones(x.shape[-1], x.shape[-1]).triu_()

@@ -90,10 +90,10 @@ class SettingsTable:
     def find_index(self, given: GenerationSpec | None) -> int:
         """Return the index of a request's settings in this table, and add them if they are new.
 
-        If `given` is None, the result is 0, the index of the generator's own settings. The options
-        `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb` are always those of
-        the generator, whose stop ids also apply to all requests. Raises `ConfigError` for values
-        out of range, and for stop texts without a tokenizer.
+        If `given` is None, the result is 0, the index of the generator's own settings. A request's
+        values of `seed`, `tokenizer`, `record_support`, `max_support` and `kv_cache_gb` are
+        replaced by the generator's. The generator's stop ids apply to all requests. Raises
+        `ConfigError` for values out of range, and for stop texts without a tokenizer.
         """
         if given is None:
             return 0

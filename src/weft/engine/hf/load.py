@@ -117,9 +117,9 @@ def build_device_arguments(device: torch.device) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` with the name of a file that is missing or truncated.
+    """Raise `CheckpointError` if a weight file is missing or truncated; the message names the file.
 
-    The error that `transformers` raises doesn't contain the file's name.
+    The error that `transformers` raises does not contain the file's name.
     """
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)

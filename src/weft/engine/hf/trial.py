@@ -58,9 +58,9 @@ class DecoderTrial:
 
 @torch.no_grad()
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> DecoderTrial:
-    """Run the decoder on a pack and on single sequences, and return a description of the decoder.
+    """Return a description of the decoder, after running it on packed and on single sequences.
 
-    If the results of the pack and of the single sequences agree, the decoder uses weft's attention
+    If packed sequences give the same results as single ones, the decoder uses weft's attention
     afterwards; otherwise the decoder is not changed. Raises `ConfigError` if a token attends to
     later tokens, or if weft does not support the head.
     """

@@ -142,7 +142,7 @@ class RankShard:
 
 
 def choose_master_device(spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Return the CPU device if masters and optimizer state are offloaded, else None.
+    """Return the CPU device if master weights and optimizer state are offloaded, else None.
 
     For a role on a CPU the result is None, because everything is in host memory already.
     """
@@ -427,8 +427,8 @@ class TorchEngine:
     def onload(self, what: What) -> None:
         """Move weights or optimizer state back to the device.
 
-        `forward`, `train` and `generating` do this themselves. Weights are copied while the first
-        blocks compute, and optimizer state while the first masters are updated.
+        `forward`, `train` and `generating` do this themselves. This method only starts the copies;
+        forward passes and optimizer steps wait for the data that they need.
         """
         if what == "weights":
             self._masters.come()

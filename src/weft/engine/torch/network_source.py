@@ -36,8 +36,8 @@ from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 class RankCoordinates:
     """Coordinates of one rank in a layout, for building its part of a network in any process.
 
-    They replace a `RankMesh` if an engine is described before the run starts. A network that is
-    built from them is not connected to other ranks.
+    They are used instead of a `RankMesh` to describe a planned engine, whose processes do not exist
+    yet. A network that is built from them is not connected to other ranks.
     """
 
     layout: Layout
@@ -86,8 +86,8 @@ class NetworkSource:
     ) -> Transformer:
         """Build the whole network or, with a `mesh`, one rank's part of it, on the meta device.
 
-        Adapters are included. For a `RankMesh`, the part is connected to the parts of other ranks.
-        Without `experts_apart`, every rank has all experts, whatever the layout.
+        Adapters are included. Communication with the other ranks is set up only if `mesh` is a
+        `RankMesh`. If `experts_apart` is False, every rank has all experts, whatever the layout.
         """
         config = self.config
         layers = cast("list[int] | None", None)

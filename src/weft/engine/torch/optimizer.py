@@ -229,10 +229,10 @@ class Optimizer:
             self._calm_steps = 0
 
     def _update(self) -> None:
-        """Update all masters.
+        """Update all trained parameters.
 
-        If the state is offloaded, or if new values have to be copied to the device, the masters are
-        updated one bucket at a time, so that copying overlaps with the updates.
+        If the state is offloaded, or if new values have to be copied to the device, the parameters
+        are updated one bucket at a time, so that copying overlaps with the updates.
         """
         if self._memory is not None and self._memory.is_offloaded:
             memory = self._memory

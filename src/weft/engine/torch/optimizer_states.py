@@ -100,8 +100,9 @@ def rename_for_writing(
 ) -> dict[str, Tensor]:
     """Return the tensors, keyed by their names in the saved file.
 
-    The slice of the parameter that this rank has is appended to the names of scale tensors, because
-    scales can only be loaded for the same slice. Other names are unchanged.
+    The names of scale tensors get a suffix such as `@0:128,0:64`, because scales can only be loaded
+    for the same slice of the parameter. Other names are unchanged. `places` maps parameters to the
+    slices that this rank has.
     """
     for_writing: dict[str, Tensor] = {}
     for key, value in tensors.items():
@@ -123,8 +124,8 @@ def read(
     """Return this rank's slice of every saved tensor.
 
     `elsewhere` contains the names of parameters that may be on other ranks. If this rank does not
-    have such a parameter, the parameter's tensors are left out. Scales that were saved for slices
-    other than this rank's are left out too.
+    have such a parameter, the parameter's tensors are left out. Block scales of quantized states
+    are included only if they were saved for exactly the slice of the parameter that this rank has.
     """
     names = _map_saved_names(saved.names, places)
     of = map_to_parameters(names, places)
@@ -146,8 +147,9 @@ def map_to_parameters(names: Iterable[str], slices: Mapping[str, Slice]) -> dict
 def _map_saved_names(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
     """Map the names of saved tensors to the names that the tensors have on this rank.
 
-    The saved name of a tensor with block scales also contains the slice of its parameter. If this
-    rank has a different slice, the tensor is left out.
+    In the file, the name of a scale tensor ends with the slice of its parameter, as in
+    `@0:128,0:64`. If this rank has a different slice of the parameter, the tensor is left out.
+    `places` maps parameters to the slices that this rank has.
     """
     own_names = {}
     for written_as in keys:

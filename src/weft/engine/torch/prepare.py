@@ -38,7 +38,8 @@ class PassSettings:
     Attributes:
         want: Outputs to compute.
         temperature: Number by which logits are divided.
-        extra: Number of additional rows after each completion's last token.
+        extra: Number of output rows of each completion in addition to one per token, such as 1 for
+            the value after the last token.
         dropout: Seed and step of the dropout masks, or None for a pass without dropout.
         aux_loss: Object that collects the experts' auxiliary loss during the pass, or None.
         trained_only: Whether to skip rows whose loss mask is 0.
@@ -68,9 +69,9 @@ class PrefixSharingNetwork(Protocol):
 def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
     """Return the layout in which completions of the same id share their prompt.
 
-    If `keys`, the keys of the batch, include `logprobs`, the completions were sampled. Prompts are
-    then shared exactly where the generator shared them, so that log-probs are rounded in the same
-    way.
+    `keys` are the keys of the batch. If they include `logprobs`, the completions have log-probs
+    from the generator. Prompts are then shared exactly where the generator shared them, so that
+    log-probs are rounded in the same way.
     """
     if "logprobs" in keys:
         return layout.share_by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
@@ -189,7 +190,8 @@ def prepare_filler(network: nn.Module, want: Want, device: torch.device) -> Prep
 class ScoringProcessor:
     """Implementation of `MicrobatchProcessor` for scoring.
 
-    `finish` returns the outputs of a micro-batch as a sample, or None for a filler pass.
+    `finish` returns the outputs of a micro-batch as a sample. It returns None for a filler pass,
+    which a rank runs only because other ranks have more micro-batches.
     """
 
     network: nn.Module

@@ -252,11 +252,11 @@ def _open_generator(
 def _agree_on_draws(
     decoder: StagedDecoder, alike: TokenAgreement | None, draw: Callable[[], SampledRows], rows: int
 ) -> Callable[[], SampledRows]:
-    """Return a function that waits for the tokens of a step, which are the same on all ranks.
+    """Return a function that waits for the tokens of a step, and returns the same on all ranks.
 
-    `draw` samples a token for each row, and `rows` is the number of rows. `decoder.agree_on_tokens`
-    sends the tokens to all ranks of the pipeline. With context parallelism, several pipelines
-    generate the same sequences, and `alike` makes all of them use the tokens of the first one.
+    `draw` samples a token for each of the `rows` rows. `decoder.agree_on_tokens` sends the tokens
+    to all ranks of a pipeline. With context parallelism, several pipelines generate the same
+    sequences. In that case, `alike` makes all of them use the tokens that the first one draws.
     """
     return decoder.agree_on_tokens(draw if alike is None else lambda: alike(draw, rows)(), rows)
 

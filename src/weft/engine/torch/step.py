@@ -173,7 +173,7 @@ def _map_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """Settings of the load-balancing loss of the experts, which is a mean over sequences.
+    """Settings of the experts' load-balancing loss, which is averaged over sequences.
 
     Attributes:
         weight: Weight of the loss; 0 turns it off.

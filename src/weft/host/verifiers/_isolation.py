@@ -195,11 +195,12 @@ def hide_memory() -> None:
 
 
 def enter(wanted: IsolationSettings) -> None:
-    """Apply the protections to this process. Raises `OSError` if the system refuses one.
+    """Apply the protections and resource limits in `wanted` to this process.
 
-    With the protection `namespaces`, this function returns in a grandchild of this process. This
-    process and its child wait for the grandchild and exit after it. The child is the first process
-    of the new PID namespace: when it ends, the kernel kills all processes in the namespace.
+    Raises `OSError` if the system does not support or permit a protection. With the protection
+    `namespaces`, this function returns in a grandchild of this process. This process and its child
+    wait for the grandchild and exit after it. The child is the first process of the new PID
+    namespace: when it ends, the kernel kills all processes in the namespace.
     """
     # Namespaces and files
     if "namespaces" in wanted.protections:

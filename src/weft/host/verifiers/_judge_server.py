@@ -113,8 +113,7 @@ class JudgeAnswer:
 class UnansweredRequest(UserError):
     """Raised if all attempts of a request fail.
 
-    `what` is the reason for the last failure, without the server's response. It is stored as the
-    attribute `cause`.
+    The attribute `cause` is the reason for the last failure, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:

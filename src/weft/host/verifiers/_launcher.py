@@ -248,7 +248,7 @@ def _find_names(tests: str) -> list[str]:
 
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Divide the names in the tests into names of modules, built-ins and program objects.
+    """Divide the names that tests use into modules, built-ins and objects of the tested program.
 
     The name of a known module counts as a module only if the tests access an attribute of it, as in
     `math.pi`.

@@ -220,10 +220,10 @@ class ObjectPeer:
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
         """Ask the other end to perform an operation, and return the result or raise the error.
 
-        `number` identifies the object of the other end on which to perform the operation. It is
-        None for the operation "names", which asks for globals. While waiting, this end answers
-        requests of the other end. The output of the operation is printed here, and its changes to
-        mutable arguments are copied into `args`.
+        `number` identifies the other end's object on which to perform the operation. It is None for
+        the operation "names", which requests globals by name. While waiting, this end answers
+        requests of the other end. Text that the operation has printed is written to this process's
+        standard output, and its changes to mutable arguments are copied into `args`.
         """
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]

@@ -266,7 +266,7 @@ def _can_protect(names: Sequence[str]) -> bool:
 
 
 def describe_protections(active: Sequence[str]) -> list[str]:
-    """Return lines of text that list the active protections and those that this system refuses."""
+    """Return lines of text that list the active protections, and those that this system lacks."""
     held = [PROTECTIONS[name] for name in active]
     lines = [
         f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"

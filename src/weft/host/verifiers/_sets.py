@@ -85,10 +85,10 @@ def split_brackets(text: str) -> list[str] | None:
 
 
 def parse_inequality(text: str) -> tuple[str, list[str]] | None:
-    """Return the letter and the interval of an inequality, such as `x<5` or `1<x\\le 3`.
+    r"""Return the variable and the interval of an inequality, such as `x<5` or `1<x\le 3`.
 
-    The interval is [opening bracket, lower end, upper end, closing bracket]. The letter can also be
-    on the right, as in `2 \\ge x`. Returns None for other texts.
+    The interval is [opening bracket, lower end, upper end, closing bracket]. The variable can also
+    be on the right, as in `2 \ge x`. Returns None for other texts.
     """
     # Split the text at its signs.
     parts = re.split(

@@ -272,14 +272,16 @@ def _are_all_tokens_needed(
     same: Callable[[str, str], bool],
     parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
-    """Return whether `formula` differs from `other` whenever one of its tokens is replaced.
+    """Return whether each token of `formula` matters when it is compared with `other`.
 
-    Tokens are letters, numbers, plus and minus signs, and marks such as `!`. `same` returns whether
-    two texts are equal, and `parsed` returns the expressions that `math_verify` finds in a text.
+    Tokens are letters, numbers, plus and minus signs, and marks such as `!`. Each token in turn is
+    replaced or removed. The changed formula must not be equal to `other`, and must be parsed
+    differently from `formula`. `same` returns whether two texts are equal, and `parsed` returns the
+    expressions that `math_verify` finds in a text.
 
-    If the expression parsed from `formula` contains all of its tokens, returns True without
-    replacing any. Returns False if there are more than `MOST_TOKENS` tokens, or if there is no
-    unused letter to put in place of a token.
+    If parsing `formula` loses none of its letters and numbers (see `_has_all_tokens`), returns True
+    without replacing any token. Returns False if there are more than `MOST_TOKENS` tokens, or if
+    there is no unused letter to put in place of a token.
     """
     spans = list(_find_tokens(formula))
     if len(spans) > MOST_TOKENS:

@@ -82,7 +82,7 @@ def _is_rounded_or_truncated(
 
 
 def _are_same_function(a: ParsedExpression, b: ParsedExpression) -> bool | None:
-    """Return whether two expressions agree for several values of their letters.
+    """Return whether two expressions agree for several values of their variables.
 
     Returns None if the comparison is undecided.
     """
@@ -121,8 +121,8 @@ def _measure_distance(
 
     The relative distance is the absolute distance divided by the larger of the two absolute values.
     Both distances are 0 for equal values. If a value cannot be computed exactly, a distance that is
-    small enough to be a rounding error counts as 0. `seed` selects the values of letters. Returns
-    None if one of the values is unknown.
+    small enough to be a rounding error counts as 0. `seed` determines the values of the variables.
+    Returns None if one of the values is unknown.
     """
     one = _evaluate(a, seed, 0)
     other = _evaluate(b, seed, 0)
@@ -141,15 +141,15 @@ def _measure_distance(
 
 @dataclass(frozen=True)
 class _ComplexValue:
-    """Value of an expression, with the size of the numbers in its computation.
+    """Complex value of an expression, and a measure of the precision that its computation requires.
 
     Attributes:
         real: Real part.
         imaginary: Imaginary part.
-        size: Largest absolute binary exponent of the floating-point numbers in the computation, or
-            -1 if all numbers were exact fractions. For a fraction that was converted to a
-            floating-point number, the bit lengths of its numerator and denominator are included. A
-            larger `size` requires a higher precision.
+        size: Measure of the required precision. It is -1 if all numbers were exact fractions.
+            Otherwise, it is the larger of two numbers: the largest absolute binary exponent of a
+            floating-point number, and the largest bit length of a numerator or denominator that
+            was converted to floating point.
     """
 
     real: Fraction
@@ -162,8 +162,9 @@ def _evaluate(expression: ParsedExpression, seed: int, size: int) -> _ComplexVal
     """Return the value of an expression, or None if no value can be computed within the limits.
 
     Each letter has a fixed value that depends on `seed`. Numbers that are not exact are computed
-    with 300 + 8 * `size` bits. If the result has a larger `size`, more bits are needed for an
-    accurate value: call this function again with that `size`.
+    with 300 + 8 * `size` bits. The `size` of the result is a measure of the precision that was
+    needed. If it is larger than the argument `size`, the value is inaccurate: call this function
+    again with the result's `size`.
     """
     calculator = _TreeCalculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:

@@ -28,8 +28,8 @@ def exact(
     the first of the columns `answer`, `ground_truth`, `solution` and `target` that is present.
 
     A run of white space counts as one blank, and white space at the ends is ignored. Letter case
-    matters only if `case` is set. A reference that is a number in the data (0.00005, not
-    "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
+    matters only if `case` is set. The comparison is numeric if the reference is a number rather
+    than a string, or a string with an exponent such as "5e-05" or "10^3".
     """
     answers = find_references(columns, column, len(completions))
     result: list[float | None] = []

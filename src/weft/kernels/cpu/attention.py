@@ -72,10 +72,10 @@ def attend_to(
 
     The result has no gradient. A segment assigns a range of queries to a range of keys. Each row of
     `segments`, int64 [n, 4], has the first query, the number of queries, the first key and the
-    number of keys. If `causal` is set, attention is causal in all segments.
+    number of keys. If `causal` is True, attention is causal in all segments.
 
-    k and v are [T, kv_heads, dim] or views of a cache [..., kv_heads, keys, dim]. With a cache, the
-    first key of a segment is its row index in the cache reshaped to [-1, dim].
+    k and v are [T, kv_heads, dim], or views of a cache [..., kv_heads, keys, dim]. For a cache, the
+    first key in `segments` is a row index into the cache reshaped to [-1, dim].
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
@@ -96,9 +96,10 @@ def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> Non
 
 
 class _AttendSegments(torch.autograd.Function):
-    """Autograd function behind `attend`.
+    """Autograd function that implements `attend`.
 
-    Saves the rotated heads, and writes the gradients of q, k and v to one tensor.
+    Saves q, k and v for the backward pass, after the rotary embedding of q and k, and writes their
+    gradients to one tensor.
     """
 
     @staticmethod

@@ -109,12 +109,12 @@ class PrefixRows(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedPass:
-    """New tokens of cached sequences, which are the input of one pass.
+    """Input of one pass: the new tokens of several cached sequences.
 
     Sequence i has `new[i]` new tokens and is stored in slot `slots[i]`, which contains `lengths[i]`
     tokens including the new ones. `rotation` is None for a network without rotary positions.
-    Otherwise it has two tables, cos and sin, and the index of each token's row in both tables. The
-    tables are [positions, 1, half of the rotated dimensions].
+    Otherwise it consists of two tables, cos and sin, and a row index for each token. The tables are
+    [positions, 1, half of the rotated dimensions].
     """
 
     tokens: Tensor  # int64 [T]

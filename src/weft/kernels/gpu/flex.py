@@ -195,11 +195,11 @@ def build_pack_mask(
 def attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec
 ) -> Tensor:
-    """Return attention of one new token per row over the row's pages, [R, heads, dim].
+    """Return the attention of one new token per row over the row's pages, [R, heads, dim].
 
-    `mask` is the result of `build_page_mask`. q is [R, heads, dim]; keys and values are [pages,
-    page, kv_heads, dim]. The kernel requires that the number of query heads per key head is a power
-    of two. If it is not, heads of zeros are added, and their results are dropped.
+    q is [R, heads, dim]; keys and values are [pages, page size, kv_heads, dim]. `mask` is the
+    result of `build_page_mask`. The kernel requires that the number of query heads per key head is
+    a power of two. If it is not, heads of zeros are added, and their results are dropped.
     """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)

@@ -55,10 +55,10 @@ def attend_by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def _view_as_rows(stored: Tensor) -> Tensor:
-    """Return slot 0 of a cache's keys or values as a view [room, kv_heads, head_dim].
+    """Return the keys or values in slot 0 of a cache as a view [room, kv_heads, head_dim].
 
-    `stored` is [slots, kv_heads, room, head_dim]. The kernels use only the address and the strides
-    of the view, and find all slots by the key indices in `Cached.segments`.
+    `stored` is [slots, kv_heads, room, head_dim]. The kernels take only the address and the strides
+    from the view. They find the other slots by the positions in `Cached.segments`.
     """
     return stored[0].transpose(0, 1)
 

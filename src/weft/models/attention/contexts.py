@@ -222,10 +222,10 @@ class Prefixed:
 
     @cached_property
     def parts(self) -> tuple[AttentionPart, ...]:
-        """Parts of the attention computation.
+        """Parts into which the attention computation is divided.
 
-        The first parts are the attention within segments. They are followed by a part for each
-        continuation, whose tokens attend to the prefix.
+        In the first parts, tokens attend causally within their segments. They are followed by one
+        part for each shared prefix, in which the tokens that continue the prefix attend to it.
         """
         within = [AttentionPart(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device

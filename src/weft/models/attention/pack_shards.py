@@ -97,7 +97,7 @@ class PackShard:
 
     @cached_property
     def segments(self) -> tuple[Tensor, ...]:
-        """Pieces of each run, as one tensor [number of pieces, 4] per run, int64 on the host.
+        """Tables of pieces, one per run of tokens, each int64 [number of pieces, 4] on the host.
 
         A run is a range of consecutive tokens on this rank, and a piece is the part of one sequence
         that lies within a run. The columns are the local index of the piece's first token, its

@@ -183,7 +183,7 @@ class PagePool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: PageCopies) -> None:
-        """Grow the memory to the allocator's number of pages, and copy the pages in `copies`."""
+        """Enlarge the pool to the allocator's number of pages, and copy the pages in `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
                 for layer, old in enumerate(stored):

@@ -274,8 +274,8 @@ class Block(nn.Module):
     """Attention and MLP (or experts) of one layer, with norms and residual connections.
 
     `layer` is the index of the layer in the whole network. With tensor parallelism, `enter` is the
-    function that sums the gradients of the inputs of attention and MLP over the ranks. If each rank
-    has only some of the rows, a `RowShare` sums these gradients instead.
+    function that sums the gradients of the inputs of attention and MLP over the ranks. It is not
+    used in passes with sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:

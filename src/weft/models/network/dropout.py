@@ -106,7 +106,7 @@ class TokenDropout:
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
-        """Apply dropout to x as `drop` does, at the site with index `place` within the layer."""
+        """Apply `drop` to x at one of the layer's dropout sites; `place` is the site's index."""
         return self.drop(x, rate, compute_site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:

@@ -34,9 +34,10 @@ class Adapter(nn.Module):
     def __init__(self, weight: Tensor, r: int, scale: float, rate: float, place: int) -> None:
         """Create an adapter for `weight` [out, in], or [experts, out, in] for a stack of experts.
 
-        `place` is the index of the adapter's dropout site within the layer
-        (`weft.models.network.dropout`). The attribute `channel` is the offset of this rank's first
-        input channel in the unsplit layer.
+        `r` is the rank of the adapter, and `rate` is its dropout rate. `place` is the index of the
+        adapter's dropout among all dropouts of the layer (see `weft.models.network.dropout`). If
+        ranks split the layer's input channels, the attribute `channel` must be set to the index of
+        this rank's first channel.
         """
         super().__init__()
         self.channel = 0
@@ -83,8 +84,9 @@ class Linear(nn.Module):
     """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
     If the columns of the matrix are split over ranks, `reduce` sums the results over the ranks
-    before the bias is added. If `forward` is called with a `share`, `share.scatter` computes this
-    sum instead and returns only this rank's rows of it.
+    before the bias is added. With sequence parallelism, `forward` gets a `share` (a `RowShare`).
+    The sum is then computed by `share.scatter`, which returns only the rows that belong to this
+    rank.
 
     Attributes:
         parts: Output size of each fused layer, by the name of the layer.
@@ -192,8 +194,8 @@ class DownLinear(Linear):
         """Return the output of the MLP, [T, out].
 
         x is the input of the activation function: up [T, in] or, with a gate, gate and up side by
-        side [T, 2 in]. If the layer is split over ranks and a `share` is given, only this rank's
-        rows of the output are returned.
+        side [T, 2 in]. If the layer is split over ranks, the output is summed over the ranks. With
+        `share`, only the rows that it assigns to this rank are returned.
         """
         if (
             len(self.adapters)

@@ -94,8 +94,8 @@ class MoE(nn.Module):
 
     Attributes:
         reduce: Function that sums the output over ranks, set if every expert is split over ranks.
-            If `forward` gets a `share`, `share.scatter` is used instead; it returns only this
-            rank's rows.
+            With sequence parallelism, it is not used, and `forward` returns only this rank's rows
+            of the sum.
         exchange: Function that sends each row to the rank with the expert chosen for it, and gets
             the expert's output back. Set if the experts are distributed over ranks.
     """

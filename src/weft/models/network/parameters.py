@@ -49,9 +49,9 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def select_rows(self, whole: Tensor) -> Tensor:
-        """Return the rows of `whole` that belong to the canonical parameter.
+        """Return the part of `whole` that corresponds to `rows`, or all of it if `rows` is None.
 
-        `whole` has the shape of the stored parameter.
+        `whole` has the shape of the stored parameter; it can be, for example, the gradient.
         """
         return whole if self.rows is None else whole[self.rows]
 

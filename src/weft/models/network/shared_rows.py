@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class RowShare(Protocol):
-    """Interface of one rank's share of the rows of a tensor that is divided among the ranks.
+    """Interface for gathering and scattering tensor rows that are divided among the ranks.
 
     The methods communicate: when one rank calls a method, all ranks must call it.
     """
@@ -79,10 +79,10 @@ def gather_inputs(
 ) -> Tensor:
     """Return all input rows of a layer that is split over ranks.
 
-    In the backward pass, gradients are summed over the ranks. With a `share`, x has only this
-    rank's rows, and the other rows are gathered. Otherwise x has all rows, and `enter` sums the
-    gradients. If `share` and `enter` are both None, the layer is not split, and x is returned
-    unchanged.
+    If the rows are divided among the ranks (`share`), x has only this rank's rows, and the others
+    are gathered. Otherwise x has all rows. In both cases, the backward pass sums the gradients over
+    the ranks; without `share`, the function `enter` does this. If `share` and `enter` are both
+    None, the layer is not split, and x is returned unchanged.
     """
     if share is not None:
         return share.gather(x)

@@ -210,7 +210,7 @@ class _RowSoftmax:
 
     Attributes:
         logits: Logits divided by the temperature.
-        capped: Logits before this division.
+        capped: Logits before this division, after the soft cap if there is one.
         statistics: Log-sum-exp of each row and, if needed, its entropy.
         logp: Log-probs of all ids.
     """
@@ -265,11 +265,12 @@ class _ChunkResults:
     """Results for R rows of logits.
 
     Attributes:
-        softmax: Logits with their log-sum-exp or log-probs, from which the gradient is computed.
+        softmax: Data for computing the gradient: the logits, and either their log-sum-exp or the
+            log-probs of all ids.
         labels: Label of each row, relative to the first id of this rank's part of the vocabulary.
             Negative if another rank has the label.
         logprobs: Log-prob of each row's label.
-        lse: Log-sum-exp of each row, or None if `softmax` contains the log-probs of all ids.
+        lse: Log-sum-exp of each row, or None if `softmax` contains log-probs instead.
         entropy: Entropy of each row, or None if not requested.
         best: Most likely id of the whole vocabulary for each row, or None if not requested.
     """
@@ -285,9 +286,10 @@ class _ChunkResults:
 def _compute_results(
     logits: Tensor, capped: Tensor, labels: Tensor, settings: _TokenOutputSettings
 ) -> _ChunkResults:
-    """Compute the results for a chunk from `logits` [R, V] and `labels` [R].
+    """Return the log-probs of the labels and, if requested, the entropies and likeliest ids.
 
-    The logits are already divided by the temperature; `capped` are the logits before the division.
+    `logits` [R, V] are already divided by the temperature; `capped` are the logits before the
+    division. `labels` is [R].
     """
     if settings.split is not None:
         return _compute_split_results(logits, capped, labels, settings, settings.split)

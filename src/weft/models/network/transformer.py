@@ -70,9 +70,8 @@ class Embedding(nn.Module):
     """Embedding matrix [V, width], which maps tokens, int64 [T], to hidden states [T, width].
 
     If the vocabulary is split over ranks, `first` is the first id of this rank. Ids of other ranks
-    are mapped to zeros, and `reduce` sums the hidden states over the ranks. If each rank continues
-    with only some of the tokens, `forward` gets a `share`, which sums the hidden states and returns
-    those of this rank's tokens.
+    are mapped to zeros, and `reduce` sums the hidden states over the ranks. With sequence
+    parallelism, `reduce` is not used, and `forward` returns only the sums for this rank's tokens.
     """
 
     def __init__(self, size: int, width: int) -> None:
@@ -324,7 +323,10 @@ class Transformer(nn.Module):
         return self.embed.weight if self.config.tied else None
 
     def _embed(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
-        """Return the sum of token and position embeddings, [T, hidden], or this rank's rows of it."""
+        """Return the sum of token and position embeddings, [T, hidden].
+
+        If the ranks divide the rows (`shared`), only this rank's rows are returned.
+        """
         config = self.config
         share = None if shared is None else shared.token_share
         positions = x.positions

@@ -86,7 +86,7 @@ def question_answer(
 class PairReader:
     """Reader that converts each row of a dataset to a question with its answer.
 
-    The rows that are left out are counted in `use`.
+    `use` is the context of the reader, which counts the rows that are left out.
     """
 
     use: ReaderContext
@@ -191,10 +191,10 @@ def summary(
     max_words: int = MAX_WORDS,
     prompts: Sequence[str] = SUMMARIES,
 ) -> Iterator[Example]:
-    """Read texts with their summaries, as requests to summarize the text.
+    """Turn each text into a request for a summary, with the text's summary as the reply.
 
     `text` and `summary` are the columns. The request consists of the first `max_words` words of the
-    text, followed by one of `prompts` that is drawn at random.
+    text, followed by a random item of `prompts`.
     """
     for index, row in enumerate(rows):
         random = use.make_random(index)

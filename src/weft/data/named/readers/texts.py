@@ -17,7 +17,7 @@ def plain_text(
 ) -> Iterator[Example]:
     """Read a column of plain text, cut into pieces of at most `max_chunk_size` characters.
 
-    All pieces of a row are used either for training or for validation.
+    The pieces of a row are never split between training and validation.
     """
     for index, row in enumerate(rows):
         text = str(row[column] or "")
