@@ -147,7 +147,7 @@ class SlurmCluster:
     def stop(self) -> None:
         if len(self._daemons) > 1:
             self.run("scancel", "--user=root")
-            end = time.monotonic() + 20
+            end = time.monotonic() + 300
             while self.run("squeue", "-h").strip() and time.monotonic() < end:
                 time.sleep(0.2)
         for daemon in reversed(self._daemons):

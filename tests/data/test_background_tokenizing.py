@@ -292,7 +292,7 @@ class Worker:
 
 
 def until(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300  # ends what hangs
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -815,12 +815,12 @@ def test_what_stops_a_run_names_the_samples(stub: Stub, monkeypatch: pytest.Monk
 
     def reply(text: str, number: int) -> Reply:
         if "b" in text:
-            gone.wait(8)
+            gone.wait(300)
         return 403, {}, {"error": KEY}
 
     stub.reply = reply
     args = {"url": stub.url, "model": "m", "prompt": "{completion}"}
-    function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=2.0)
+    function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=300.0)
     try:
         with pytest.raises(
             UserError,
@@ -828,6 +828,10 @@ def test_what_stops_a_run_names_the_samples(stub: Stub, monkeypatch: pytest.Monk
         ) as told:
             function(batch([["a"]]), context())
         assert "secret" not in str(told.value)
+    finally:
+        function.pool.close()
+    function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=2.0)
+    try:
         with pytest.raises(
             UserError, match=r"did not finish within reward_timeout_s=2 seconds on p0\[0\]"
         ):

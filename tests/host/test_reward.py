@@ -488,7 +488,7 @@ def test_what_goes_wrong_in_a_head_start_is_told_with_the_batch(make: Make, name
 
 
 def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
-    function, told = make("hangs", timeout_s=0.7, on_timeout=-5.0, num_workers=2), context()
+    function, told = make("hangs", timeout_s=2.0, on_timeout=-5.0, num_workers=2), context()
     whole = batch([["a"], ["x"]])
     function.begin(whole.select(ids=["p1"]), context())
     assert rewards(function(whole, told)) == [1.0, -5.0]
@@ -556,12 +556,12 @@ def test_a_process_that_dies_is_named(make: Make) -> None:
 def test_a_hung_call_stops_the_run(make: Make, waited: list[float]) -> None:
     with pytest.raises(
         UserError,
-        match=r"'hangs' did not finish within reward_timeout_s=0.7 seconds on p1\[0\]; make it faster",
+        match=r"'hangs' did not finish within reward_timeout_s=2 seconds on p1\[0\]; make it faster",
     ):
-        make("hangs", timeout_s=0.7, num_workers=2, chunk_size=1)(
+        make("hangs", timeout_s=2.0, num_workers=2, chunk_size=1)(
             batch([["a"], ["x"], ["b"]]), context()
         )
-    assert waited and max(waited) <= 0.7
+    assert waited and max(waited) <= 2.0
 
 
 def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:

@@ -300,7 +300,7 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path) -> None:
     forked = int(Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[0])
     asks.kill()
     asks.communicate()
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 300.0
     while (
         Path(f"/proc/{launcher}").exists() or Path(f"/proc/{forked}").exists()
     ) and time.monotonic() < end:

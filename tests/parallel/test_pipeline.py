@@ -337,9 +337,9 @@ def late(folder: str) -> str:
     """On rank 0: what the pipeline says where rank 1 never computes. On rank 1 nothing."""
     store = dist.FileStore(f"{folder}/late", 2)
     rank = dist.get_rank()
-    group = dist.distributed_c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+    group = dist.distributed_c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=5))
     if rank == 1:
-        store.wait(["said"], timedelta(seconds=60))
+        store.wait(["said"], timedelta(seconds=300))
         return ""
     case = Case(count=2)
     pipeline = Pipeline({0: stage(build(case), case, range(4))}, "1f1b", group)

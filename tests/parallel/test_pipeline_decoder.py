@@ -206,9 +206,9 @@ def test_rows_are_complete_before_prompts_move_their_keys(ranks: Ranks) -> None:
 def late(folder: str) -> str:
     """On rank 0: what is said where rank 1 draws nothing."""
     store, rank = dist.FileStore(f"{folder}/late", 2), dist.get_rank()
-    group = dist.distributed_c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+    group = dist.distributed_c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=5))
     if rank == 1:
-        store.wait(["said"], timedelta(seconds=60))
+        store.wait(["said"], timedelta(seconds=300))
         return ""
     case, decoder = Case(), decoder_of(Case(), group, group)
     with open_generator(

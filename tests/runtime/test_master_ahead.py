@@ -140,7 +140,7 @@ def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypat
     generate, seen = ToyGenerate.generate, list[tuple[int, int]]()
 
     def wait(self, model, batch):
-        version, end = model.engine.version, time.monotonic() + 20.0
+        version, end = model.engine.version, time.monotonic() + 300.0
         while model.step % BATCHES in (1, 2, 3) and model.engine.version == version:
             assert time.monotonic() < end, "nobody trains"
             if model.updates.are_waiting():

@@ -21,7 +21,7 @@ from weft.graph.mfc import HostFunction
 from weft.host.base import StatelessHostFunction
 from weft.runtime.prefetch import PrefetchingLoader
 
-SECONDS = 20.0  # until a thread that waits for another one gives up, and the test with it
+SECONDS = 300.0  # until a thread that waits for another one gives up, and the test with it
 
 
 @pytest.mark.parametrize("host_first", [True, False])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,11 +311,16 @@ def test_a_call_begins_while_another_call_beside_it_goes_on(tmp_path, monkeypatc
 
 
 def test_a_deadline_counts_from_the_beginning_of_the_work(tmp_path, monkeypatch):
-    """`ref_inf` waits in the group's queue behind `rew`, for longer than it may take."""
-    infer = ToyInfer.inference
+    """`ref_inf` waits in the group's queue behind `rew`, for longer than it may take. The time is
+    that of a clock which only `rew` moves.
+    """
+    infer, clock = ToyInfer.inference, [0.0]
+    monkeypatch.setattr(
+        "weft.runtime.node_runner.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
 
     def slow(self, model, batch):
-        time.sleep(0.6 if model.role == "reward" else 0.0)
+        clock[0] += 2 * SECONDS if model.role == "reward" else 0.0
         return infer(self, model, batch)
 
     def change(nodes):
@@ -322,7 +328,7 @@ def test_a_deadline_counts_from_the_beginning_of_the_work(tmp_path, monkeypatch)
         return [
             gen,
             rew,
-            replace(ref_inf, input_keys=["completion"], deadline_s=0.4),
+            replace(ref_inf, input_keys=["completion"], deadline_s=SECONDS),
             advantages,
             train,
         ]

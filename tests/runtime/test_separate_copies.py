@@ -21,7 +21,7 @@ from weft.runtime.commands import MoveParameters, SaveParameters
 from weft.runtime.separate_copies import find_separate_copies
 
 BATCHES = 8  # of an epoch; the last one is short, so it is not sampled ahead
-SECONDS = 20.0  # until a call that waits gives up, and the test with it
+SECONDS = 300.0  # until a call that waits gives up, and the test with it
 
 
 def toy(root: Any, staleness: int, **more: Any) -> Toy:

@@ -21,10 +21,10 @@ def test_who_stops_listening_is_gone(monkeypatch):
     monkeypatch.setattr("weft.runtime.watch.INTERVAL_SECONDS", 0.02)
     (one, here), (two, there) = listener(), listener()
     watch = AddressWatch({"the head": here, "the other": there}, 0.1)
-    time.sleep(0.3)
+    time.sleep(0.3)  # looks that come late find both, too
     assert watch.lost_part is None
     one.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while watch.lost_part is None and time.monotonic() < end:
         time.sleep(0.01)
     assert watch.lost_part == f"the head ({here[0]}:{here[1]}) does not respond"
