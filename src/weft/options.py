@@ -128,10 +128,13 @@ def describe_type(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class CommandLineValue:
-    """Parsed command-line value, together with the text that the user typed.
+    """Value of an option on the command line, both parsed and as typed.
 
-    Options of type string use the text: `trial_name=1.10` is read as "1.10" and not as the number
-    1.1. `unparsed` is set if the text is not in the command line's syntax for values.
+    Attributes:
+        value: parsed value, or the text if `unparsed` is set
+        text: text that the user typed; options of type string use it, so that `trial_name=1.10` is
+            read as "1.10" and not as the number 1.1
+        unparsed: set only if the text cannot be parsed or would be parsed as a sweep
     """
 
     value: Any

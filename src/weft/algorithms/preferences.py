@@ -90,7 +90,7 @@ def compute_robust_loss(
 
 
 def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """Return max(0, 1 - beta delta), the form of SLiC in Liu et al. 2023 (RSO), table 1.
+    """Return the SLiC hinge loss max(0, 1 - beta delta), as in table 1 of Liu et al. 2023 (RSO).
 
     `delta` is the score of the better answer minus the score of the worse answer.
     """

@@ -312,7 +312,10 @@ class MapLoader:
         return sample
 
     def _announce_order(self) -> None:
-        """Prioritize the upcoming samples in tables that are tokenized during training."""
+        """Make background workers tokenize the samples of the next batches first.
+
+        Does nothing if no dataset is tokenized during training.
+        """
         unfinished = []
         for number, part in enumerate(self._parts):
             if part.background_table is not None:

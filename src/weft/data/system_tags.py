@@ -27,9 +27,10 @@ class ConversationAdditions:
 
     Attributes:
         prefix: system text put before the conversation's own system message, or None
-        tags: add a system message before each reply, with the reply's language, labels and context
-        length: add the length of the reply to the tags
-        dropout: probability that a line of a tag is dropped
+        tags: add a system message (a tag) before each reply, with one line each for the reply's
+            language, labels and context
+        length: add a line with the length of the reply to each tag
+        dropout: probability of dropping a line, drawn separately for each line of a tag
         label_masking: compute the loss only on the assistant's text; if False, on all tokens
     """
 

@@ -294,7 +294,7 @@ class RLGraphBuilder:
         return nodes
 
     def build_reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Return the call that computes the reference's log-probs once the keys `waits` exist."""
+        """Return the call that computes reference log-probs once all keys in `waits` exist."""
         return self._build_scoring("ref_inf", "ref", "ref_logprobs", waits)
 
     def _build_scoring(self, name: str, role: str, output_key: str, waits: Sequence[str]) -> MFCDef:
@@ -313,9 +313,9 @@ class RLGraphBuilder:
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The first node computes the actor's log-probs before the first update, after other nodes
-        have computed the keys `waits`. The second node computes weights for the loss, which correct
-        for the difference between these log-probs and the sampler's.
+        The first node computes the actor's log-probs before the actor is trained on the batch. It
+        does not run until all keys in `waits` exist. The second node computes weights for the loss,
+        which correct for the difference between these log-probs and the sampler's.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.correction_keys:

@@ -39,7 +39,9 @@ class TeacherAdvantages(StatelessHostFunction):
     - `teacher_top1` (optional): 1 if the token is the teacher's most likely
     - `loss_mask` (optional): 1 if the token is trained
 
-    The lengths of the keys `completion` and, if present, `prompt` are read, too.
+    The batch must also have the key `completion`, and can have the key `prompt`. Only their numbers
+    of tokens are used: to separate the completions, and to exclude the first token after an empty
+    prompt, which cannot be trained.
 
     The output key `advantages` has one value per completion token, 0 for tokens that are not
     trained.

@@ -379,8 +379,8 @@ class DeviceGroup:
         """Send each rank the command `make(rank)`, and return a future of the results by rank.
 
         `what` describes the work for error messages. Each command runs after all commands that were
-        sent to the rank earlier. If `role` is given, the commands are not sent before those of
-        earlier requests for this role.
+        sent to the rank earlier. If earlier jobs for `role`, such as model calls, have not been
+        sent yet, the commands are sent after them. Otherwise they are sent immediately.
         """
         future: Future[dict[int, Any]] = Future()
 

@@ -212,7 +212,7 @@ class SlotCaches:
         self.passes.forget()
 
     def close(self) -> None:
-        """Do nothing: each cache owns its memory."""
+        """Do nothing, since each `KVCache` frees its memory in its own `close`."""
 
 
 class PageCaches:

@@ -176,7 +176,10 @@ class DecodeGraphs:
         return True
 
     def _copy_to_device(self, step: StepArray, size: int) -> tuple[Tensor, Tensor]:
-        """Return the step in host memory, padded to `size` rows, and its copy on the device."""
+        """Return two copies of a step's input, one in host memory and one on the device.
+
+        Both are padded with zeros to `size` rows.
+        """
         host = torch.zeros(
             size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda"
         )

@@ -351,8 +351,8 @@ def _has_all_tokens(expression: Any, tokens: list[str]) -> bool:
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
     """Count the letters and numbers (leaves) of an expression tree, and add the counts to `leaves`.
 
-    Leaves that the formula need not contain are counted in `implied` instead. For example, the tree
-    of `-x` contains the number 1, and that of a square root the exponent 1/2.
+    Leaves that are not always written in the formula are counted in `implied` instead. Examples are
+    the 1 in the tree of `-x`, and the exponent 1/2 in the tree of a square root.
 
     Returns False if the tree has an operation that sympy may have evaluated or simplified. Some
     operands may then be missing, so the counts cannot be compared with the tokens of the formula.

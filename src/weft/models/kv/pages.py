@@ -327,8 +327,9 @@ class PagedCache:
         """Append `tokens` to the sequences in `slots`, and return the network's input for them.
 
         `tokens` is int64 [R], with one token per sequence, or a list of R tensors, each int64 [n >=
-        1]. In the result, `rows` contains the index of each sequence's last new token, and `labels`
-        contains these tokens. The hidden states at `rows` predict the next tokens.
+        1]. In the result, `rows` has the index of each sequence's last new token, whose hidden
+        state predicts the next token. The next tokens are unknown, so `labels` has the ids of the
+        last new tokens instead.
         """
         if isinstance(tokens, Tensor):
             return self.pool.build_packed(put(self.step(slots, tokens.cpu().numpy()), self.device))

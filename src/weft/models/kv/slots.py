@@ -357,9 +357,9 @@ class KVCache:
     def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
         """Append `tokens` to some of the slots, and return the network's input for these tokens.
 
-        `tokens` is int64 [R], with one token per slot, or a sequence of R tensors, each int64 [n >=
-        1]. In the result, `rows` has the index of each slot's last new token, and `labels` has the
-        ids of these last tokens. The hidden states at `rows` predict the next tokens.
+        `tokens` is int64 [R], one per slot, or a sequence of R tensors, each int64 [n >= 1]. In the
+        result, `rows` has the index of each slot's last new token, whose hidden state predicts the
+        next token. The next tokens are unknown, so `labels` has the last new ones instead.
         """
         # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
