@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "processors"
 ASKED = "WEFT_TEST_ENVIRONMENT"  # of tests/environment.py
 TESTS = ("kernels", "models", "algorithms", "interfaces", "engine", "parallel", "realloc")
-OLDEST = ("torch==2.11.0", "transformers==5.10.*")  # the lower bounds of pyproject.toml
+OLDEST = ("torch==2.11.0", "transformers==5.17.0")  # the lower bounds of pyproject.toml
 AVX2, AVX512 = (
     ("avx2", "fma"),
     ("avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from packaging.version import Version
 
 from tests.models.common import tiny
 from weft.checkpoints import hf_io
@@ -92,7 +93,11 @@ def test_all_families_are_shipped() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_family(name: str) -> None:
-    check_family(families.get(name))
+    changes = {}
+    if name == "gemma" and Version(transformers.__version__) < Version("5.18"):
+        # before, transformers took the "gelu" of the first release's configurations at its word
+        changes = {"hidden_act": "gelu_pytorch_tanh"}
+    check_family(families.get(name), **changes)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from weft.parallel import backward_halves
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.parallel.pipeline import Outputs, Pipeline
 from weft.parallel.schedule import Kind
-from weft.parallel.shard import LocalShards, shard
+from weft.parallel.shard import LocalShards, list_parameter_groups, shard
 from weft.topology import Layout, Mesh
 
 LAYERS, COUNT, WIDTH = 4, 3, torch.float64
@@ -65,7 +65,7 @@ def whole_gradients(network: Transformer) -> int:
         group
         for module in network.modules()
         if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in list_parameter_groups(module)
     ]
     every = [
         parameter

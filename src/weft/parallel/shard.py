@@ -10,6 +10,7 @@ Each block of a network is sharded separately, then the network's other paramete
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,9 +153,18 @@ def _refresh_memory(module: FSDPModule) -> None:
     among the ranks, FSDP2 would otherwise allocate separate memory for it in the first pass. The
     parameters in `LocalShards` would then not share memory with the network.
     """
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in list_parameter_groups(module):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
+
+
+def list_parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's groups of the module's parameters; those of a group are gathered together."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 has at most one group per module
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _to_local(x: Tensor) -> Tensor:
@@ -277,7 +287,7 @@ def _finish_backward(modules: Sequence[FSDPModule], *, sums: bool) -> None:
     for module in reversed(modules):
         _set_backward_behavior(module, reshards=True, sums=sums)
         # The same call as in `torch.distributed.pipelining.stage`.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in list_parameter_groups(module):
             group.post_backward()
 
 
