@@ -113,8 +113,8 @@ def _accumulate(group: Group) -> None:
         # `torch.autograd.backward` does the same after a check, in which torch 2.11 fails if a node
         # is that of a `torch.autograd.Function`.
         _engine_run_backward(
-            edges,
-            gradients,
+            tuple(edges),
+            tuple(gradients),
             keep_graph=False,
             create_graph=False,
             inputs=tuple(node.variable for node in group["params"]),
