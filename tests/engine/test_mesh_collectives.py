@@ -5,6 +5,7 @@ tokens, resumed runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from tests.engine import layouts
 from tests.engine.layouts import Case
@@ -576,3 +578,16 @@ def test_layouts_that_cannot_be(layout: str, family: str, words: str) -> None:
     config = families.get(family).config(families.get(family).tiny)
     with pytest.raises(ConfigError, match=words):
         check_layout(ModelSpec(), Layout.parse(layout), config)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.12.1", True), ("2.13.0", False)])
+def test_a_backward_pass_in_two_halves_needs_a_torch_that_keeps_its_nodes(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.12 frees the nodes of a `torch.autograd.Function` that only Python refers to."""
+    monkeypatch.setattr("torch.__version__", TorchVersion(version))
+    spec = ModelSpec(pipeline_schedule="zero_bubble")
+    config = families.get("llama").config(families.get("llama").tiny)
+    with pytest.raises(ConfigError, match=r"needs torch 2\.13") if refused else nullcontext():
+        check_layout(replace(spec, trained=True), Layout.parse("p2"), config)
+    check_layout(replace(spec, trained=True), Layout.parse("d2"), config)

@@ -299,7 +299,8 @@ class ModelSpec:
     )
     pipeline_schedule: str = option(
         "1f1b",
-        "order in which pipeline stages process micro-batches",
+        "order in which pipeline stages process micro-batches; zero_bubble, "
+        "interleaved_zero_bubble and zbv need torch 2.13 for training",
         choices=get_args(Kind),
     )
     pipeline_stages_per_rank: int | None = option(

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from weft.parallel.shard import iterate_unsharded
 
@@ -110,16 +111,8 @@ def _accumulate(group: Group) -> None:
         if len(nodes) > 1
     ]
     try:
-        # `torch.autograd.backward` does the same after a check, in which torch 2.11 fails if a node
-        # is that of a `torch.autograd.Function`.
-        _engine_run_backward(
-            tuple(edges),
-            tuple(gradients),
-            keep_graph=False,
-            create_graph=False,
-            inputs=tuple(node.variable for node in group["params"]),
-            allow_unreachable=True,
-            accumulate_grad=True,
+        torch.autograd.backward(
+            edges, gradients, inputs=[node.variable for node in group["params"]]
         )
     finally:
         for clamp in clamps:

@@ -29,6 +29,7 @@ from weft.models.network.quantized import Kind
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
+from weft.parallel.schedule import SPLIT_BACKWARD_KINDS
 from weft.topology import Layout, MeshCoordinates, Slice, build_whole_slice
 
 
@@ -238,6 +239,16 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
             f"layout={layout}: every pipeline stage must have parameters to train, which "
             f"freeze_layers and train_last_layers "
             "do not guarantee; write p1, or leave these out"
+        )
+    if (
+        layout.pipeline > 1
+        and spec.trained
+        and spec.pipeline_schedule in SPLIT_BACKWARD_KINDS
+        and torch.__version__ < (2, 13)
+    ):
+        raise ConfigError(
+            f"layout={layout}: pipeline_schedule={spec.pipeline_schedule} needs torch 2.13, and "
+            f"{torch.__version__} is installed; write 1f1b or interleaved_1f1b"
         )
     config.narrow_to_rank(layout.tensor, 0)
     topology.compute_stage(config.num_layers, layout.pipeline, 0)
