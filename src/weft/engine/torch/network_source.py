@@ -244,7 +244,7 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
         layout.pipeline > 1
         and spec.trained
         and spec.pipeline_schedule in SPLIT_BACKWARD_KINDS
-        and torch.__version__ < (2, 13)
+        and torch.__version__ < "2.13"  # compares versions, not texts
     ):
         raise ConfigError(
             f"layout={layout}: pipeline_schedule={spec.pipeline_schedule} needs torch 2.13, and "
