@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "weft"
+RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
+REMOVED = ""  # names in the right column of that table that weft has no longer
+DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100
 LONGER_LINES = 0.01  # share of the lines that may be longer: markup, tables, addresses
 
@@ -168,6 +171,20 @@ def count_dense_lines(source: str) -> dict[str, int]:
 
 def test_names_say_what_they_are():
     assert find_bad_names(read_sources()) == []
+
+
+def test_the_table_of_renamed_names_has_the_names_of_today():
+    """Rows without a dot on the left are classes, functions and constants of a module."""
+    sources = read_sources()
+    defined = set(REMOVED.split())
+    for source in sources.values():
+        defined.update(match[1] or match[2] for match in DEFINED.finditer(source))
+    rows = [line.split(" -> ") for line in RENAMED.read_text().splitlines() if " -> " in line]
+    modules = {new for old, new in rows if old.endswith(".py")}
+    names = {new for old, new in rows if "." not in old}
+    assert len(modules) > 20 and len(names) > 2000
+    assert modules - {path.as_posix() for path in sources} == set()
+    assert names - defined == set()
 
 
 @pytest.mark.parametrize(

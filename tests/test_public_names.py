@@ -1,7 +1,7 @@
 """Names that users' code imports: each keeps its path and its spelling.
 
-They are the names in docs/, examples/ and the README, read from there, and those that the design
-and the contract with outside tests list.
+They are the names in docs/, examples/ and the README, read from there, and a list of names that
+users' code and outside tests import.
 """
 
 from __future__ import annotations

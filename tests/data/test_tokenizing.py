@@ -15,9 +15,14 @@ import pytest
 import templates
 
 from weft.data import tokenizer_files, tokenizing
+from weft.data.datasets._row_function import RowFunctionEncoder
 from weft.data.datasets.chat import ChatEncoder
+from weft.data.datasets.paired_comparison import PairedComparisonEncoder
+from weft.data.datasets.preference import PreferenceEncoder
 from weft.data.datasets.prompt import PromptEncoder
 from weft.data.datasets.prompt_answer import PromptAnswerEncoder
+from weft.data.datasets.ranking import RankingEncoder
+from weft.data.datasets.text import TextEncoder
 from weft.data.lengths import LengthLimits
 from weft.data.progress import skip_progress
 from weft.data.table import TokenTable
@@ -26,6 +31,9 @@ from weft.data.tokenizing import RowSource, tokenize
 from weft.errors import DataError, RunError, UserError
 
 Make = Callable[..., Tokenizer]
+ROW_FUNCTION = RowFunctionEncoder(
+    "prompt", PromptEncoder(), "rows", "rows.py", "convert", source="0" * 64, options={"key": 1}
+)
 
 
 @pytest.fixture
@@ -148,17 +156,30 @@ def test_the_cache_follows_content(
     assert set(Path(source.cache_dir or "", "tokens").iterdir()) == found
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("Chat", ChatEncoder()),
+        ("PairedComparison", PairedComparisonEncoder()),
+        ("Preference", PreferenceEncoder()),
+        ("Prompt", PromptEncoder()),
+        ("PromptAnswer", PromptAnswerEncoder()),
+        ("Ranking", RankingEncoder()),
+        ("RowFunction", ROW_FUNCTION),
+        ("Text", TextEncoder()),
+    ],
+)
 def test_a_cache_is_found_under_the_earlier_names_of_types(
-    source: RowSource, rows: Path, tokenizer: Tokenizer
+    source: RowSource, rows: Path, tokenizer: Tokenizer, name: str, form: Any
 ) -> None:
     """Types of rows had names without the suffix: `PromptAnswer` for `PromptAnswerEncoder`."""
-    form = PromptAnswerEncoder()
-    earlier = make_dataclass("PromptAnswer", [(f.name, f.type, f) for f in fields(form)])
+    earlier = make_dataclass(name, [(f.name, f.type, f) for f in fields(form)])
+    values = {f.name: getattr(form, f.name) for f in fields(form)}
 
     def find(form: Any) -> Path:
         return tokenizing.find_cache_file(form, LengthLimits(), tokenizer, source, [rows])
 
-    assert find(earlier()) == find(form)
+    assert find(earlier(**values)) == find(form)
     assert find(make_dataclass("Other", [])()) != find(form)
 
 

@@ -319,7 +319,7 @@ def _check_names(reader: ParameterReader) -> None:
             f"{where} lacks {_format_names(missing)}, which a {family.name} model with this config.json "
             f"has"
         )
-    # Dtypes and shapes of those in both.
+    # Check dtype and shape of the tensors that both have.
     reader.files.check_floats(reader.to_stored_name(name) for name in wanted if name in reader)
     for name, keys in wanted.items():
         expected = keys[0].compute_hf_shape(reader.shapes[keys[0].name])

@@ -25,7 +25,7 @@ MAGIC = 0x616B3432
 HEADER_BYTES = 256
 BOS = 1
 EOS = 2
-UNKNOWN = 0  # of every vocabulary that llama2.c exports
+UNKNOWN = 0  # id of the unknown token in every vocabulary that llama2.c exports
 MATRICES = {
     "attention.q": "wq",
     "attention.k": "wk",

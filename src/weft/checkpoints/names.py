@@ -24,8 +24,9 @@ from weft.observe.run_list import list_newest_first
 from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
 from weft.reading import refuse_url
 
-SCORERS = ("rew", "model")  # as a reward model
-CRITICS = ("critic", "rew", "model", "actor")  # as a critic
+SCORERS = ("rew", "model")  # roles that can be used as a reward model, best first
+# roles that can be used as a critic, best first
+CRITICS = ("critic", "rew", "model", "actor")
 RUNS = "./runs"
 TOKENIZERS = (
     "tokenizer.json",

@@ -453,7 +453,7 @@ def print_scan(config: DataConfig, paths: list[str], arguments: argparse.Namespa
     for path in (spec.train_path or spec.path, spec.valid_path):
         if path:
             named[path] = path
-    # Paths of the command line replace them.
+    # Scan the paths given on the command line; without any, scan those of the configuration.
     for path, title in ({path: path for path in paths} or named).items():
         read = []
         for file in find_files(path):

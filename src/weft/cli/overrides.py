@@ -230,13 +230,12 @@ def _replace_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with each `CommandLineValue` replaced by its plain value, for OmegaConf."""
     result: dict[str, Any] = {}
     for key, value in values.items():
-        result[key] = (
-            _replace_scalars(value)
-            if isinstance(value, Mapping)
-            else value.value
-            if isinstance(value, CommandLineValue)
-            else value
-        )
+        if isinstance(value, Mapping):
+            result[key] = _replace_scalars(value)
+        elif isinstance(value, CommandLineValue):
+            result[key] = value.value
+        else:
+            result[key] = value
     return result
 
 

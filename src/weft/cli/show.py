@@ -141,16 +141,9 @@ def _format_start_commands(run: Path, record: RunRecord) -> Iterator[str]:
         rows.append(("earlier", f"{earlier}; the last one continued after step {last.step}"))
     hardware = last.hardware or _read(run / HARDWARE).strip()
     rows += [("versions", versions)] if versions else []
-    rows += (
-        [
-            (
-                "commit",
-                f"{last.commit.rstrip('+')}{' with changes' if last.commit.endswith('+') else ''}",
-            )
-        ]
-        if last.commit
-        else []
-    )
+    if last.commit:
+        changes = " with changes" if last.commit.endswith("+") else ""
+        rows.append(("commit", f"{last.commit.rstrip('+')}{changes}"))
     rows += [("hardware", hardware)] if hardware else []
     yield ""
     yield from _align_columns(rows, "")

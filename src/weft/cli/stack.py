@@ -252,7 +252,7 @@ class _StackReader:
                 replace(before, value=whole),
                 where,
             )
-        elif name in KEYS and not is_spelling(name, self.base):  # of another trainer
+        elif name in KEYS and not is_spelling(name, self.base):  # another trainer's key
             raise ConfigError(
                 f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; "
                 f"{KEYS[name].says}"
@@ -284,17 +284,11 @@ class _StackReader:
             )
         changed = []
         for each, entry in zip(named, entries, strict=True):
-            changed.append(
-                {
-                    name: _set_parameter(
-                        entry.get(name) or {} if isinstance(entry, Mapping) else {},
-                        parameter,
-                        to_plain(override.value),
-                    )
-                }
-                if each == name
-                else entry
-            )
+            if each != name:
+                changed.append(entry)
+                continue
+            parameters = entry.get(name) or {} if isinstance(entry, Mapping) else {}
+            changed.append({name: _set_parameter(parameters, parameter, to_plain(override.value))})
         self.open_assistant_values[key] = replace(before, value=changed)
 
     def find_origin(self, key: str) -> StackedValue:

@@ -15,8 +15,8 @@ from weft.extras import install
 
 GIB = 2.0**30
 MIB = 2.0**20
-# (nominal GB, least GiB of cards of that size), without the share of driver and torch
-# (`RESERVED_GIB`) subtracted
+# Sizes of GPUs: (nominal GB, smallest GiB of cards sold with that size). The GiB include the part
+# that driver and torch take (`RESERVED_GIB`).
 GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
 RESERVED_GIB = 1.5  # GiB that driver and torch take
 ADAPTER_RANK = 16  # rank of the suggested adapters

@@ -139,7 +139,8 @@ class _GraphDrawing:
 
     def _compute_direction(self, pair: Pair, end: int) -> float:
         bends = self._positions.bends[pair]
-        return round(bends[end][0] if bends else self._positions.x[pair[1 if end == 0 else 0]], 3)
+        other = pair[1 if end == 0 else 0]
+        return round(bends[end][0] if bends else self._positions.x[other], 3)
 
     def _compute_points(self, pair: Pair) -> list[Point]:
         start, end = self._compute_ends(pair)
@@ -162,11 +163,11 @@ class _GraphDrawing:
             middle = (
                 self._positions.x[lane.source] + self._positions.x[lane.target] - sum(self._span)
             ) / 2
-            sides.append(
-                (1 if middle > 1 else -1)
-                if abs(middle) > 1
-                else (1 if sides.count(1) <= sides.count(-1) else -1)
-            )
+            if abs(middle) > 1:
+                is_right = middle > 1
+            else:
+                is_right = sides.count(1) <= sides.count(-1)
+            sides.append(1 if is_right else -1)
         return sides
 
     # -- lines

@@ -23,7 +23,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # keys a position sees, itself included
     softcap: float | None = None
-    dropout: float = 0.0  # of attention weights, if the pass has dropout keys
+    dropout: float = 0.0  # drop probability of attention weights, used if the pass has dropout keys
 
 
 @dataclass(frozen=True)

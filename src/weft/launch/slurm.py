@@ -124,9 +124,10 @@ def plan_job(
     if request.gpus_per_node and experiment.control.device is None:
         experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
     count = request.gpus_per_node or request.devices_per_node
-    kind = ("GPU" if request.gpus_per_node else "CPU process") + (
-        "" if count == 1 else "s" if request.gpus_per_node else "es"
-    )
+    if request.gpus_per_node:
+        kind = "GPU" if count == 1 else "GPUs"
+    else:
+        kind = "CPU process" if count == 1 else "CPU processes"
     job = f"{request.n_nodes} node{'' if request.n_nodes == 1 else 's'} with {count} {kind}"
     return [
         f"mode=slurm: a job of {job}{' each' if request.n_nodes > 1 else ''}, not submitted",

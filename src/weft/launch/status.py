@@ -19,9 +19,13 @@ def format_status(run: Path) -> str:
     pid = find_owner(run)
     if status == "running" and pid is None and job is None:
         status = "crashed or killed"
-    return f"{run}: {status}" + (
-        f", job {job[0]} {job[1]}" if job else f", process {pid}" if pid is not None else ""
-    )
+    if job:
+        owner = f", job {job[0]} {job[1]}"
+    elif pid is not None:
+        owner = f", process {pid}"
+    else:
+        owner = ""
+    return f"{run}: {status}{owner}"
 
 
 def read_run_status(run: Path) -> str:

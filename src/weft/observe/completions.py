@@ -220,15 +220,13 @@ def _render_rank(group: SampleGroup, place: int) -> str:
     """
     if not group.is_ranked:
         return ""
-    best = place == 0
-    worst = place == len(group.rows) - 1
-    if best:
-        word = "chosen"
-    elif worst:
-        word = "rejected"
+    if place == 0:
+        word, style = "chosen", "good"
+    elif place == len(group.rows) - 1:
+        word, style = "rejected", "bad"
     else:
-        word = f"rank {place + 1}"
-    return f'<p class="verdict {"good" if best else "bad" if worst else ""}">{word}</p>'
+        word, style = f"rank {place + 1}", ""
+    return f'<p class="verdict {style}">{word}</p>'
 
 
 def append_tokens(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:

@@ -53,12 +53,10 @@ class RunPlan:
             )
         if short and width is not None:
             rooms = _allot_lines([len(lines) for lines in cells])
-            cells = [
-                lines
-                if len(lines) <= room
-                else _cut_lines(lines, room, width - (len(begin) if room == 1 else column + 2))
-                for begin, lines, room in zip(begins, cells, rooms, strict=True)
-            ]
+            for at, (begin, lines, room) in enumerate(zip(begins, cells, rooms, strict=True)):
+                if len(lines) > room:
+                    indent = len(begin) if room == 1 else column + 2
+                    cells[at] = _cut_lines(lines, room, width - indent)
         for begin, lines in zip(begins, cells, strict=True):
             yield from (
                 f"{begin if at == 0 else ' ' * (column + 2)}{line}" for at, line in enumerate(lines)

@@ -32,12 +32,13 @@ Half = Literal["F", "B", "I", "W"]
 STAGES_A_RANK: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zbv": 2}
 # Kinds whose backward passes are split into "I" and "W".
 SPLIT_BACKWARD_KINDS: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")
+# Names of classes in `torch.distributed.pipelining`, because importing it is slow.
 TABLES: dict[Kind, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
-}  # of `torch.distributed.pipelining`, which is slow to import
+}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ParameterTransfers:
         self._experiment = experiment
         self._plans = ReallocationPlanCache(dispatch, experiment, built, hosts)
         self._meshes = experiment.build_meshes()
-        # copy -> number of its weights once all submitted jobs are finished
+        # copy -> number of its weight updates once all submitted jobs are finished
         self._weights = dict.fromkeys(experiment.list_copies(), 0)
         # copies that have parameters
         self._copies = [
@@ -49,13 +49,15 @@ class ParameterTransfers:
         ]
         # outdated copies -> whether parameters that train steps don't change are outdated too
         self._stale: dict[EngineKey, bool] = {}
-        # Versions once all submitted jobs are finished, if known from a train step or a call:
-        # of each role's own weights, of each copy, and of weights kept for a later call on a
-        # copy.
+        # The versions below are those once all submitted jobs are finished. They have an entry only
+        # if a train step or a call has made the version known.
+        # role -> version of its own weights
         self._versions: dict[str, int] = {}
+        # copy -> version of its weights
         self._copy_versions: dict[EngineKey, int] = {}
-        # version -> number of the weights, for calls that accept newer ones
+        # copy -> (version -> number of its weight updates), for calls that accept newer weights
         self._weights_of_versions: dict[EngineKey, dict[int, int]] = {}
+        # (copy, version) -> plan for weights that are kept for a later call on the copy
         self._saved_plans: dict[tuple[EngineKey, int], ReallocationPlan] = {}
         self._separate_copies = set(find_separate_copies(experiment).values())
         self._last_changes: dict[

@@ -79,8 +79,8 @@ class RoleEngines:
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
-        # Number of the weights that each copy has, assigned by the driver; None during a
-        # transfer.
+        # Number of weight updates that each copy has received, as counted by the driver; None
+        # during a transfer.
         self._weights: dict[EngineKey, int | None] = {}
         for role, mesh in experiment.list_copies():
             if rank in mesh.ranks:

@@ -108,10 +108,11 @@ class SampleReader:
                 "completion_ids": completion.tolist(),
                 "logprobs": None if values is None else values.tolist(),
             }
-            rows.append(
-                row
-                | {"finish_reason": None if finished is None else "stop" if finished else "length"}
-            )
+            if finished is None:
+                reason = None
+            else:
+                reason = "stop" if finished else "length"
+            rows.append(row | {"finish_reason": reason})
         return rows
 
     def _is_detailed(self, step: int) -> bool:

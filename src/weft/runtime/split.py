@@ -130,11 +130,11 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
         single = batch
     samples: list[SequenceSample] = []
     for part in parts:
-        samples.append(
-            batch
-            if part.ids == batch.ids
-            else (single if OWNER in part.metadata else batch).select(ids=part.ids)
-        )
+        if part.ids == batch.ids:
+            samples.append(batch)
+        else:
+            source = single if OWNER in part.metadata else batch
+            samples.append(source.select(ids=part.ids))
     return samples
 
 

@@ -8,7 +8,7 @@ _weft() {
         current=${words[-1]}
         unset 'words[-1]'
     fi
-    # bash takes what stands behind one of these as a word of its own
+    # bash starts a new word after each of these characters, so it replaces only the part after them
     local head=${current%"${current##*[=:@]}"}
     COMPREPLY=()
     while IFS=$'\t' read -r word _; do

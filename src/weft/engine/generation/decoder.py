@@ -15,7 +15,8 @@ class Decoder(Protocol):
     """Interface of a network that generates text, such as `Transformer`."""
 
     config: TransformerConfig
-    vocab_size: int  # of the whole network; `config` can be that of a shard
+    # size of the whole network's vocabulary; `config` can describe only a shard
+    vocab_size: int
     training: bool
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 

@@ -151,7 +151,7 @@ class BatchGenerator:
         )
         self._prefill_caches: dict[
             PromptPrefix | Prefill, SequenceCache
-        ] = {}  # of prefixes and unfinished prompts
+        ] = {}  # caches of shared prefixes and of unfinished prompts
         self._sampling_keys: dict[
             tuple[str, int], tuple[int, randomness.Key]
         ] = {}  # settings and key

@@ -78,7 +78,8 @@ class InterleavedGenerator:
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:
         self._generators = list(generators)
         self._started: list[int] = []  # generators with a step in progress, oldest first
-        self._events: list[TokenEvent] = []  # of steps finished ahead of their turn
+        # events of steps that `abort` or `weights_changed` finished, returned by the next `step`
+        self._events: list[TokenEvent] = []
         self._generator_by_id: dict[str, int] = {}
         self._num_unfinished: Counter[str] = Counter()  # unfinished completions of an id
 

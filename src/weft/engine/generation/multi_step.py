@@ -39,7 +39,7 @@ class MultiStepDecoder:
             SampledRows
         ] = []  # tokens of the steps not yet returned, the next one last
         self._credit = MAX_CREDIT
-        self._seconds = MAX_SECONDS  # of a step
+        self._seconds = MAX_SECONDS  # seconds of one step
 
     def drop(self) -> None:
         """Discard the steps that were computed but not returned."""

@@ -56,7 +56,7 @@ FIELD_RULES: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "qk_norm": lambda config: config.qk_norm in (None, "head"),
     "attention_scale": None,
     "layer_scaled_attention": None,
-    "final_softcap": None,  # it is the head's, which reads the states
+    "final_softcap": None,  # applied by the head, after the kernel's pass
     "windows": None,
     "tied": None,
     "prefix_tokens": None,  # supported once the prefix is in the cache

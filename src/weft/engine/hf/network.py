@@ -86,7 +86,7 @@ class HFNetwork(nn.Module):
         self.pooling = pooling
         self.config = config
         self.vocab_size = config.vocab_size
-        self.padding: int | None = None  # as `Transformer.padding`
+        self.padding: int | None = None  # id of padding tokens; see `find_score_rows`
         self.held_layers = range(config.num_layers)
         # in a list, so that it is not registered as a submodule
         self._head = [head_layer]

@@ -25,7 +25,8 @@ from weft.models.network.packed import pack
 from weft.models.network.transformer import Head
 
 PROBES = (5, 3, 7)  # lengths of the sequences
-TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32
+# largest relative difference that counts as equal: rotations and norms round in float32
+TOLERANCE = 1e-4
 HALF = (torch.bfloat16, torch.float16)
 LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
 # configuration keys of factors of the logits: (key, whether logits are divided by it)

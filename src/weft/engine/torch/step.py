@@ -352,7 +352,7 @@ class _TrainingProcessor:
             dropout = None
         else:
             dropout = (step.dropout_seed, step.optimizer.attempts)
-        # What the loss needs beside the outputs of the network.
+        # Prepare the auxiliary loss, the batch's rows and the loss's gradient by row.
         aux_loss = None
         if step.aux_loss.weight:
             aux_loss = MoEAuxLoss(

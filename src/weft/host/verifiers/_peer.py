@@ -378,7 +378,7 @@ class ObjectPeer:
         if self.guarded and getattr(value, "__module__", type(value).__module__) != "__main__":
             try:
                 return {"p": base64.b64encode(pickle.dumps(value)).decode()}
-            except Exception:  # it cannot be pickled, and stays here
+            except Exception:  # it cannot be pickled: send a reference to it
                 return {"r": self._register_object(value)}
         json_form: dict[str, Any] = {"r": self._register_object(value)}
         if isinstance(value, type) and issubclass(value, BaseException):

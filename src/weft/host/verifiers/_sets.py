@@ -98,16 +98,16 @@ def parse_inequality(text: str) -> tuple[str, list[str]] | None:
     signs = parts[1::2]
     if not all(terms):
         return None
-    # One sign
+    # Inequality with one sign, such as `x<5` or `5>x`.
     if len(terms) == 2 and LETTER.fullmatch(terms[1]):
         terms = terms[::-1]
         signs = [_flip_sign(signs[0])]
     if len(terms) == 2 and LETTER.fullmatch(terms[0]):
-        below = signs[0] in "<≤"
         closed = signs[0] in "≤≥"
-        ends = ["(", r"-\infty", terms[1], "]" if closed else ")"]
-        return terms[0], ends if below else ["[" if closed else "(", terms[1], r"\infty", ")"]
-    # Two signs
+        if signs[0] in "<≤":
+            return terms[0], ["(", r"-\infty", terms[1], "]" if closed else ")"]
+        return terms[0], ["[" if closed else "(", terms[1], r"\infty", ")"]
+    # Inequality with two signs in the same direction, such as `1<x<3`.
     if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
         if signs[0] in ">≥":
             terms = terms[::-1]

@@ -19,8 +19,9 @@ typedef float Scores[TILE * CHUNK] __attribute__((aligned(64)));
 struct Rule {
   long heads, kv, dim;
   float scale;
-  bool causal; // the last row sees all keys of its segment, each row before it one key less
-  long window; // a row sees the last `window` of its keys; all where it is 0
+  // if true, the last row sees all keys of its segment, each row one key fewer than the next
+  bool causal;
+  long window; // maximum number of keys that a row sees, the latest ones; 0 means no limit
 };
 
 // (Row, query head) pairs that read the same kv head, ordered by row, then by head.

@@ -69,7 +69,8 @@ class Family:
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
     classifier: str | None  # class for value and score heads; None if there is none
-    prefix: str  # of all names but the head's; absent in checkpoints without a head
+    # start of all tensor names except the head's; absent in checkpoints without a head
+    prefix: str
     read_config: Callable[[ConfigReader], TransformerConfig]
     write_config: Callable[[TransformerConfig], dict[str, Any]]
     # key templates of all parameters except `score.weight`

@@ -28,7 +28,8 @@ from weft.models.network.split import VocabularySplit, to_local_ids
 from weft.models.network.support import SamplingSupport
 from weft.models.network.token_outputs import OutputProjection, ProjectionGradients
 
-OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")  # of `_GivenLogprobs`, in order
+# the outputs that `_GivenLogprobs` returns, in this order
+OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")
 TOP_OUTPUTS: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
 
 

@@ -41,7 +41,7 @@ class LMHead(nn.Module):
             self.bias = None
         self.split: VocabularySplit | None = None
         self.gradient_sum: kernels.GradientSum | None = (
-            None  # of the head's own matrix or the embedding's
+            None  # gradient sum of the head's own matrix, or of the embedding's if tied
         )
 
     def build_projection(self, tied: Tensor | None) -> OutputProjection:

@@ -248,6 +248,7 @@ def count_bytes(network: nn.Module) -> tuple[int, int]:
 
 
 def _import_library() -> Any:
-    logging.getLogger(LIBRARY).setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
+    # hide the library's warnings about kernels that weft does not use
+    logging.getLogger(LIBRARY).setLevel(logging.ERROR)
     importlib.import_module(f"{LIBRARY}.functional")
     return torch.ops.bitsandbytes

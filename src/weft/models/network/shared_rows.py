@@ -53,8 +53,8 @@ class SharedRows:
         wanted_tokens: Indices of the tokens of `wanted_share` in this rank's hidden states, int64.
     """
 
-    token_share: RowShare  # of all tokens of the pack
-    wanted_share: RowShare  # of the rows whose output is wanted after the last block
+    token_share: RowShare  # this rank's share of all tokens
+    wanted_share: RowShare  # this rank's share of the tokens whose final states are returned
     wanted_tokens: Tensor
 
 

@@ -537,7 +537,8 @@ def _apply_temperature(
     logits: Tensor, rows: slice, labels: Tensor, settings: _TokenOutputSettings
 ) -> Tensor:
     """Return the logits divided by the temperature, with -inf for ids outside a row's support."""
-    if settings.temperature != 1.0:  # in place where nobody asks for those before it
+    if settings.temperature != 1.0:
+        # divide in place, unless the gradient of the soft cap needs the undivided logits
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)
         else:
