@@ -135,7 +135,8 @@ class Registry:
     def _load_from_path(self, place: str) -> Any:
         """Return the object at the location `place`, either `module:thing` or `FILE.py:thing`.
 
-        If the object is not registered yet, it is registered with the location as its name.
+        If the object is not registered yet, it is registered with the location as its name. A
+        function that was registered with a `FunctionConversion` is converted.
         """
         home, _, attribute = place.rpartition(":")
         import_user_code([home])

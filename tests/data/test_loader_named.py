@@ -151,7 +151,7 @@ def test_the_mode_follows_from_the_rows_that_the_experiment_reads(
     assert "completion" not in prompts.keys and prompts.metadata["answer"][0].startswith("####")
     with pytest.raises(ConfigError, match=r"gsm8k: is of no use in mode rm; it is for sft, rl"):
         load(tmp_path, entry, type="paired_comparison")
-    with pytest.raises(ConfigError, match=r"named datasets bring rows of weft's own types"):
+    with pytest.raises(ConfigError, match=r"named datasets have rows of weft's own types"):
         load(tmp_path, entry, type="riddles")
     with pytest.raises(
         ConfigError, match=r"dataset.named and dataset.train_path='a.jsonl' exclude each other"

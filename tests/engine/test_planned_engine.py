@@ -90,7 +90,9 @@ def test_what_the_engine_refuses_is_refused(path: Path) -> None:
 def test_a_network_that_transformers_cannot_make(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "zz"}))
     spec = ModelSpec(path=str(tmp_path), backend="hf", dtype="float32")
-    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: transformers cannot make it: .*'zz'"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{tmp_path}: transformers cannot build it: .*'zz'"
+    ):
         describe_planned_engine(spec, Mesh.on_first_devices(Layout()), torch.device("cpu"))
 
 

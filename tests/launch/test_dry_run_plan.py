@@ -134,7 +134,8 @@ def test_without_a_gpu_and_without_its_name_the_smallest_that_serves(
     sft.dataset.max_seqlen, sft.model.lora.r, sft.model.gradient_checkpointing = 1024, 16, True
     lines = dry_run(sft, data=False)
     assert any(
-        "GPU of 24 GB, the smallest that suffices: this machine has none" in line for line in lines
+        "GPU of 24 GB, the smallest that suffices: this machine has no GPU" in line
+        for line in lines
     )
     assert lines[-1].startswith("fits: ") and lines[-1].endswith(": GPU of 24 GB")
 

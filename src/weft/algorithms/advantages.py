@@ -216,7 +216,7 @@ def scale_advantages(
         if (compute_group_means(rewards, group)[1] < 2).any():
             raise ConfigError(
                 "scale='group' divides by the deviation among the completions of one prompt, and "
-                "a prompt has only one here; "
+                "each prompt has only one; "
                 "set group_size (samples_per_prompt) to 2 or more, or scale to batch or none"
             )
         return advantages / (compute_group_stds(rewards, group) + eps)

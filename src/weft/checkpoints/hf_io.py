@@ -376,8 +376,8 @@ def init_random(
 ) -> Transformer:
     """Return a network with random weights.
 
-    The values of a parameter depend only on `seed` and the parameter's name, so an actor and its
-    reference start with the same weights.
+    In one configuration, the values of a parameter depend only on `seed` and the parameter's name,
+    so an actor and its reference start with the same weights.
     """
     network = Transformer.build_empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():

@@ -365,7 +365,7 @@ def _read_checked_stack(
 
     base = registry.quickstarts.get(quickstart)()
     if not isinstance(base, RunConfig):
-        raise ConfigError(f"--for {quickstart}: has no run options for sections to set")
+        raise ConfigError(f"--for {quickstart}: it has no options that a section can set")
     stack = read_stack(names, library, base, given)
     try:
         config, _ = apply_overrides(base, stack.overrides)

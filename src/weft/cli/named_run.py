@@ -33,9 +33,15 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
     parser.add_argument(
-        "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="in place of RUN"
+        "-e",
+        "--experiment",
+        "--experiment_name",
+        metavar="EXPERIMENT",
+        help="experiment of the run, in place of RUN",
     )
-    parser.add_argument("-f", "--trial", "--trial_name", metavar="TRIAL", help="in place of RUN")
+    parser.add_argument(
+        "-f", "--trial", "--trial_name", metavar="TRIAL", help="trial of the run, in place of RUN"
+    )
     parser.add_argument(
         "--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)"
     )

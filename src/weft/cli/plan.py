@@ -111,7 +111,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "realloc", help=summary, description=f"Print {summary}.", epilog=EPILOG
     )
     realloc_parser.add_argument(
-        "source", metavar="FROM", help="layout of the parameters before, such as d4f4t2"
+        "source", metavar="FROM", help="layout before the reallocation, such as d4f4t2"
     )
     realloc_parser.add_argument("target", metavar="TO", help="layout after, such as t4p2")
     realloc_parser.add_argument(

@@ -118,7 +118,7 @@ def read_section_stack(
 
     if not isinstance(base, RunConfig):
         raise ConfigError(
-            f"--configs: {words.name} has no run options for sections to set; leave it out"
+            f"--configs: {words.name} has no options that a section can set; leave it out"
         )
     library = SectionLibrary.from_folders(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)

@@ -552,7 +552,7 @@ def _check_sample(sample: SequenceSample) -> None:
     for key, lengths in sample.lengths.items():
         offsets = sample.offsets[key]
         if lengths.ndim != 1 or (len(lengths) and int(lengths.min()) < 0):
-            raise DataError(f"key {key!r}: lengths are one vector of counts, none below 0")
+            raise DataError(f"key {key!r}: lengths must be one vector of non-negative counts")
         if (
             offsets.shape != (len(ids) + 1,)
             or offsets[0] != 0

@@ -192,7 +192,8 @@ class TrainedTurn:
 def find_missing_words(text: str, content: str) -> str:
     """Return the words of `content` that are missing from `text`, shortened for a message.
 
-    The result is `content` without the longest prefix and the longest suffix that occur in `text`.
+    The result is `content` without the longest prefix and the longest suffix that occur in `text`,
+    or the whole `content` if no words are left.
     """
     words = content.split()
     packed = remove_whitespace(text)

@@ -74,7 +74,7 @@ class SlurmSpec:
     The cluster's defaults apply to options that are not set.
     """
 
-    partition: str | None = option(None, "partition, or several with commas")
+    partition: str | None = option(None, "partition, or several separated by commas")
     account: str | None = option(None, "account that is charged")
     qos: str | None = option(None, "quality of service")
     time: str | None = option(None, "time limit, such as 24:00:00", check=_find_time_problem)
@@ -82,7 +82,7 @@ class SlurmSpec:
         None, "CPUs per node; many clusters allocate one by default", at_least=1
     )
     mem_per_node: str | None = option(
-        None, "memory of each node, such as 64G; 0 is all of it", check=_find_memory_problem
+        None, "memory of each node, such as 64G; 0 means all of it", check=_find_memory_problem
     )
     gpu_type: str | None = option(
         None, "type of GPU by the cluster's name, such as a100; absent: any"

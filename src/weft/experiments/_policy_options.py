@@ -45,7 +45,7 @@ class SamplingOptions:
         1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES
     )
     max_reward_clip: float | None = option(
-        None, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
+        None, "bound of the absolute reward, after scaling and bias; null: no bound", at_least=0.0
     )
     reward_output_scaling: float = option(
         1.0, "factor for rewards, applied after the bias is subtracted"

@@ -28,7 +28,7 @@ class PPOOptions(PolicyOptions):
     )
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
     max_reward_clip: float | None = option(
-        20.0, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
+        20.0, "bound of the absolute reward, after scaling and bias; null: no bound", at_least=0.0
     )
     kl_ctl: float = option(
         0.05,

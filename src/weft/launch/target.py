@@ -82,7 +82,7 @@ class TargetDevices:
         if self.usable is not None:
             return [self]
         template = (
-            "GPU of {gb} GB, the smallest that suffices: this machine has none and none is named "
+            "GPU of {gb} GB, the smallest that suffices: this machine has no GPU and none is named "
             "({option})"
         )
         candidates: list[TargetDevices] = []

@@ -317,7 +317,8 @@ def _compute_difference_noise(
 
     If there are more than two runs, the two with the noisiest values are taken, so that the result
     is an upper bound for any two runs. `names` has the metric's name in each run. The noise is the
-    half-width of a 95% confidence interval. Unknown or negligible noise counts as 0.
+    half-width of a 95% confidence interval. Unknown noise counts as 0. So does the noise of a
+    training metric if it is negligible.
     """
     if names[0].startswith(EVAL):
         drawn = []

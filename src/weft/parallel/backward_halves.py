@@ -32,7 +32,7 @@ def compute_input_half(
 
     The input's gradient is stored in `states.grad`. `roots` are the tensors at which the backward
     pass starts, and `gradients` are their gradients; None stands for the gradient 1 of a scalar.
-    The roots cannot be used afterwards, because torch detaches them.
+    Roots with dimensions cannot be used afterwards, because torch detaches them.
 
     Returns groups of weights for `compute_weight_half`. Each group has the autograd nodes at which
     its weights enter the graph, and the gradients at these nodes.

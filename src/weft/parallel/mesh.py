@@ -67,7 +67,7 @@ class ProcessGroups:
                 group = dist.new_group(
                     list(ranks), self._timeout, backend, use_local_synchronization=True
                 )
-            assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
+            assert isinstance(group, ProcessGroup), f"this process is not one of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]
 

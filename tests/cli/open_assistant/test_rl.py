@@ -212,7 +212,7 @@ def test_trlx_has_no_value_normalisation_and_a_critic_of_the_policy() -> None:
         ({"triton_host_rm": "localhost:8002"}, "must be host:port/model"),
         ({"debug": True}, "debug=true: write num_rollouts=1"),
         ({"trlx.method.scale_reward": "running"}, "rewards are not rescaled while training"),
-        ({"trlx.method.vf_coef": 0.5}, "the critic is a network with an optimizer of its own"),
+        ({"trlx.method.vf_coef": 0.5}, "the critic is a separate network with its own optimizer"),
         (
             {"trlx.train.total_steps": 10, "trlx.scheduler.kwargs.T_max": 99},
             "must equal total_steps=10, because a schedule ends",

@@ -409,12 +409,12 @@ KEYS: dict[str, KeyRule] = {
     "max_replies": map_to_option("dataset.args.max_replies", RM),
     "pooling": map_to_option("{first}.pooling", RM, off="last"),
     "metrics": KeyRule(
-        "nothing where they are accuracy and kendalltau, which are always measured",
+        "ignored if they are accuracy and kendalltau, which are always measured",
         _map_metrics,
         (RM,),
     ),
     "is_reward_model": KeyRule(
-        "nothing: the quickstart says it; refused for sft where it is true",
+        "ignored, because the quickstart determines it; rejected for sft if it is true",
         _map_reward_model,
         (*SFT_AND_RM, RL),
     ),

@@ -404,7 +404,7 @@ TRLX: dict[str, KeyRule] = {
         "method.cliprange": map_to_option("{algorithm}.eps_clip", RL),
         "method.cliprange_value": map_to_option("{algorithm}.value_eps_clip", RL),
         "method.vf_coef": reject_unless(
-            "the critic is a network with an optimizer of its own; write 1", 1, modes=(RL,)
+            "the critic is a separate network with its own optimizer; write 1", 1, modes=(RL,)
         ),
         "method.scale_reward": reject_unless(
             "rewards are not rescaled while training; write ppo.reward_output_scaling",
@@ -446,5 +446,5 @@ KEYS: dict[str, KeyRule] = {
     "sft_model": _map_to_paths("actor.path", "ref.path"),
     "triton_host_rm": _map_to_server("rew"),
     "triton_host_sft": _map_to_server("ref"),
-    "debug": KeyRule("refused where it is true: sizes say it better", _map_debug, (RL,)),
+    "debug": KeyRule("rejected if it is true; set the sizes instead", _map_debug, (RL,)),
 }

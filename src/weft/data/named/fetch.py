@@ -170,8 +170,9 @@ def read_entry_rows(
 ) -> Iterator[tuple[RowLocation, Row | UnreadableRow]]:
     """Yield (location, row) for each row of a file of a named dataset.
 
-    A plain text file is split into records at the entry's `separator`. Each record becomes a row
-    with the single column `text`.
+    If the entry has a `separator`, a `.txt` file is split into records there, and each record
+    becomes a row with the single column `text`. If the entry has `rows_in`, the rows of a `.json`
+    file are read from the list inside it that `rows_in` names.
     """
     if (
         entry.rows_in is not None

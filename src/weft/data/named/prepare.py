@@ -72,7 +72,7 @@ def find_mode(dataset_type: str) -> str:
     """
     if dataset_type not in OF_TYPE:
         raise ConfigError(
-            f"dataset.type={dataset_type!r}: named datasets bring rows of weft's own types; leave "
+            f"dataset.type={dataset_type!r}: named datasets have rows of weft's own types; leave "
             f"dataset.type out, and set "
             "`type` of the sources that are files"
         )
@@ -147,7 +147,7 @@ def _build_notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
         breakdown = ", ".join(f"{part}: {count:,}" for part, count in report["cut"].items())
         yield f"{name}: parts of conversations left out, by the number of rows ({breakdown})"
     if report["unread"]:
-        yield f"{name}: keys of messages that nothing reads: {', '.join(report['unread'])}"
+        yield f"{name}: unused keys of messages: {', '.join(report['unread'])}"
 
 
 def list_reader_options(reader: Reader) -> list[str]:

@@ -171,12 +171,11 @@ def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> No
         return
     if has_experts:
         raise ConfigError(
-            f"{setting}: experts are not held in few bits yet, and are most of this model; leave it "
-            f"out"
+            f"{setting}: experts cannot be quantized yet, and are most of this model; leave it out"
         )
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
-            f"{setting}, layout={layout}: every device holds the whole network in few bits; write "
+            f"{setting}, layout={layout}: every device holds the whole quantized network; write "
             f"d{layout.num_devices}f1, or "
             "leave it out and share the network by f, t or p"
         )

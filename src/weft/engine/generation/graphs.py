@@ -143,9 +143,9 @@ class DecodeGraphs:
     def _find_graph(self, kind: str, step: StepArray, most: int) -> CapturedGraph | None:
         """Return the graph in which to run a step, or None to run the step without a graph.
 
-        If no graph of this kind is large enough, one for `most` rows is captured. If larger graphs
-        than necessary have often been used for steps of this size, a graph of the right size is
-        captured.
+        If graphs can be captured and no graph of this kind is large enough, one for `most` rows is
+        captured. If larger graphs than necessary have often been used for steps of this size, a
+        graph of the right size is captured.
         """
         size = find_graph_size(len(step), self._sizes)
         captured_size = min(

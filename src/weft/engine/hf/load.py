@@ -50,7 +50,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
     else:
         auto = AutoModelForSequenceClassification
     with silence_transformers():
-        code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
+        code = "it contains Python code; read the code, then set trust_remote_code=true to run it: "
         hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
         with explain_read_errors(
             f"{path}: transformers cannot load it{f': {hint}' if hint else ''}", CheckpointError
@@ -84,7 +84,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
 def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
     """Build the module described by a model's config.json on the meta device, without weights.
 
-    Raises the same errors as `load`.
+    Raises `CheckpointError` if `transformers` cannot build the model.
     """
     if spec.head == "lm":
         auto: Any = AutoModelForCausalLM
@@ -97,7 +97,7 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
     with (
         silence_transformers(),
         torch.device("meta"),
-        explain_read_errors(f"{path}: transformers cannot make it", CheckpointError),
+        explain_read_errors(f"{path}: transformers cannot build it", CheckpointError),
     ):
         config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
         _configure(config, spec)
@@ -108,8 +108,8 @@ def build_meta_module(spec: ModelSpec, path: str) -> PreTrainedModel:
 def build_device_arguments(device: torch.device) -> dict[str, Any]:
     """Return the loading arguments that make `transformers` put each tensor directly on the device.
 
-    Host memory then never contains the whole model. This requires the package accelerate; without
-    it, the result is empty.
+    Host memory then never contains the whole model. The result is empty on a CPU, and without the
+    package accelerate, which this requires.
     """
     if device.type == "cpu" or not is_accelerate_available():
         return {}

@@ -256,7 +256,8 @@ class MasterWeights:
     def leave(self) -> None:
         """Move all parameters from the device to host memory and free the device memory.
 
-        If master weights are kept on a separate device (`home`), they stay there.
+        If master weights are kept on a separate device (`home`), they stay there. Does nothing if
+        the device has no memory of its own.
         """
         if not self._lane.has_separate_memory:
             return

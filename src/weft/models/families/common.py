@@ -125,7 +125,9 @@ def read_rope(
     ):
         original = int(_read_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError("has separate rotary settings for kinds of layers; use backend=hf")
+        raise CheckpointError(
+            "has different rotary settings for different types of layers; use backend=hf"
+        )
     try:
         scaling, values = _read_scaling(kind, given, original, positions)
     except KeyError as missing:

@@ -116,7 +116,7 @@ class Quantized(Tensor):
         if own is not None and isinstance(first, Quantized):
             return own(*args, **(kwargs or {}))
         assert not (call._schema.is_mutable and isinstance(first, Quantized)), (
-            f"{call} on a matrix held in few bits"
+            f"{call} on a quantized matrix"
         )
         plain = [to_whole(each) if isinstance(each, Tensor) else each for each in args]
         return call(
