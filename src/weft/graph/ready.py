@@ -197,8 +197,8 @@ def find_ready_firings(
 
     If nothing is running and no node has a full batch, one node may fire with a smaller batch: the
     first node in the graph's order that can process any ids. This is allowed only if more rows from
-    the loader would not help (`needs_rows` is False). For example, the epoch may be at its end, or the node
-    may need to process only a few ids, to replace those that a filter removed.
+    the loader would not help (`needs_rows` is False). For example, the epoch may be at its end, or
+    the node may need to process only a few ids, to replace those that a filter removed.
 
     `versions` maps each node to the number of its firings whose updated weights are available. A
     node in `running` does not fire again before it has finished. The arguments are not modified.
