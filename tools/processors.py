@@ -26,7 +26,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "processors"
 ASKED = "WEFT_TEST_ENVIRONMENT"  # of tests/environment.py
-TESTS = ("kernels", "models", "algorithms", "interfaces", "engine", "parallel", "realloc")
+TESTS = (
+    "kernels",
+    "models",
+    "algorithms",
+    "interfaces",
+    "engine",
+    "parallel",
+    "realloc",
+    "checkpoints",
+    "host",
+)
 OLDEST = ("torch==2.11.0", "transformers==5.17.0")  # the lower bounds of pyproject.toml
 AVX2, AVX512 = (
     ("avx2", "fma"),
@@ -159,7 +169,11 @@ def check(configuration: Configuration, python: str) -> str | None:
     capability, native = done.stdout.split()
     if configuration.capability not in (None, capability):
         return f"torch uses {capability}"
-    return "weft's kernels are not there" if configuration.native and native != "True" else None
+    if configuration.native and native != "True":
+        return "weft's kernels are not there"
+    if configuration.variables.get("WEFT_NATIVE") == "0" and native != "False":
+        return "weft's kernels are there"
+    return None
 
 
 def run(
