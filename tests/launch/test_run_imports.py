@@ -97,13 +97,13 @@ def test_a_plain_run_loads_no_more_modules_than_its_budget(loaded: list[str]) ->
 # Prints whether torch is there where the first line is printed, and ends there.
 FIRST_LINE = """
 import sys
-from weft.cli import quickstart, start
+from weft.cli import quickstart
 
 def stop(*args, **more):
     print("torch" in sys.modules)
     raise SystemExit(0)
 
-quickstart.print_start = start.print_start = stop
+quickstart.print_start = stop
 from weft.cli.main import main
 main(sys.argv[1:])
 """

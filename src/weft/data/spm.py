@@ -53,7 +53,7 @@ class SentencePieceModel:
     pad_id: int
 
     def get_piece(self, index: int) -> str | None:
-        """Return the piece with the id `index`, or None if there is none (as for the id -1)."""
+        """Return the piece with the id `index`, or None for an id without a piece, such as -1."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
 

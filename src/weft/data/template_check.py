@@ -39,7 +39,7 @@ class TimeLimitExceeded(Exception):
 
 @cache
 def find_template_problem(template: str) -> str | None:
-    """Return a description of the problem with a chat template, or None if there is none.
+    """Return a description of the problem with a chat template, or None for a usable template.
 
     Problems are syntax errors, and templates that need too much time or memory. The description
     includes the line number if it is known.

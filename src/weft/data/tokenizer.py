@@ -346,7 +346,9 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """Token that the chat template renders right after a reply, or None if there is none."""
+        """Token that the chat template renders right after a reply, or None if no such token
+        exists.
+        """
         return find_leading_token(self.text_around_reply[1].lstrip(), self._added_tokens)
 
     @cached_property

@@ -40,12 +40,12 @@ class NetworkShape:
         inner: Width of the MLP, summed over the experts that a token is routed to.
         vocab: Size of the vocabulary; 1 for a value or score head.
         embedding: Number of elements of the embedding matrix.
-        gated: Whether the MLP has a gate.
-        tied: Whether the embedding is also the output matrix.
+        gated: True if the MLP has a gate.
+        tied: True if the embedding is also the output matrix.
         adapters: Number of elements per token that a layer's adapters keep for the backward pass.
-        fused: Whether the MLP recomputes activation(gate) and activation(gate) * up in the backward
+        fused: True if the MLP recomputes activation(gate) and activation(gate) * up in the backward
             pass instead of keeping them.
-        capped: Whether logits have a soft cap.
+        capped: True if logits have a soft cap.
         row_ranks: Number of ranks that divide the tokens of the residual stream (sequence
             parallelism); 1 if every rank has all tokens.
         rounded: Number of quantized elements, which are dequantized one matrix at a time.
@@ -150,25 +150,25 @@ class MemorySettings:
 
     Attributes:
         dtype: Name of the dtype in which the network computes.
-        trained: Whether the role is trained.
+        trained: True if the role is trained.
         optimizer: Type of the optimizer.
         recompute: Interval n if every n-th layer is recomputed in the backward pass; 0 if none is.
-        offload_optimizer: Whether master weights and optimizer state are always in host memory.
+        offload_optimizer: True if master weights and optimizer state are always in host memory.
         chunk_rows: Maximum number of tokens whose logits are in memory at the same time.
-        weights_leave: Whether weights are in host memory between the role's calls.
-        optimizer_leaves: Whether optimizer state is in host memory between the role's calls.
-        packs: Whether matrix products copy their right operand into another format (float32 on CPUs
+        weights_leave: True if weights are in host memory between the role's calls.
+        optimizer_leaves: True if optimizer state is in host memory between the role's calls.
+        packs: True if matrix products copy their right operand into another format (float32 on CPUs
             only).
-        in_place: Whether kernels overwrite the logits with results and gradients instead of
+        in_place: True if kernels overwrite the logits with results and gradients instead of
             allocating new tensors (float32 on CPUs only).
-        adds_rows: Whether the gradient of the embedding's look-up is added directly to the gradient
+        adds_rows: True if the gradient of the embedding's look-up is added directly to the gradient
             of the embedding matrix, without a temporary matrix (float32 on CPUs only).
-        keeps_cache: Whether the KV cache stays allocated between calls.
+        keeps_cache: True if the KV cache stays allocated between calls.
         state_dtype: Name of the dtype of the optimizer state.
-        fp8: Whether matrix products of blocks use 8-bit copies of their operands.
-        widens: Whether the output matrix has a float32 copy during generation.
-        reshards: Whether a block's gathered parameters are freed after each pass through the block.
-        sums_once: Whether gradients are scattered only after the last micro-batch, instead of after
+        fp8: True if matrix products of blocks use 8-bit copies of their operands.
+        widens: True if the output matrix has a float32 copy during generation.
+        reshards: True if a block's gathered parameters are freed after each pass through the block.
+        sums_once: True if gradients are scattered only after the last micro-batch, instead of after
             each.
     """
 
@@ -198,9 +198,9 @@ class CallDemand:
     Attributes:
         tokens: Number of tokens in a micro-batch.
         rows: Number of rows of a micro-batch for which outputs are computed.
-        backward: Whether the call has backward passes.
+        backward: True if the call has backward passes.
         parts: Number of micro-batches in a minibatch.
-        entropy: Whether the loss contains the entropy, whose gradient needs additional memory.
+        entropy: True if the loss contains the entropy, whose gradient needs additional memory.
         cache_tokens: Size of the KV cache in tokens, before `cache_limit` is applied; 0 if the call
             does not generate.
         cache_limit: Maximum size of the KV cache in bytes, or None if it is not limited.

@@ -39,9 +39,9 @@ class MeshCollectives:
         config: Configuration of the whole network, or None if the network isn't split.
         shards: Parameters that FSDP2 shards, or None without FSDP2.
         pipeline: Pipeline of the network, or None if the layout has only one pipeline stage.
-        tied: Whether the embedding is also the output matrix.
-        shares_rows: Whether the tensor-parallel ranks use sequence parallelism.
-        sums_once: Whether sharded gradients are reduced only after the last micro-batch, instead of
+        tied: True if the embedding is also the output matrix.
+        shares_rows: True if the tensor-parallel ranks use sequence parallelism.
+        sums_once: True if sharded gradients are reduced only after the last micro-batch, instead of
             after each.
     """
 

@@ -106,7 +106,7 @@ def _has_same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _find_tokenizer_file(place: str | None) -> Path | None:
-    """Return the vocabulary file of the tokenizer at `place`, or None if there is none.
+    """Return the vocabulary file of the tokenizer at `place`, or None if it has no such file.
 
     `place` is a file, a directory or a hub name. For a hub name, the result is None.
     """

@@ -153,7 +153,7 @@ class _GraphDrawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """Return the side, -1 (left) or 1 (right), of each line that is drawn beside the graph.
+        """Return the side, -1 (left) or 1 (right), of each line that is routed around the nodes.
 
         A line is drawn on the side that is nearer to its ends. If both sides are equally near, it
         is drawn on the side with fewer lines.

@@ -121,11 +121,11 @@ class MFCDef(EdgeKeyNames):
         max_tokens_per_microbatch: Maximum number of tokens in one forward pass; None for the
             default of the run.
         max_staleness: Maximum number of train steps by which the weights may be outdated.
-        interruptible: Whether the call may switch to newer weights while it runs.
+        interruptible: True if the call may switch to newer weights while it runs.
         pre_hooks: Hooks that run before the call.
         post_hooks: Hooks that run after the call.
         deadline_s: Maximum duration of the call in seconds; None for the default deadline.
-        cache: Whether to store the outputs on disk, so that each id is computed once per run, or
+        cache: True to store the outputs on disk, so that each id is computed once per run, or
             once for all runs that share `dataset.cache_dir`. Only for inference with a frozen role.
         layout: Parallel layout of the call, if it differs from that of the role. A call that trains
             always uses the role's layout (`Experiment.get_mesh`).

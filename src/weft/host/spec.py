@@ -47,9 +47,9 @@ class RewardTarget:
         file: Python file that defines the function, or None if it is in `module`.
         attribute: Name of the function.
         args: Keyword arguments for the function, in addition to data columns.
-        verifier: Whether the function is a registered verifier. Parameters of a verifier
+        verifier: True if the function is a registered verifier. Parameters of a verifier
             that have a default can be set only by `args`, not by data columns.
-        by_token: Whether the function may return rewards of single tokens.
+        by_token: True if the function may return rewards of single tokens.
     """
 
     label: str

@@ -29,7 +29,7 @@ def format_status(run: Path) -> str:
 
 
 def read_run_status(run: Path) -> str:
-    """Return the status that is stored in the run's directory, or "not begun" if there is none.
+    """Return the status that is stored in the run's directory, or "not begun" if none is stored.
 
     The stored status is "running", "finished", "stopped" or "failed". A run that was killed can
     still have the status "running".

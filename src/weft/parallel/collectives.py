@@ -3,8 +3,7 @@
 Most are differentiable. On CPUs, the all-reduce and reduce-scatter of gloo exchange many small
 messages, one after another. They are therefore replaced, the all-reduce only for small tensors:
 each rank sends its values directly to the others, and adds up the values that it receives in the
-order of the ranks. With four ranks on two cores, the sum of a small tensor takes half the time, and
-a reduce-scatter an eighth. All ranks get bitwise identical sums.
+order of the ranks. All ranks get bitwise identical sums.
 
 torch's compiler does not compile these functions, but calls them between compiled parts.
 `_disable_dynamo` is like `torch.compiler.disable`, except that it imports the compiler at the first

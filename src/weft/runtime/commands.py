@@ -146,7 +146,7 @@ class RunCall:
         step: Index of the call's firing (execution of its node).
         minibatches: This device's part of each minibatch, without tensors.
         descriptions: Metadata of all samples in this device's part of the batch.
-        announces: Whether the outputs of completed ids are reported to the driver during the call.
+        announces: True if the outputs of completed ids are reported to the driver during the call.
         weights: If the call uses a copy of its role's engine on another mesh, the number of weight
             updates that the copy must have received; else None.
     """

@@ -124,6 +124,6 @@ class TensorLocations:
 
 
 def _choose_holder(holders: set[int]) -> int:
-    """Return the lowest rank of a device in `holders`, or the driver's rank if there is none."""
+    """Return the lowest rank of a device in `holders`, or the driver's rank if it has no device."""
     devices = holders - {DRIVER}
     return min(devices) if devices else DRIVER

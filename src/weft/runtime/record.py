@@ -100,7 +100,7 @@ def read_versions() -> dict[str, str]:
 
 
 def read_commit(folder: Path) -> str:
-    """Return the abbreviated git commit of the checkout at `folder`, or "" if there is none.
+    """Return the abbreviated git commit of the checkout at `folder`, or "" if it cannot be read.
 
     A `+` is appended if tracked files are modified.
     """

@@ -70,7 +70,7 @@ class RecoveryPointStore:
         )
 
     def find_newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """Return the newest intact recovery point, or None if there is none.
+        """Return the newest intact recovery point, or None if no point is intact.
 
         `note` is called with a message for each damaged one that is skipped.
         """

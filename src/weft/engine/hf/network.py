@@ -65,7 +65,7 @@ class HFNetwork(nn.Module):
         callers: The module's attention modules in call order. If the decoder does not support
             packed sequences, this is empty, and only sequences of equal length are computed
             together.
-        caches: Whether weft's cache can store the decoder's keys and values. If not, the cache
+        caches: True if weft's cache can store the decoder's keys and values. If not, the cache
             contains token ids, and the whole sequence is computed again for each new token.
     """
 

@@ -93,7 +93,7 @@ class BuiltNetwork:
         save: Function that saves the model to a Hugging Face directory.
         cost: Computing cost per token.
         facts: Entries for the engine's description, such as the size of the vocabulary.
-        dropout: Whether any module uses dropout.
+        dropout: True if any module uses dropout.
         aux_loss: Load-balancing loss of experts.
         adapters_off: Function that returns a context in which adapters are disabled; None if there
             are no adapters.

@@ -130,7 +130,7 @@ class Optimizer:
         trained: Stored parameters by canonical name.
         decay: Names of the parameters with weight decay.
         embeddings: Names of the embedding parameters, whose states are never stored in 8 bits.
-        scaled: Whether the loss is scaled, as a float16 network needs.
+        scaled: True if the loss is scaled, as a float16 network needs.
         lane: Queue for copies between device and host, needed to offload the state.
         updated: Function that is called with the parameters of each bucket after their update. It
             can copy their values to the device while the next bucket is updated.

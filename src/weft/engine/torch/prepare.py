@@ -42,7 +42,7 @@ class PassSettings:
             the value after the last token.
         dropout: Seed and step of the dropout masks, or None for a pass without dropout.
         aux_loss: Object that collects the experts' auxiliary loss during the pass, or None.
-        trained_only: Whether to skip rows whose loss mask is 0.
+        trained_only: True to skip rows whose loss mask is 0.
         gradient: Function that computes the loss's gradient with respect to the outputs. It is None
             unless the loss has the property `Loss.by_row`.
         top: Request for the most likely ids, which are returned as `top_ids` and `top_logprobs`.

@@ -28,7 +28,7 @@ def count_boxes(text: str) -> int:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last box in a text, or None if there is none.
+    r"""Return the content of the last box in a text, or None for a text without a box.
 
     A box is `\boxed{...}` or `\boxed 5`. Braces in the content are balanced. The contents of
     adjacent boxes are joined into one list.
