@@ -303,7 +303,7 @@ def _translate_batch(done: OverrideTranslation, override: Override, given: dict[
     """Set `dataset.train_bs_n_seqs`, the global batch size, from the batch size per device.
 
     The global batch size is the batch size per device times the accumulation steps times the number
-    of data-parallel ranks. Raises `ConfigError` if the batch size per device is not set.
+    of data-parallel ranks. The batch size per device must be set.
     """
     if BATCH_SPELLINGS[0] not in given:
         raise ConfigError(
