@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data.sample_pairing import pair_short
+from weft.data.mixture import pair_short
 
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.floats(0, 1), st.integers(0, 99))

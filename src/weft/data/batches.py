@@ -23,9 +23,9 @@ from weft.data.mixture import (
     compute_epoch_order,
     count_per_epoch,
     make_generator,
+    pair_short,
 )
 from weft.data.sample import SequenceSample
-from weft.data.sample_pairing import pair_short
 from weft.errors import DataError, UserError
 
 # Fields of `BatchingOptions` that are always part of the fingerprint; others only if not at their default.

@@ -1,6 +1,8 @@
-"""Selection and order of the samples of an epoch.
+"""Selection, order and random pairing of the samples of an epoch.
 
-Both depend only on the seed and the epoch, so they do not depend on the number of devices.
+All draws depend only on the seed and the epoch, so they do not depend on the number of devices. A
+pair of short samples counts as one id of a batch, so that batches of short samples have more
+tokens.
 """
 
 from __future__ import annotations
@@ -124,3 +126,31 @@ def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
     count = min(max(1, round(len(different) * share)), len(different) - 1)
     held = set(different[:count])
     return np.asarray([key in held for key in keys], dtype=np.bool_)
+
+
+def pair_short(
+    costs: Index, below: int, probability: float, draw: np.random.Generator
+) -> tuple[Index, Index]:
+    """Pair short samples at random by putting them next to each other in a new order.
+
+    Each sample of fewer than `below` tokens is selected with `probability`. The first selected
+    sample is paired with the second, the third with the fourth, and so on. A pair takes the
+    position of its second sample. A selected sample without a partner is put at the end.
+
+    Returns (order of the samples, boundaries). In the new order, the samples from boundary i up to,
+    but not including, boundary i + 1 are a pair or a single sample.
+    """
+    drawn = (draw.random(len(costs)) < probability) & (costs < below)
+    units: list[list[int]] = []
+    waiting: list[int] = []
+    for place, short in enumerate(drawn.tolist()):
+        if not short:
+            units.append([place])
+        elif waiting:
+            units.append([waiting.pop(), place])
+        else:
+            waiting.append(place)
+    for place in waiting:
+        units.append([place])
+    order = np.asarray([place for unit in units for place in unit], dtype=np.int64)
+    return order, np.cumsum([0, *map(len, units)]).astype(np.int64)
