@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from weft.data.lengths import EncodedSample
-from weft.data.window import RandomWindow
+from weft.data.lengths import EncodedSample, RandomWindow
 
 
 def sample(prompt: int, mask: str) -> EncodedSample:

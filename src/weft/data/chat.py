@@ -15,8 +15,8 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.data import rendered, template_check, template_omissions
+from weft.data.lengths import count_common_prefix
 from weft.data.messages import Message
-from weft.data.prefix import count_common_prefix
 from weft.data.template_check import limit_time
 from weft.data.template_omissions import TemplateOmission
 from weft.data.turns import Span, TemplateFunctions, find_assistant_spans

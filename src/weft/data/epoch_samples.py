@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from weft.data.columns import read_renamed_rows
-from weft.data.lengths import EncodedSample, fit_to_limits
+from weft.data.lengths import EncodedSample, RandomWindow, fit_to_limits
 from weft.data.mixture import make_generator
 from weft.data.rows import Row
 from weft.data.sample import SequenceSample
@@ -20,7 +20,6 @@ from weft.data.sources import UnreadableRow
 from weft.data.table import TokenizationReport, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import EncodingJob, RowSource
-from weft.data.window import RandomWindow
 
 
 @runtime_checkable

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.data.lengths import count_common_end, count_common_prefix, count_common_start
 from weft.data.messages import REASONING, Message
-from weft.data.prefix import count_common_end, count_common_prefix, count_common_start
 from weft.data.rendered import has_content
 from weft.errors import DataError
 

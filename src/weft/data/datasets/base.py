@@ -10,9 +10,8 @@ from weft.data import dialogue
 from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
 from weft.data.columns import Columns
 from weft.data.epoch_samples import EpochSamples
-from weft.data.lengths import EncodedSample, LengthLimits
+from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, count_common_prefix
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
-from weft.data.prefix import count_common_prefix
 from weft.data.progress import Reporter, show_progress
 from weft.data.prompt_columns import read_conversation, read_prompt_text
 from weft.data.rows import BadRow, Row
@@ -21,7 +20,6 @@ from weft.data.table import TokenTable
 from weft.data.template_omissions import merge_omissions
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import EncodingJob, RowEncoder, RowSource, tokenize
-from weft.data.window import RandomWindow
 from weft.errors import ConfigError, DataError, find_nearest
 from weft.options import coerce
 
