@@ -16,8 +16,7 @@ import numpy as np
 
 from weft import randomness
 from weft.data import dialogue, trees
-from weft.data.messages import Message, normalize_messages
-from weft.data.prompt_columns import (
+from weft.data.columns import (
     prepend_system,
     read_conversation,
     read_message_list,
@@ -25,6 +24,7 @@ from weft.data.prompt_columns import (
     read_prompt_text,
     require_prompt_key,
 )
+from weft.data.messages import Message, normalize_messages
 from weft.data.rows import (
     ANSWER_KEYS,
     MESSAGE_KEYS,

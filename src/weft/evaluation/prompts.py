@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.data.columns import read_conversation, read_prompt_text, require_prompt_key
 from weft.data.fixed_prompts import MAX_REPORTED, read_prompt_rows
 from weft.data.messages import Message
-from weft.data.prompt_columns import read_conversation, read_prompt_text, require_prompt_key
 from weft.data.rows import BadRow
 from weft.data.sources import UnreadableRow
 from weft.data.tokenizer import Tokenizer

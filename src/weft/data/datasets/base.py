@@ -8,12 +8,11 @@ from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_c
 
 from weft.data import dialogue
 from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
-from weft.data.columns import Columns
+from weft.data.columns import Columns, read_conversation, read_prompt_text
 from weft.data.epoch_samples import EpochSamples
 from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, count_common_prefix
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
 from weft.data.progress import Reporter, show_progress
-from weft.data.prompt_columns import read_conversation, read_prompt_text
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable

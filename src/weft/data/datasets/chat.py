@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
+from weft.data.columns import prepend_system, read_message_list, read_messages
 from weft.data.datasets.base import TableDataset, build_group, check_replies
 from weft.data.lengths import EncodedSample
 from weft.data.messages import Message, normalize_messages
-from weft.data.prompt_columns import prepend_system, read_message_list, read_messages
 from weft.data.rows import (
     MESSAGE_KEYS,
     PROMPT_KEYS,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.data.columns import require_prompt_key
 from weft.data.datasets.base import TableDataset, check_form, encode_replies
 from weft.data.lengths import EncodedSample
-from weft.data.prompt_columns import require_prompt_key
 from weft.data.rows import BadRow, Row, read_number, read_texts, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset

@@ -9,6 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.data import dialogue
+from weft.data.columns import (
+    list_prompt_keys,
+    prepend_system,
+    read_conversation,
+    read_message_list,
+    read_messages,
+    require_prompt_key,
+)
 from weft.data.datasets.base import (
     TableDataset,
     build_group,
@@ -18,14 +26,6 @@ from weft.data.datasets.base import (
 )
 from weft.data.lengths import EncodedSample
 from weft.data.messages import Message, normalize_messages
-from weft.data.prompt_columns import (
-    list_prompt_keys,
-    prepend_system,
-    read_conversation,
-    read_message_list,
-    read_messages,
-    require_prompt_key,
-)
 from weft.data.rows import (
     ANSWER_KEYS,
     LABEL_KEYS,

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weft.data import dialogue, trees
-from weft.data.datasets.base import TableDataset, read_plain_prompt
-from weft.data.lengths import EncodedSample
-from weft.data.messages import normalize_messages
-from weft.data.prompt_columns import (
+from weft.data.columns import (
     INPUT,
     list_prompt_keys,
     read_conversation,
     read_messages,
     require_prompt_key,
 )
+from weft.data.datasets.base import TableDataset, read_plain_prompt
+from weft.data.lengths import EncodedSample
+from weft.data.messages import normalize_messages
 from weft.data.rows import (
     MESSAGE_KEYS,
     BadRow,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.data.columns import require_prompt_key
 from weft.data.datasets.base import TableDataset, check_form, encode_replies, render_reply
 from weft.data.lengths import EncodedSample
-from weft.data.prompt_columns import require_prompt_key
 from weft.data.rows import ANSWER_KEYS, BadRow, Row, find_answer_messages, read_text, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset

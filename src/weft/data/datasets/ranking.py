@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.data import trees
+from weft.data.columns import list_prompt_keys, require_prompt_key
 from weft.data.datasets.base import (
     BAD_REPLIES_COLUMN,
     TableDataset,
@@ -20,7 +21,6 @@ from weft.data.datasets.base import (
 )
 from weft.data.lengths import EncodedSample
 from weft.data.messages import normalize_messages
-from weft.data.prompt_columns import list_prompt_keys, require_prompt_key
 from weft.data.rows import MESSAGE_KEYS, Row, find_first_key, is_tree, read_texts, require_key
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
