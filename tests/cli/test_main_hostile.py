@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.tiny import make_llama, write_jsonl
 from weft.checkpoints.weight_files import WeightFiles
 from weft.cli.main import main
-from weft.data.template_check import find_template_problem
+from weft.data.tokenizer_checks import find_template_problem
 from weft.errors import CheckpointError
 
 FORMS = ("prompt_answer", "prompt", "text", "chat", "preference", "paired_comparison", "ranking")

@@ -12,7 +12,7 @@ import templates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.data import template_check
+from weft.data import tokenizer_checks
 from weft.data.chat import find_generation_spans
 from weft.data.messages import normalize_messages, normalize_tools
 from weft.data.spec import TokenizerSpec
@@ -512,7 +512,7 @@ def test_a_template_that_ends_for_a_greeting_alone_is_stopped(
     tokenizer = with_template(
         f"{{% if messages | length > 3 %}}{loop}{{% endif %}}{marks}{templates.CHATML}"
     )
-    monkeypatch.setattr(template_check, "CONVERSATION_SECONDS", 0.05)
+    monkeypatch.setattr(tokenizer_checks, "CONVERSATION_SECONDS", 0.05)
     talk = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):
         tokenizer.encode_chat(talk)

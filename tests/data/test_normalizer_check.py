@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 from tests.tiny import make_tokenizer
 from weft.data import tokenizer_files
-from weft.data.normalizer_check import MAX_GROWTH, check_growth, compute_growth
+from weft.data.tokenizer_checks import MAX_GROWTH, check_growth, compute_growth
 from weft.errors import UserError
 
 DOUBLE = normalizers.Replace(" ", "  ")

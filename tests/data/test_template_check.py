@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from weft.data import template_check
+from weft.data import tokenizer_checks
 from weft.data.chat_templates import TEMPLATES, read_template_text
-from weft.data.template_check import TimeLimitExceeded, find_template_problem, limit_time
+from weft.data.tokenizer_checks import TimeLimitExceeded, find_template_problem, limit_time
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_a_template_may_not_do(template: str, said: str) -> None:
 
 
 def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_check, "GREETING_SECONDS", 0.05)
+    monkeypatch.setattr(tokenizer_checks, "GREETING_SECONDS", 0.05)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     assert "does not end within" in str(find_template_problem(loop))
 
@@ -61,7 +61,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
 def test_many_short_ones_are_watched_by_one_thread_which_then_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(template_check, "IDLE", 0.1)
+    monkeypatch.setattr(tokenizer_checks, "IDLE", 0.1)
     for _ in range(100):
         with limit_time(5.0):
             pass

@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.data import rendered, template_check, template_omissions
+from weft.data import rendered, template_omissions, tokenizer_checks
 from weft.data.lengths import count_common_prefix
 from weft.data.messages import Message
-from weft.data.template_check import limit_time
 from weft.data.template_omissions import TemplateOmission
+from weft.data.tokenizer_checks import limit_time
 from weft.data.turns import Span, TemplateFunctions, find_assistant_spans
 from weft.errors import DataError
 from weft.reading import explain_read_errors
@@ -38,7 +38,7 @@ def find_generation_spans(
     """
     if not MARKER.search(template):
         return None
-    with explain_read_errors(REFUSAL, DataError), limit_time(template_check.CONVERSATION_SECONDS):
+    with explain_read_errors(REFUSAL, DataError), limit_time(tokenizer_checks.CONVERSATION_SECONDS):
         rendered: Any = render_jinja_template(
             [list(messages)],
             tools,

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from weft.data import chat, rendered, template_check, tokenizer_files
+from weft.data import chat, rendered, tokenizer_checks, tokenizer_files
 from weft.data.messages import normalize_messages, normalize_tools
 from weft.data.spec import TokenizerSpec
 from weft.data.system_tags import ConversationAdditions, prepend_prefix
-from weft.data.template_check import find_template_problem, limit_time
+from weft.data.tokenizer_checks import find_template_problem, limit_time
 from weft.data.turns import TemplateFunctions, find_leading_token
 from weft.errors import ConfigError, DataError
 from weft.reading import explain_read_errors
@@ -195,7 +195,7 @@ class Tokenizer:
             raise tokenizer_files.build_bad_template_error(self.name, problem, self.option)
         with (
             explain_read_errors(chat.REFUSAL, DataError),
-            limit_time(template_check.CONVERSATION_SECONDS),
+            limit_time(tokenizer_checks.CONVERSATION_SECONDS),
         ):
             named = rendered.rename_reasoning_key(messages, self.hf.get_chat_template(None, tools))
             text = self.hf.apply_chat_template(

@@ -21,10 +21,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
 from weft.data.chat_templates import TEMPLATES, read_template_text
-from weft.data.normalizer_check import check_growth
 from weft.data.rows import RowTooLong
 from weft.data.spec import TokenizerSpec
-from weft.data.template_check import find_template_problem
+from weft.data.tokenizer_checks import check_growth, find_template_problem
 from weft.errors import ConfigError, DataError, NoTemplate, UserError, find_nearest
 from weft.reading import (
     check_file,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.messages import normalize_messages
-from weft.data.template_check import TimeLimitExceeded, limit_time
+from weft.data.tokenizer_checks import TimeLimitExceeded, limit_time
 from weft.engine.base import TokenEvent
 from weft.errors import UserError
 from weft.serve.asgi import HttpExchange, RequestRefused

@@ -1,17 +1,23 @@
-"""Limits on chat templates, which come with a model and are executed as code.
+"""Limits on chat templates, normalizers and decoders, which come with a model and run as code.
 
-A template must neither loop forever nor produce texts of unbounded length.
+A template must neither loop forever nor produce texts of unbounded length. Normalizers and decoders
+of tokenizer.json must not make texts grow without bound: a chain of forty steps that each replace
+one space by two would need a terabyte for one row, and the `tokenizers` library would abort the
+process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import math
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,7 +25,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.reading import describe_cause
+from weft.errors import UserError
+from weft.reading import describe_cause, read_text
 
 GREETING_SECONDS = 5.0  # time limit for rendering a greeting
 CONVERSATION_SECONDS = 10.0  # time limit for rendering any other conversation
@@ -184,3 +191,90 @@ def limit_time(seconds: float) -> Iterator[None]:
         raise TimeLimitExceeded(f"does not end within {seconds:g} s") from None
     finally:
         watch.end(entry)
+
+
+MAX_GROWTH = 100  # maximum growth factor of a text; known tokenizers reach about 20
+MAX_PREPENDED = 1000  # maximum number of characters that a normalizer may prepend
+# Maximum growth factor by kind: bytes are written as two-byte letters; a character map such as
+# NFKC can replace one character by many.
+GROWTH = {"ByteLevel": 2.0, "Precompiled": 20.0}
+PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
+
+
+def check_growth(file: Path, what: str) -> None:
+    """Raise `UserError` if a tokenizer.json can make a text more than `MAX_GROWTH` times longer.
+
+    The limit applies to its normalizer and to its decoder. `what` is the beginning of the error
+    message.
+    """
+    for part, values in _parse_components(read_text(file, what)):
+        grown = compute_growth(values)
+        if grown > MAX_GROWTH:
+            raise UserError(
+                f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most "
+                f"{MAX_GROWTH} are allowed; use "
+                "another tokenizer"
+            )
+
+
+def _parse_components(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for the normalizer and the decoder in the text of a tokenizer.json.
+
+    The rest of the file, which is large, is not parsed.
+    """
+    decoder = json.JSONDecoder()
+    for match in PARTS.finditer(text):
+        try:
+            yield match[1], decoder.raw_decode(text, match.end())[0]
+        except (ValueError, RecursionError):  # the library refuses the file
+            continue
+
+
+def compute_growth(values: Any) -> float:
+    """Return the maximum factor by which a normalizer or decoder makes a text longer.
+
+    `values` describes the normalizer or decoder in the format of tokenizer.json. The factor is
+    infinite if a step prepends more than `MAX_PREPENDED` characters.
+    """
+    if not isinstance(values, Mapping):
+        return 1.0
+    chain = next(
+        (
+            values[name]
+            for name in ("normalizers", "decoders")
+            if isinstance(values.get(name), list)
+        ),
+        None,
+    )
+    # A sequence of steps.
+    if chain is not None:
+        return math.prod(compute_growth(each) for each in chain)
+    if values.get("type") == "Prepend":
+        if len(str(values.get("prepend"))) <= MAX_PREPENDED:
+            return 1.0
+        return math.inf
+    if values.get("type") != "Replace":
+        return GROWTH.get(str(values.get("type")), 1.0)
+    # A replacement of a text or a regular expression.
+    content = str(values.get("content") or "")
+    pattern = values.get("pattern")
+    if not isinstance(pattern, Mapping):
+        return 1.0
+    text = pattern.get("String")
+    rule = pattern.get("Regex")
+    if isinstance(text, str) and text:
+        return max(1.0, len(content) / len(text))
+    if _has_empty_match(rule):
+        return 1.0 + len(content)
+    return max(1.0, float(len(content)))
+
+
+def _has_empty_match(rule: Any) -> bool:
+    """Return whether a regular expression can match the empty string.
+
+    Also returns True for an expression that Python cannot compile.
+    """
+    try:
+        return re.match(str(rule or ""), "") is not None
+    except (re.error, RecursionError, OverflowError):  # syntax that only the library knows
+        return True
