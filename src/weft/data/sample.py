@@ -23,9 +23,8 @@ import numpy.typing as npt
 import torch
 
 from weft.algorithms.base import to_host_array
-from weft.data import arrays, codec, groups, packing
-from weft.data.arrays import Array
-from weft.data.groups import PART, GroupRearrangement
+from weft.data import codec, groups, packing
+from weft.data.groups import PART, Array, GroupRearrangement
 from weft.errors import DataError, find_nearest
 
 Ints = npt.NDArray[np.int32]
@@ -151,7 +150,7 @@ class SequenceSample:
 
     def sequences(self, key: str) -> list[Array]:
         """Return the sequences of `key` in order, as views of its data array."""
-        return arrays.split_rows(_get_known(self, key, self.data), self.lengths[key])
+        return groups.split_rows(_get_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
         """Return, for each sequence of `key`, the index of its id; int64 [num sequences]."""
@@ -201,7 +200,7 @@ class SequenceSample:
                 held.append(k)
         data = {}
         for k in held:
-            data[k] = arrays.concatenate([_get_known(s, k, s.data) for s in samples])
+            data[k] = groups.concatenate([_get_known(s, k, s.data) for s in samples])
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
         metadata = {}
         for c in columns:
@@ -267,7 +266,7 @@ class SequenceSample:
             counts[k] = (offset[index + 1] - offset[index]).astype(np.int64)
         chosen = {}
         for key, offset in self.offsets.items():
-            chosen[key] = arrays.concatenate_ranges(offset[index], counts[key])
+            chosen[key] = groups.concatenate_ranges(offset[index], counts[key])
         return _rearrange(
             self,
             GroupRearrangement(tuple(self.ids[row] for row in rows), list(rows), chosen, counts),
@@ -424,7 +423,7 @@ def _build_like(
     sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]
 ) -> SequenceSample:
     held = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
-    data = {name: arrays.convert_like(held, each) for name, each in values.items()}
+    data = {name: groups.convert_like(held, each) for name, each in values.items()}
     offsets = dict.fromkeys(values, sample.offsets[key])
     return SequenceSample(sample.ids, dict.fromkeys(values, lengths), offsets, data)
 
@@ -474,7 +473,7 @@ def _rearrange(sample: SequenceSample, new: GroupRearrangement, drop: str = "") 
     offsets = {key: _compute_offsets(counts) for key, counts in new.counts.items()}
     data = {}
     for key, value in sample.data.items():
-        data[key] = arrays.take_segments(value, sample.starts[key], new.index[key])
+        data[key] = groups.take_segments(value, sample.starts[key], new.index[key])
     metadata = {}
     for k, v in sample.metadata.items():
         if k != drop:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.algorithms.base import to_host_array
-from weft.data import arrays
+from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import DataError
@@ -220,7 +220,7 @@ def pack(
             tokens += [prompt[:lead], prompt[prefix:]]
         tokens.append(completions[s])
         positions += [np.arange(lead), np.arange(prefix, layout.lengths[s])]
-    flat = put(torch.as_tensor(arrays.concatenate(tokens)).to(torch.int64), device)
+    flat = put(torch.as_tensor(groups.concatenate(tokens)).to(torch.int64), device)
     rows, exists = layout.index_rows(extra)
     last = np.repeat(layout.starts + layout.length - 1, layout.length + extra)
     following = np.minimum(np.where(exists, rows + 1, rows), last)

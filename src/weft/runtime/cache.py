@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from weft.data.arrays import Array
+from weft.data.groups import Array
 from weft.data.sample import SequenceSample
 from weft.engine.base import Engine
 from weft.graph.mfc import MFCDef

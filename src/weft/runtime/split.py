@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft import randomness
-from weft.data import arrays
+from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import Minibatches, Unit
 
@@ -101,7 +101,7 @@ def split_completions(batch: SequenceSample) -> SequenceSample:
         lengths[key] = [[int(size)] for size in sizes[chosen]]
         if key in batch.data:
             sequences = batch.sequences(key)
-            data[key] = arrays.concatenate([sequences[index] for index in chosen])
+            data[key] = groups.concatenate([sequences[index] for index in chosen])
     metadata = {}
     for name, values in {OWNER: batch.ids, **batch.metadata}.items():
         metadata[name] = [
