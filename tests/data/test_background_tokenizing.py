@@ -30,12 +30,11 @@ from weft.data.datasets.prompt_answer import PromptAnswerEncoder
 from weft.data.datasets.text import TextEncoder
 from weft.data.lengths import LengthLimits
 from weft.data.loader import LoadedData, load_data
-from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import RowSource, tokenize
+from weft.data.tokenizing import RowSource, skip_progress, tokenize
 from weft.errors import ConfigError, DataError, RunError
 
 Make = Callable[..., Tokenizer]

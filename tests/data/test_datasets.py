@@ -14,10 +14,10 @@ import torch
 
 from weft.data.datasets.base import DatasetUtility, MapDataset
 from weft.data.loader import load_data
-from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import skip_progress
 from weft.errors import ConfigError, DataError, UserError
 from weft.registry import datasets
 

@@ -15,10 +15,10 @@ import templates
 
 from weft.data.datasets.base import DatasetUtility, MapDataset
 from weft.data.loader import load_data
-from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import skip_progress
 from weft.errors import DataError
 from weft.registry import datasets
 

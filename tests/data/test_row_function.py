@@ -10,8 +10,8 @@ import pytest
 
 from weft.data.datasets.base import DatasetUtility
 from weft.data.loader import load_data
-from weft.data.progress import skip_progress
 from weft.data.spec import DatasetSpec
+from weft.data.tokenizing import skip_progress
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets, import_user_code, register_dataset
 from weft.testing.datasets import build_small_tokenizer, check_dataset

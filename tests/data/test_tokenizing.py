@@ -24,10 +24,9 @@ from weft.data.datasets.prompt_answer import PromptAnswerEncoder
 from weft.data.datasets.ranking import RankingEncoder
 from weft.data.datasets.text import TextEncoder
 from weft.data.lengths import LengthLimits
-from weft.data.progress import skip_progress
 from weft.data.table import TokenTable
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import RowSource, tokenize
+from weft.data.tokenizing import RowSource, skip_progress, tokenize
 from weft.errors import DataError, RunError, UserError
 
 Make = Callable[..., Tokenizer]

@@ -24,12 +24,12 @@ from weft.data.datasets.base import (
 )
 from weft.data.mixture import SourceShare, count_per_epoch, hold_out, make_generator
 from weft.data.named.prepare import ValidationSplit, find_cache_root, find_mode, prepare
-from weft.data.progress import Reporter, show_progress, skip_progress
 from weft.data.rows import TREE_TYPES, is_tree
 from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, list_source_specs
 from weft.data.table import TokenizationReport
 from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import Reporter, show_progress, skip_progress
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
 

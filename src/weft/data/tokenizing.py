@@ -1,7 +1,8 @@
-"""Conversion of rows to token ids, with a cache on disk.
+"""Conversion of rows to token ids, with a cache on disk and a progress bar.
 
 Each source is tokenized once, in parallel if it is large. The result is cached under a hash of
-everything that affects it.
+everything that affects it. Progress is a bar on a terminal, or one plain line of text if the output
+is not a terminal.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import Field, asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from weft.data.columns import Columns, rename_columns
 from weft.data.lengths import EncodedSample, LengthLimits, fit_to_limits
 from weft.data.messages import track_unread_keys
-from weft.data.progress import Reporter, show_progress
 from weft.data.rows import BadRow, Row, RowTooLong, TrackedRow, read_id
 from weft.data.sources import UnreadableRow, find_files, hash_content, read_rows
 from weft.data.table import TokenizationReport, TokenTable
@@ -34,6 +39,39 @@ from weft.data.template_omissions import TemplateOmission, merge_omissions
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
 from weft.writing import write
+
+Advance = Callable[[int], None]
+Reporter = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@contextmanager
+def show_progress(what: str, total: int) -> Iterator[Advance]:
+    """Show the progress of work on `total` rows on standard error.
+
+    `what` describes the work. The context yields a function, to be called with the number of rows
+    done since its last call.
+    """
+    if not sys.stderr.isatty():
+        begun = time.perf_counter()
+        yield lambda count: None
+        print(f"{what}: {total:,} rows in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def skip_progress(what: str, total: int) -> Iterator[Advance]:
+    """Accept the same calls as `show_progress`, but show nothing."""
+    yield lambda count: None
+
 
 VERSION = 5  # part of the cache key; increased when the same rows give other ids
 # Smaller files are tokenized in about the time that it takes to start a second process.

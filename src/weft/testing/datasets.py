@@ -17,9 +17,9 @@ from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSub
 from weft.data.byte_tokenizer import build_byte_level
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, is_by_index
 from weft.data.mixture import SourceShare
-from weft.data.progress import skip_progress
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import skip_progress
 from weft.registry import datasets
 
 TEMPLATE = (

@@ -12,13 +12,19 @@ from weft.data.columns import Columns, read_conversation, read_prompt_text
 from weft.data.epoch_samples import EpochSamples
 from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, count_common_prefix
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
-from weft.data.progress import Reporter, show_progress
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
 from weft.data.template_omissions import merge_omissions
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokenizing import EncodingJob, RowEncoder, RowSource, tokenize
+from weft.data.tokenizing import (
+    EncodingJob,
+    Reporter,
+    RowEncoder,
+    RowSource,
+    show_progress,
+    tokenize,
+)
 from weft.errors import ConfigError, DataError, find_nearest
 from weft.options import coerce
 
