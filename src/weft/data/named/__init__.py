@@ -4,7 +4,6 @@ A catalogue entry (`entries/*.yaml`) says where a dataset comes from and which r
 converts its rows.
 """
 
-from weft.data.named.catalogue import find_entry, list_names
-from weft.data.named.entry import CatalogueEntry
+from weft.data.named.catalogue import CatalogueEntry, find_entry, list_names
 
 __all__ = ["CatalogueEntry", "find_entry", "list_names"]

@@ -19,7 +19,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from weft.data import hub
-from weft.data.named.entry import CatalogueEntry
+from weft.data.named.catalogue import CatalogueEntry
 from weft.data.rows import Row
 from weft.data.sources import SUFFIXES, RowLocation, UnreadableRow, find_files, read_rows
 from weft.errors import DataError, find_nearest
