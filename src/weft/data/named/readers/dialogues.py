@@ -8,8 +8,14 @@ from random import Random
 from typing import Any
 
 from weft.data.messages import normalize_messages
-from weft.data.named.example import Example, ReaderContext, make_alternating_messages, make_example
-from weft.data.named.fields import fill_template, pick_value
+from weft.data.named.example import (
+    Example,
+    ReaderContext,
+    fill_template,
+    make_alternating_messages,
+    make_example,
+    pick_value,
+)
 from weft.data.rows import MESSAGE_KEYS, BadRow, Row, require_key
 from weft.registry import register_reader
 

@@ -16,12 +16,13 @@ from weft.data.messages import Message
 from weft.data.named.example import (
     Example,
     ReaderContext,
+    fill_template,
     make_alternating_messages,
     make_assistant_message,
     make_example,
     make_user_message,
+    pick_value,
 )
-from weft.data.named.fields import fill_template, pick_value
 from weft.data.rows import BadRow, Row, to_json_value
 from weft.errors import ConfigError
 from weft.registry import register_reader
@@ -34,7 +35,7 @@ MAX_WORDS = 512  # maximum number of words of a text to summarize
 class PairOptions(TypedDict, total=False):
     """Options for converting a row to a question with its answer.
 
-    Column names can be paths or templates (see `weft.data.named.fields`).
+    Column names can be paths or templates (see `weft.data.named.example`).
     """
 
     prompt: str  # column of the question; default "INSTRUCTION"

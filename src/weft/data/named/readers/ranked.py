@@ -12,11 +12,12 @@ from weft.data.messages import REASONING, Message, normalize_messages
 from weft.data.named.example import (
     Example,
     ReaderContext,
+    fill_template,
     make_alternating_messages,
     make_assistant_message,
     make_user_message,
+    pick_value,
 )
-from weft.data.named.fields import fill_template, pick_value
 from weft.data.named.readers.dialogues import check_list
 from weft.data.rows import Row, read_number
 from weft.registry import register_reader
