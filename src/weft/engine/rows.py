@@ -425,13 +425,13 @@ def to_sample(
     with K values per token, `[L, K]` for all other outputs.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
-    groups: dict[str, list[list[int]]] = {}
+    lengths_by_key: dict[str, list[list[int]]] = {}
     for key in out:
         if key == "scores":
             lengths = np.ones_like(layout.length)
         else:
             lengths = layout.length + (key == "values")
-        groups[key] = [part.tolist() for part in np.split(lengths, bounds)]
+        lengths_by_key[key] = [part.tolist() for part in np.split(lengths, bounds)]
     return SequenceSample.from_groups(
-        sample.ids, groups, {key: value.cpu() for key, value in out.items()}, sample.metadata
+        sample.ids, lengths_by_key, {key: value.cpu() for key, value in out.items()}, sample.metadata
     )

@@ -1,4 +1,4 @@
-"""Readers of questions with answers.
+"""Readers of questions with answers, and of plain text.
 
 The formats are tables of instructions, question-answer pairs, texts with summaries, and rows with a
 list of answers.
@@ -248,8 +248,6 @@ def each(
             else:
                 use.skip("an empty question or answer")
 
-
-# MERGED: Reader of plain text. All of the text is trained on, to reduce forgetting.
 
 CHUNK = 64 * 1024
 
