@@ -16,8 +16,8 @@ import templates
 
 from weft.data.loader import load_data
 from weft.data.spec import DatasetSpec
-from weft.data.template_omissions import TemplateOmission, find_missing_words
 from weft.data.tokenizer import Tokenizer
+from weft.data.turns import TemplateOmission, find_missing_words
 from weft.errors import DataError
 
 Make = Callable[..., Tokenizer]

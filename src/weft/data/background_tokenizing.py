@@ -34,7 +34,6 @@ from weft.data.rows import BadRow, Row, is_tree, read_id
 from weft.data.sample import SequenceSample
 from weft.data.sources import UnreadableRow, find_files
 from weft.data.table import TokenizationReport, TokenTable, cast_to_edge_dtypes
-from weft.data.template_omissions import merge_omissions
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import (
     CHUNK,
@@ -59,6 +58,7 @@ from weft.data.tokenizing import (
     tokenize,
     write_cache,
 )
+from weft.data.turns import merge_omissions
 from weft.errors import DataError
 
 # A row of each shape is tokenized before training. Above this number of shapes, further rows are

@@ -14,12 +14,11 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.data import rendered, template_omissions, tokenizer_checks
+from weft.data import rendered, tokenizer_checks
 from weft.data.lengths import count_common_prefix
 from weft.data.messages import Message
-from weft.data.template_omissions import TemplateOmission
 from weft.data.tokenizer_checks import limit_time
-from weft.data.turns import Span, TemplateFunctions, find_assistant_spans
+from weft.data.turns import Span, TemplateFunctions, TemplateOmission, find_assistant_spans
 from weft.errors import DataError
 from weft.reading import explain_read_errors
 
@@ -113,20 +112,16 @@ def mask_conversation(
         written = text[a:b]
         content = messages[turn]["content"]
         if (turn, "content") not in lost and not rendered.has_content(written, content):
-            part = template_omissions.find_missing_words(
-                written, content.rpartition(rendered.END_OF_THOUGHT)[2]
-            )
+            part = turns.find_missing_words(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
             raise rendered.build_not_rendered_error(
                 messages[turn], turn, ["content"], template.name, part
             )
         fields = {field for index, field in lost if index == turn}
-        cut += template_omissions.TrainedTurn(
-            template, messages, tools, turn, written
-        ).find_omissions(fields)
+        cut += turns.TrainedTurn(template, messages, tools, turn, written).find_omissions(fields)
     return MaskedConversation(
         *mask_spans(template.encode, template.offsets, text, spans),
         unused,
-        template_omissions.merge_omissions(cut),
+        turns.merge_omissions(cut),
     )
 
 

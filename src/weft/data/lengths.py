@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.data.rows import RowTooLong
 from weft.data.spec import OVERLONG
-from weft.data.template_omissions import TemplateOmission
+from weft.data.turns import TemplateOmission
 from weft.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ import torch
 from weft.data import codec
 from weft.data.lengths import EncodedSample
 from weft.data.sample import SequenceSample
-from weft.data.template_omissions import TemplateOmission, merge_omissions
+from weft.data.turns import TemplateOmission, merge_omissions
 
 # Key -> (dtype in the table, dtype on the graph's edges).
 DTYPES = {

@@ -35,8 +35,8 @@ from weft.data.messages import track_unread_keys
 from weft.data.rows import BadRow, Row, RowTooLong, TrackedRow, read_id
 from weft.data.sources import UnreadableRow, find_files, hash_content, read_rows
 from weft.data.table import TokenizationReport, TokenTable
-from weft.data.template_omissions import TemplateOmission, merge_omissions
 from weft.data.tokenizer import Tokenizer
+from weft.data.turns import TemplateOmission, merge_omissions
 from weft.errors import DataError, RunError, UserError
 from weft.writing import write
 

@@ -433,5 +433,8 @@ def to_sample(
             lengths = layout.length + (key == "values")
         lengths_by_key[key] = [part.tolist() for part in np.split(lengths, bounds)]
     return SequenceSample.from_groups(
-        sample.ids, lengths_by_key, {key: value.cpu() for key, value in out.items()}, sample.metadata
+        sample.ids,
+        lengths_by_key,
+        {key: value.cpu() for key, value in out.items()},
+        sample.metadata,
     )

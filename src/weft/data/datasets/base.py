@@ -15,7 +15,6 @@ from weft.data.messages import CONTEXT, FACTS, REASONING, Message
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
-from weft.data.template_omissions import merge_omissions
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import (
     EncodingJob,
@@ -25,6 +24,7 @@ from weft.data.tokenizing import (
     show_progress,
     tokenize,
 )
+from weft.data.turns import merge_omissions
 from weft.errors import ConfigError, DataError, find_nearest
 from weft.options import coerce
 
