@@ -15,8 +15,8 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.data import rendered, tokenizer_checks
-from weft.data.lengths import count_common_prefix
 from weft.data.messages import Message
+from weft.data.prefix import count_common_prefix
 from weft.data.tokenizer_checks import limit_time
 from weft.data.turns import Span, TemplateFunctions, TemplateOmission, find_assistant_spans
 from weft.errors import DataError

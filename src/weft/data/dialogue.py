@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.data.lengths import count_common_start
+from weft.data.prefix import count_common_start
 
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"

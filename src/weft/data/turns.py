@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.data.lengths import count_common_end, count_common_prefix, count_common_start
 from weft.data.messages import REASONING, Message
+from weft.data.prefix import count_common_end, count_common_prefix, count_common_start
 from weft.data.rendered import (
     END_OF_THOUGHT,
     has_content,

@@ -10,8 +10,9 @@ from weft.data import dialogue
 from weft.data.background_tokenizing import BackgroundTokenTable, tokenize_in_background
 from weft.data.columns import Columns, read_conversation, read_prompt_text
 from weft.data.epoch_samples import EpochSamples
-from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow, count_common_prefix
+from weft.data.lengths import EncodedSample, LengthLimits, RandomWindow
 from weft.data.messages import CONTEXT, FACTS, REASONING, Message
+from weft.data.prefix import count_common_prefix
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
