@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.experiments import GRPOConfig, PPOConfig
 from weft.graph.draw import to_svg
-from weft.observe.palette import INDIGO, MAGENTA, ORANGE, SKY, TEAL, ColourPair
+from weft.observe.page import INDIGO, MAGENTA, ORANGE, SKY, TEAL, ColourPair
 
 FOLDER = Path(__file__).resolve().parent.parent / "img"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"

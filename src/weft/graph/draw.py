@@ -16,7 +16,7 @@ from html import escape
 from weft.graph.graph import DATASET, DataflowGraph, KeyEdge
 from weft.graph.layers import GraphPositions, Pair, find_implied_edges, lay_out_graph
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.observe.palette import DARK, GREY, ColourPair, assign_role_hues
+from weft.observe.page import DARK, GREY, ColourPair, assign_role_hues
 
 WIDTH = 156
 HEIGHT = 54  # height of a node

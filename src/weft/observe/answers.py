@@ -9,8 +9,7 @@ from typing import Any
 from weft.observe.charts import format_hue
 from weft.observe.completions import COLOURS, append_tokens, render_facts
 from weft.observe.metrics import format_number, is_finite
-from weft.observe.page import escape_text
-from weft.observe.palette import ColourPair
+from weft.observe.page import ColourPair, escape_text
 from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import SampleGroup, group_rows
 

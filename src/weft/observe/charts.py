@@ -36,7 +36,7 @@ from weft.observe.metrics import (
     get_direction,
     get_last_part,
 )
-from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, ColourPair
+from weft.observe.page import GREY, HUES, KNOWN, ORANGE, ColourPair
 from weft.observe.run_files import RunFiles
 
 POINTS = 400  # maximum points of a line in the first view

@@ -45,8 +45,7 @@ from weft.observe.metrics import (
     get_direction,
     get_last_part,
 )
-from weft.observe.page import Page, PageSection, escape_text, render_folded, write
-from weft.observe.palette import HUES, ColourPair
+from weft.observe.page import HUES, ColourPair, Page, PageSection, escape_text, render_folded, write
 from weft.observe.report import render_curves
 from weft.observe.run_files import RunFiles
 from weft.observe.sections import format_count, render_status

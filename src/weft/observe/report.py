@@ -15,8 +15,7 @@ from pathlib import Path
 from weft.observe import charts, completions, configuration, sections, timing
 from weft.observe.charts import Chart
 from weft.observe.filmstrip import render_filmstrip
-from weft.observe.page import Page, PageSection, render_folded, write
-from weft.observe.palette import DARK
+from weft.observe.page import DARK, Page, PageSection, render_folded, write
 from weft.observe.run_files import RunFiles
 
 NAME = "report.html"

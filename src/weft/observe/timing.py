@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.observe.charts import choose_hue, choose_ticks, format_hue
 from weft.observe.metrics import TIME, format_duration, format_number
-from weft.observe.palette import GREY, ColourPair, assign_role_hues
+from weft.observe.page import GREY, ColourPair, assign_role_hues
 from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import pick
 from weft.observe.timeline import HOST, ROLES, RUN, TimelineSpan
