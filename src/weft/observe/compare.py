@@ -12,7 +12,6 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.observe import charts, configuration, trend
-from weft.observe.answers import render_answers
 from weft.observe.chart_groups import (
     SeriesIndex,
     find_node,
@@ -21,6 +20,7 @@ from weft.observe.chart_groups import (
     split_metric_name,
 )
 from weft.observe.charts import Chart, ChartLine
+from weft.observe.completions import render_answers
 from weft.observe.diagnosis import ALGORITHMS, POLICIES
 from weft.observe.differences import (
     ALGORITHM,
