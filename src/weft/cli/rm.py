@@ -16,7 +16,7 @@ from weft.cli.ls import format_size
 from weft.cli.named_run import find_run
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
-from weft.observe.lenient import read_config, read_json
+from weft.observe.jsonl import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
 from weft.observe.run_list import count_tree_bytes, find_runs
 

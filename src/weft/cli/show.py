@@ -21,7 +21,7 @@ from weft.cli.named_run import find_run
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
-from weft.observe.lenient import read_config
+from weft.observe.jsonl import read_config
 from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
 from weft.observe.run_files import CONFIG, HARDWARE
 from weft.observe.run_list import METRICS, RunSummary, count_tree_bytes, read_last_lines, summarize

@@ -24,7 +24,7 @@ from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
 from weft.experiments.common import ExperimentConfig
 from weft.launch.run import build_with_choices, build_with_files, dry_run, mark_as_planned
-from weft.observe.lenient import read_json
+from weft.observe.jsonl import read_json
 from weft.options import read, validate
 from weft.redaction import mask_words
 from weft.registry import import_user_code

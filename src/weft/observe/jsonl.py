@@ -1,7 +1,6 @@
-"""JSON Lines files with one object per line, each for one training step of a run.
+"""Files of a run: JSON Lines with one object per line, each for one training step, and JSON.
 
-`metrics.jsonl` and `samples.jsonl` have this form. If the process is killed, at most the line that
-is being written is lost.
+Files can be missing or damaged; readers return what is left of them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,53 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.observe.lenient import clean_value
+from weft.errors import ConfigError
 from weft.observe.metrics import is_step
-from weft.reading import MOST_DEPTH
+from weft.reading import MOST_DEPTH, read_object, read_yaml
 from weft.writing import open_file, replace_file
+
+
+def clean_value(value: Any, depth: int = 0) -> Any:
+    """Convert nested plain values to a form that can be written to any output format.
+
+    Keys become strings, and lone surrogates in strings are replaced. Values of other types, such as
+    dates, become strings too. `depth` is the nesting level of `value`. Raises `ValueError` if
+    values are nested too deeply.
+    """
+    if depth > MOST_DEPTH:
+        raise ValueError(f"nests deeper than {MOST_DEPTH} levels")
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, dict):
+        result = {}
+        for name, each in value.items():
+            result[clean_value(str(name))] = clean_value(each, depth + 1)
+        return result
+    if isinstance(value, list | tuple):
+        return [clean_value(each, depth + 1) for each in value]
+    return str(value).encode("utf-8", errors="replace").decode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Returns an empty dict if the file is missing or damaged, or contains no object.
+    """
+    try:
+        return dict(clean_value(read_object(path, str(path))))
+    except ValueError:  # includes `UserError`
+        return {}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the options in a `config.yaml`; an empty dict if the file does not exist.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
+    if not path.exists():
+        return {}
+    content = read_yaml(path, str(path), ConfigError)
+    return dict(clean_value(content)) if isinstance(content, dict) else {}
 
 
 def convert_to_json(value: Any) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 
 from weft.errors import RunError, UserError
 from weft.observe.completions import is_dataset_row
-from weft.observe.jsonl import StepFile, format_ranges, read_rows
-from weft.observe.lenient import read_json
+from weft.observe.jsonl import StepFile, format_ranges, read_json, read_rows
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite

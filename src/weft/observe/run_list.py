@@ -16,8 +16,7 @@ from typing import Any
 from weft.errors import UserError
 from weft.observe import trend
 from weft.observe.diagnosis import ALGORITHMS, FINE, RunDiagnosis, diagnose_run
-from weft.observe.jsonl import read_row
-from weft.observe.lenient import clean_value, read_json
+from weft.observe.jsonl import clean_value, read_json, read_row
 from weft.observe.metrics import EVAL, find_leading, get_last_part, is_finite, is_step
 from weft.observe.run_files import CONFIG, LOG, METRICS, RECORD, STATUS, STATUSES, is_quiet
 from weft.observe.sample_rows import SAMPLES

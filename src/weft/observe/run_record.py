@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.observe.lenient import read_json
+from weft.observe.jsonl import read_json
 from weft.observe.metrics import LAST_TIME, is_finite, is_step
 from weft.observe.run_files import RECORD
 

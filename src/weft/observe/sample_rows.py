@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.observe.jsonl import read_row
-from weft.observe.lenient import clean_value
+from weft.observe.jsonl import clean_value, read_row
 from weft.observe.metrics import is_finite
 
 SAMPLES = "samples.jsonl"

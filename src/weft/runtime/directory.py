@@ -17,7 +17,7 @@ import yaml
 
 from weft.errors import ConfigError
 from weft.experiment import Control
-from weft.observe.lenient import read_json
+from weft.observe.jsonl import read_json
 from weft.reading import explain_read_errors, make_folder, read_text, refuse_url
 from weft.redaction import mask_values
 from weft.runtime import disk
