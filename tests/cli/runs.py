@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from weft.experiments import SFTConfig
-from weft.observe.run_record import RunRecord, RunStart
+from weft.observe.run_files import RunRecord, RunStart
 from weft.options import to_mapping
 
 

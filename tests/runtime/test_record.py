@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.runtime.toy import Toy
+from weft.observe.run_files import RunRecord
 from weft.observe.run_list import list_runs
-from weft.observe.run_record import RunRecord
 from weft.runtime.record import build_command, parse_quickstart, read_commit, record_process
 
 

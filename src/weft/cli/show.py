@@ -23,9 +23,8 @@ from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.jsonl import read_config
 from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
-from weft.observe.run_files import CONFIG, HARDWARE
+from weft.observe.run_files import CONFIG, HARDWARE, RunRecord
 from weft.observe.run_list import METRICS, RunSummary, count_tree_bytes, read_last_lines, summarize
-from weft.observe.run_record import RunRecord
 from weft.redaction import mask_values, mask_words
 
 METRICS_SHOWN = 12

@@ -17,9 +17,8 @@ from weft.observe.metrics import is_finite
 from weft.observe.plan import RunPlan
 from weft.observe.progress import OUTCOMES, ProgressView, make_view
 from weft.observe.renewal import ReportRenewal
-from weft.observe.run_files import RECORD
+from weft.observe.run_files import RECORD, RunRecord
 from weft.observe.run_list import diagnose
-from weft.observe.run_record import RunRecord
 from weft.observe.sinks import LoggerSink, RunInfo, make_sinks
 from weft.observe.timeline import RUN, Timeline
 from weft.redaction import redact

@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft import __version__
-from weft.observe.run_files import RECORD
-from weft.observe.run_record import RunRecord, RunStart
+from weft.observe.run_files import RECORD, RunRecord, RunStart
 from weft.redaction import mask_words
 from weft.runtime import disk
 
