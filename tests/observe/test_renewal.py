@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.observe.renewal import LARGE, ReportRenewal, main, start
+from weft.observe.report import LARGE, ReportRenewal, main, start
 
 
 class Clock:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from weft.errors import UserError
-from weft.observe import charts, sections, timing
+from weft.observe import charts, report, timing
 from weft.observe.metrics import LARGEST
 from weft.observe.page import embed_json
 from weft.observe.report import build_page as report_page
@@ -266,7 +266,7 @@ def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
     lines = [
         {"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)
     ]
-    tiles = sections.render_tiles(run_of(*lines))
+    tiles = report.render_tiles(run_of(*lines))
     assert "<dt>eval loss</dt><dd>5<small>best 4</small>" in tiles
 
 
@@ -413,10 +413,10 @@ def test_a_chart_explains_its_metric(tmp_path: Path) -> None:
 
 
 def test_one_is_one_and_two_are_two() -> None:
-    assert sections.render_lede(run_of({"step": 1, "epoch": 1.0})).startswith(
+    assert report.render_lede(run_of({"step": 1, "epoch": 1.0})).startswith(
         "1 step, 1 epoch of data"
     )
-    assert "2 epochs" in sections.render_tiles(run_of({"step": 2, "epoch": 2.0}))
+    assert "2 epochs" in report.render_tiles(run_of({"step": 2, "epoch": 2.0}))
 
 
 def test_a_long_run_makes_a_page_that_opens_fast() -> None:

@@ -46,9 +46,8 @@ from weft.observe.metrics import (
     get_last_part,
 )
 from weft.observe.page import HUES, ColourPair, Page, PageSection, escape_text, render_folded, write
-from weft.observe.report import render_curves
+from weft.observe.report import format_count, render_curves, render_status
 from weft.observe.run_files import RunFiles
-from weft.observe.sections import format_count, render_status
 
 NAME = "compare.html"
 MOST = len(HUES)

@@ -17,9 +17,9 @@ from weft.errors import UserError
 from weft.observe import compare, report
 from weft.observe.metrics import find_title, format_number
 from weft.observe.page import Page, PageSection
+from weft.observe.report import render_status
 from weft.observe.run_files import RunFiles
 from weft.observe.run_list import RunSummary, find_runs, list_runs
-from weft.observe.sections import render_status
 
 HOME = "./"
 Alive = Callable[[Path], bool]

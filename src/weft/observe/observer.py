@@ -16,7 +16,7 @@ from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite
 from weft.observe.plan import RunPlan
 from weft.observe.progress import OUTCOMES, ProgressView, make_view
-from weft.observe.renewal import ReportRenewal
+from weft.observe.report import ReportRenewal
 from weft.observe.run_files import RECORD, RunRecord
 from weft.observe.run_list import diagnose
 from weft.observe.sinks import LoggerSink, RunInfo, make_sinks

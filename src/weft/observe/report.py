@@ -1,22 +1,172 @@
 """`report.html`: a page that shows one run, built from the files in the run's directory.
 
-The page loads nothing from the network.
+The first screen shows the headline metrics. During a run, the page is rebuilt regularly without
+slowing the run down.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any, Protocol
 
-from weft.observe import charts, completions, configuration, sections, timing
+from weft.observe import charts, completions, configuration, timing, trend
 from weft.observe.charts import Chart
+from weft.observe.diagnosis import RunDiagnosis
 from weft.observe.filmstrip import render_filmstrip
-from weft.observe.page import DARK, Page, PageSection, render_folded, write
-from weft.observe.run_files import RunFiles
+from weft.observe.metrics import (
+    EVAL,
+    ROWS,
+    compute_tokens_per_second,
+    find_evaluation,
+    find_headline,
+    find_title,
+    format_duration,
+    format_number,
+    get_last_part,
+    is_finite,
+)
+from weft.observe.page import DARK, Page, PageSection, escape_text, render_folded, write
+from weft.observe.run_files import METRICS, SAMPLES, TIMELINE, RunFiles
+
+
+def render_lede(run: RunFiles) -> str:
+    """Return a few sentences on the length of the run and the change of its headline metrics."""
+    if not run.lines:
+        return "No step has been written yet."
+    last = run.lines[-1]
+    seconds = sum(run.get_series("step_seconds")[1])
+    parts = [format_count(last["step"], "step")]
+    if epochs := run.get_series("epoch")[1]:
+        parts.append(f"{format_count(round(epochs[-1], 3), 'epoch')} of data")
+    text = ", ".join(parts) + (f", {format_duration(seconds)} of training." if seconds else ".")
+    sentences = [describe_course(run, name) for name in choose_headlines(run)]
+    return " ".join([escape(text), *sentences])
+
+
+def choose_headlines(run: RunFiles) -> list[str]:
+    """Return the names of the headline metrics: the validation metric and the training metric.
+
+    A metric that the run does not have is left out.
+    """
+    name = find_headline(run.metric_names, run.record.get("algorithm"))
+    evaluated = find_evaluation(name, run.metric_names)
+    return [each for each in (evaluated, name) if each is not None]
+
+
+def describe_course(run: RunFiles, name: str) -> str:
+    """Return a sentence on how a metric developed: first, last and best value, and the noise.
+
+    The values are means over several steps.
+    """
+    steps, values = run.get_series(name)
+    what = escape(find_title(name))
+    what = what[0].upper() + what[1:]
+    if len(values) == 1:
+        return f"{what} is <b>{format_number(values[0])}</b>."
+    rows = run.get_series(ROWS)[1]
+    course = trend.compute_change(values, name, rows[-1] if rows else None)
+    good, at = trend.find_best(name, values)
+    return (
+        f"{what} went from {format_number(course.first)} to <b>{format_number(course.last)}</b> "
+        f"({escape(course.format_text())}); best "
+        f"{format_number(good)} at step {format_number(steps[at])}."
+    )
+
+
+def render_status(word: str, *, flagged: bool = False) -> str:
+    """Render a run's status. With `flagged`, a mark shows that a metric is out of range."""
+    kind = f"{word} flagged" if flagged else word
+    return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
+
+
+def render_verdict(diagnosis: RunDiagnosis | None) -> str:
+    """Render a diagnosis as a line at the top of the report; "" if `diagnosis` is None."""
+    if diagnosis is None:
+        return ""
+    kind, word = ("fine", "Check") if diagnosis.is_sound else ("wrong", "Look at this")
+    return f'<p class="diagnosis {kind}"><b>{word}:</b> {escape(diagnosis.summary)}</p>'
+
+
+def format_count(value: float, word: str) -> str:
+    """Format a number with a noun in singular or plural, such as `1 step` or `2 steps`."""
+    return f"{format_number(value)} {word if value == 1 else f'{word}s'}"
+
+
+def render_tiles(run: RunFiles) -> str:
+    """Render the most important numbers of the run, each in a tile."""
+    return "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+        for name, value, note in _list_facts(run)
+    )
+
+
+def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    if not run.lines:
+        return
+    # Headline metrics and KL.
+    for name in choose_headlines(run):
+        _, values = run.get_series(name)
+        good, _ = trend.find_best(name, values)
+        yield (
+            find_title(name),
+            format_number(values[-1] if name.startswith(EVAL) else trend.compute_end_mean(values)),
+            f"best {format_number(good)}",
+        )
+    kl = next((metric for metric in run.metric_names if get_last_part(metric) == "kl"), None)
+    if kl is not None:
+        _, values = run.get_series(kl)
+        yield (
+            "KL",
+            format_number(trend.compute_end_mean(values)),
+            f"highest {format_number(max(values))}",
+        )
+    # Progress and time.
+    epochs = run.get_series("epoch")[1]
+    yield (
+        "steps",
+        format_number(run.lines[-1]["step"]),
+        format_count(round(epochs[-1], 3), "epoch") if epochs else "",
+    )
+    if seconds := run.get_series("step_seconds")[1]:
+        yield (
+            "training time",
+            format_duration(sum(seconds)),
+            f"{format_number(sum(seconds) / len(seconds))} s per step",
+        )
+    # Throughput and memory.
+    names = []
+    for name in run.metric_names:
+        if get_last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second"):
+            names.append(name)
+    measurements = (
+        {name: line[name] for name in names if is_finite(line.get(name))} for line in run.lines
+    )
+    rates = [rate for line in measurements if (rate := compute_tokens_per_second(line))]
+    if rates:
+        yield (
+            "tokens per second",
+            format_number(round(sum(rates) / len(rates))),
+            f"highest {format_number(round(max(rates)))}",
+        )
+    if memory := run.get_series("peak_memory_gb")[1]:
+        yield "peak memory", f"{max(memory):.2f} GB", ""
+
+
+def render_log(lines: Sequence[str]) -> str:
+    """Render the lines of a run's log."""
+    return (
+        f'<pre class="log" tabindex="0" aria-label="log">{escape_text(chr(10).join(lines))}</pre>'
+    )
+
 
 NAME = "report.html"
 GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
@@ -41,7 +191,7 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     link.
     """
     run_charts = charts.build_charts(run)
-    main = sections.choose_headlines(run)[:1]
+    main = choose_headlines(run)[:1]
     hero = next(
         (chart for chart in run_charts if any(line.name in main for line in chart.lines)), None
     )
@@ -76,16 +226,14 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
 def _render_hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
     curve = charts.render_chart(chart, 0, large=True) if chart else ""
-    tiles = sections.render_tiles(run)
+    tiles = render_tiles(run)
     diagnosis = run.diagnosis
-    mark = sections.render_status(
-        run.status, flagged=diagnosis is not None and not diagnosis.is_sound
-    )
+    mark = render_status(run.status, flagged=diagnosis is not None and not diagnosis.is_sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
         f'<p class="eyebrow">{escape(experiment)}{mark}</p>'
-        f'<h1>{escape(trial)}</h1><p class="lede">{sections.render_lede(run)}</p>'
-        f"{sections.render_verdict(diagnosis)}</div>{curve}"
+        f'<h1>{escape(trial)}</h1><p class="lede">{render_lede(run)}</p>'
+        f"{render_verdict(diagnosis)}</div>{curve}"
         f"{f'<dl class=tiles>{tiles}</dl>' if tiles else ''}</section>"
     )
 
@@ -165,7 +313,125 @@ def _embed_image(svg: str) -> str:
 
 def _render_log(run: RunFiles) -> str:
     return render_folded(
-        f"The last {sections.format_count(len(run.log), 'line')}",
-        sections.render_log(run.log),
+        f"The last {format_count(len(run.log), 'line')}",
+        render_log(run.log),
         "log",
     )
+
+
+SECONDS = 30.0  # minimum time between two reports
+SHARE = 20.0  # a report that takes a second is built every 20 seconds at most
+# Bytes of a run's files. Up to here a report takes less than 0.1 s, and the run builds it itself.
+LARGE = 1_000_000
+NICE = 10  # niceness of the process that builds the report
+
+
+class ReportProcess(Protocol):
+    """Interface of the process that builds a report; `subprocess.Popen` implements it."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+def start(directory: Path) -> ReportProcess:
+    """Start a process that builds the report and does not receive Ctrl-C from the terminal."""
+    command = [sys.executable, "-m", "weft.observe.report", str(directory)]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+
+
+class ReportRenewal:
+    """Builder that keeps the report of one run up to date.
+
+    A failed build does not stop the run. The first time that a build fails, `tell` is called with a
+    message.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        build: Callable[[Path, str | None], Any] = build_report,
+        start: Callable[[Path], ReportProcess] = start,
+    ) -> None:
+        self._directory = directory
+        self._tell = tell
+        self._clock = clock
+        self._build = build
+        self._start = start
+        self._process: ReportProcess | None = None
+        self._began: float | None = None
+        self._cost = 0.0  # seconds the last build took
+        self._failure_reported = False
+
+    def renew_if_due(self) -> None:
+        """Build the report if the last build was long enough ago. Called after each step.
+
+        The report of a large run is built in another process, and this method does not wait for it.
+        """
+        # Check a build in progress.
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                # An upper bound, since a step can take longer than the build.
+                self._cost = self._clock() - (self._began or 0.0)
+                return
+            self._process = None
+            if code:
+                self._report_failure(f"the process that builds it ended with exit code {code}")
+        # Wait if the last build was too recent.
+        if self._began is not None and self._clock() - self._began < max(
+            SECONDS, SHARE * self._cost
+        ):
+            return
+        self._began = self._clock()
+        if self._measure_size() > LARGE:
+            self._process = self._start(self._directory)
+            self._cost = 0.0
+        else:
+            self._build_here(None)
+            self._cost = self._clock() - self._began
+
+    def stop(self) -> None:
+        """Kill the process of a build in progress. The previous report remains intact."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def finish(self, status: str) -> None:
+        """Build the final report with `status`, the outcome of the run."""
+        self.stop()
+        self._build_here(status)
+
+    def _build_here(self, status: str | None) -> None:
+        with ThreadPoolExecutor(1) as pool:  # the future catches every exception
+            trouble = pool.submit(self._build, self._directory, status).exception()
+        if trouble is not None:
+            self._report_failure(f"{type(trouble).__name__}: {trouble}")
+
+    def _report_failure(self, why: str) -> None:
+        if not self._failure_reported:
+            self._failure_reported = True
+            self._tell(f"report.html could not be built ({why}); the run is not affected")
+
+    def _measure_size(self) -> int:
+        paths = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def main(words: Sequence[str]) -> int:
+    """Build the report of the run `words[0]` at low priority.
+
+    Called by `python -m weft.observe.report RUN_DIR`.
+    """
+    os.nice(NICE)
+    build_report(Path(words[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
