@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from weft.observe import chart_groups
-from weft.observe.chart_groups import (
+from weft.observe import metrics
+from weft.observe.metrics import (
     MetricGroup,
     SeriesIndex,
+    compute_rank,
     drop_repeats,
     find_node,
     group_metrics,
     is_changing,
     is_same_series,
 )
-from weft.observe.metrics import compute_rank
 
 
 def groups(columns: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
@@ -155,12 +155,12 @@ def test_numbers_that_count_as_the_same_are_found_at_the_edges_of_bins() -> None
 def test_a_thousand_curves_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
-    def counted(*both: chart_groups.Values) -> bool:
+    def counted(*both: metrics.Values) -> bool:
         nonlocal compared
         compared += 1
         return is_same_series(*both)
 
-    monkeypatch.setattr(chart_groups, "is_same_series", counted)
+    monkeypatch.setattr(metrics, "is_same_series", counted)
     names = [f"node{number % 5}/m{number}" for number in range(1000)]
     names += [f"eval/x{number}/y{number}" for number in range(300)]
     curves = {

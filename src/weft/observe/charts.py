@@ -15,26 +15,24 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from weft.observe.chart_groups import (
-    PAIRED,
-    RUN,
-    SECONDS,
-    MetricGroup,
-    drop_repeats,
-    find_node,
-    group_metrics,
-    split_metric_name,
-)
 from weft.observe.metric_help import MetricHelp, find
 from weft.observe.metrics import (
     EVAL,
+    PAIRED,
+    RUN,
+    SECONDS,
     TIME,
     TITLES,
+    MetricGroup,
     compute_rank,
+    drop_repeats,
+    find_node,
     find_title,
     format_number,
     get_direction,
     get_last_part,
+    group_metrics,
+    split_metric_name,
 )
 from weft.observe.page import GREY, HUES, KNOWN, ORANGE, ColourPair
 from weft.observe.run_files import RunFiles

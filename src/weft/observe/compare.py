@@ -12,13 +12,6 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.observe import charts, configuration, trend
-from weft.observe.chart_groups import (
-    SeriesIndex,
-    find_node,
-    is_changing,
-    is_same_series,
-    split_metric_name,
-)
 from weft.observe.charts import Chart, ChartLine
 from weft.observe.completions import render_answers
 from weft.observe.diagnosis import ALGORITHMS, POLICIES
@@ -36,14 +29,19 @@ from weft.observe.metrics import (
     EVAL,
     ROWS,
     TIME,
+    SeriesIndex,
     compute_rank,
     find_evaluation,
     find_headline,
+    find_node,
     find_title,
     format_duration,
     format_number,
     get_direction,
     get_last_part,
+    is_changing,
+    is_same_series,
+    split_metric_name,
 )
 from weft.observe.page import HUES, ColourPair, Page, PageSection, escape_text, render_folded, write
 from weft.observe.report import format_count, render_curves, render_status
