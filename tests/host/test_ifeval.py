@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from weft.errors import DataError
-from weft.host.verifiers._instructions import CHECKS, count_sentences
-from weft.host.verifiers.ifeval import ifeval, is_followed
+from weft.host.verifiers.ifeval import CHECKS, count_sentences, ifeval, is_followed
 
 BOTH = [  # instruction, arguments, a response that follows it, one that does not
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog.", "A cat."),
