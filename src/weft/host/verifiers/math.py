@@ -18,7 +18,6 @@ from weft.host.verifiers._latex import (
     tidy,
     to_plain_form,
 )
-from weft.host.verifiers._relations import compare_congruences, compare_ratios
 from weft.host.verifiers._sets import (
     extract_set,
     parse_inequality,
@@ -27,7 +26,7 @@ from weft.host.verifiers._sets import (
     split_union,
 )
 from weft.host.verifiers._stated import count_boxes, extract_boxed, extract_stated
-from weft.host.verifiers._value import have_same_value
+from weft.host.verifiers._value import compare_congruences, compare_ratios, have_same_value
 from weft.registry import register_verifier
 
 # A number and its base: 101_2, (2A)_{16}.
