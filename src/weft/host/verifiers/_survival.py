@@ -15,9 +15,9 @@ from typing import Any
 
 import sympy
 
+from weft.host.verifiers._answers import FORMULA, extract_boxed
 from weft.host.verifiers._expression import FUNCTIONS, GREEK
 from weft.host.verifiers._latex import UNIT, split_name, split_top
-from weft.host.verifiers._stated import FORMULA, extract_boxed
 
 MOST_TOKENS = 200  # maximum number of tokens of an answer
 # Commands that only change type or spacing, and operations whose operands the library keeps

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.host.verifiers import _symbolic as symbolic
-from weft.host.verifiers._answers import find_references
+from weft.host.verifiers._answers import count_boxes, extract_boxed, extract_stated, find_references
 from weft.host.verifiers._latex import (
     are_spelled_alike,
     is_formula,
@@ -25,7 +25,6 @@ from weft.host.verifiers._sets import (
     split_list,
     split_union,
 )
-from weft.host.verifiers._stated import count_boxes, extract_boxed, extract_stated
 from weft.host.verifiers._value import compare_congruences, compare_ratios, have_same_value
 from weft.registry import register_verifier
 
