@@ -27,7 +27,7 @@ OWN_FOLDERS = {
     "writing.py": "the one place",
     "engine/hf/lora.py": "the folder of an unfinished checkpoint",
     "host/_worker.py": "standard output",
-    "host/verifiers/_judge_cache.py": "asks for the destination",
+    "host/verifiers/_judge_server.py": "asks for the destination",
     "host/verifiers/_sandbox.py": "a temporary folder",
     "runtime/commands.py": "standard output; asks for the destination",
     "runtime/master.py": "the folder of an unfinished recovery point",

@@ -27,9 +27,8 @@ from weft.host import http
 from weft.host.http import parse_retry_after
 from weft.host.reward import RewardFunction
 from weft.host.spec import locate, parse_reward
-from weft.host.verifiers import _judge_cache
-from weft.host.verifiers._judge_cache import find_cache_file
-from weft.host.verifiers._judge_server import JudgeEndpoint
+from weft.host.verifiers import _judge_server
+from weft.host.verifiers._judge_server import JudgeEndpoint, find_cache_file
 from weft.host.verifiers._judge_text import SCORE, ScoreScale
 from weft.host.verifiers.judge import judge
 
@@ -581,7 +580,7 @@ def test_many_open_a_new_cache_at_once(tmp_path: Path) -> None:
 
             def use(index: int, file: Path = file) -> None:
                 try:
-                    _judge_cache.JudgeCache(file).put(str(index), "text")
+                    _judge_server.JudgeCache(file).put(str(index), "text")
                 except RuntimeWarning as error:
                     failures.append(str(error))
 
@@ -590,7 +589,7 @@ def test_many_open_a_new_cache_at_once(tmp_path: Path) -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert [_judge_cache.JudgeCache(file).get(str(index)) for index in range(8)] == [
+            assert [_judge_server.JudgeCache(file).get(str(index)) for index in range(8)] == [
                 "text"
             ] * 8
     assert not failures
@@ -615,7 +614,7 @@ def test_a_broken_cache_is_told_of_once_and_left(stub: Stub, tmp_path: Path) -> 
 def test_a_locked_cache_is_left(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_judge_cache, "BUSY_S", 0.05)
+    monkeypatch.setattr(_judge_server, "BUSY_S", 0.05)
     judged(stub.url, "a", cache=str(tmp_path))
     held = sqlite3.connect(tmp_path / "answers.sqlite", isolation_level=None)
     held.execute("BEGIN EXCLUSIVE")

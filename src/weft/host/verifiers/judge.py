@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, UserError
-from weft.host.verifiers._judge_cache import find_cache_file, hash_request, open_cache
 from weft.host.verifiers._judge_server import (
     KEY_VARIABLE,
     JudgeAnswer,
@@ -19,6 +18,9 @@ from weft.host.verifiers._judge_server import (
     JudgeSession,
     RequestLimits,
     UnansweredRequest,
+    find_cache_file,
+    hash_request,
+    open_cache,
 )
 from weft.host.verifiers._judge_text import (
     RUBRIC,
