@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.evaluation.answers import SampledAnswer
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
 from weft.evaluation.best_of import choose, save
-from weft.evaluation.prompts import EvaluationPrompt
 
 
 def prompt(id: str) -> EvaluationPrompt:

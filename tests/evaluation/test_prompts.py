@@ -11,7 +11,7 @@ from tests.tiny import make_tokenizer
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
-from weft.evaluation.prompts import read_prompts
+from weft.evaluation.answers import read_prompts
 
 
 @pytest.fixture(scope="module")

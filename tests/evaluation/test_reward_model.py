@@ -11,8 +11,8 @@ from tests.evaluation.test_rewards import make_scorer
 from tests.tiny import write_jsonl
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, DataError
+from weft.evaluation.answers import EvaluationPrompt
 from weft.evaluation.models import OpenedModel, open_scorer
-from weft.evaluation.prompts import EvaluationPrompt
 from weft.evaluation.reward_model import (
     AgreementSummary,
     PairCounts,

@@ -10,8 +10,8 @@ import torch
 
 from tests.tiny import make_tokenizer
 from weft.engine.spec import ModelSpec
+from weft.evaluation.answers import EvaluationPrompt
 from weft.evaluation.models import OpenedModel, open_scorer
-from weft.evaluation.prompts import EvaluationPrompt
 from weft.evaluation.rewards import score_replies
 
 

@@ -11,8 +11,7 @@ import pytest
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.evaluation import sampling_report
-from weft.evaluation.answers import SampledAnswer
-from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
 from weft.evaluation.settings import choose
 
 PROMPTS = [

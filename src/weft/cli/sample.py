@@ -172,8 +172,7 @@ def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
 def write_report(given: argparse.Namespace) -> None:
     """Answer the prompts with each model, and write `OUT/MODEL.json` and `OUT/report.html`."""
     from weft.evaluation import sampling_report
-    from weft.evaluation.answers import sample_answers
-    from weft.evaluation.prompts import read_prompts
+    from weft.evaluation.answers import read_prompts, sample_answers
 
     # Read existing reports, and check the models before any is loaded.
     report_files = [name for name in given.models if name.endswith(".json")]
@@ -301,8 +300,7 @@ def write_best_answers(given: argparse.Namespace) -> None:
     of each prompt.
     """
     from weft.evaluation import best_of, rewards
-    from weft.evaluation.answers import SampledAnswer, sample_answers
-    from weft.evaluation.prompts import read_prompts
+    from weft.evaluation.answers import SampledAnswer, read_prompts, sample_answers
 
     settings = _read_settings(given)
     prompts = read_prompts(given.prompts, given.n)

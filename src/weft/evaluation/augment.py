@@ -20,9 +20,8 @@ from weft.data.rows import BadRow
 from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.evaluation import rewards
-from weft.evaluation.answers import Progress, sample_answers
+from weft.evaluation.answers import MAX_REPORTED, EvaluationPrompt, Progress, sample_answers
 from weft.evaluation.models import OpenedModel
-from weft.evaluation.prompts import MAX_REPORTED, EvaluationPrompt
 from weft.evaluation.settings import SamplingSettings
 from weft.writing import open_file, replace_file
 

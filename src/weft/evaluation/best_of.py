@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.evaluation.answers import SampledAnswer
-from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
 from weft.evaluation.sampling_report import write
 
 

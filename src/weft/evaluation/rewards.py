@@ -15,8 +15,8 @@ from weft.data.rows import BadRow
 from weft.data.table import TokenizationReport, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
+from weft.evaluation.answers import EvaluationPrompt
 from weft.evaluation.models import OpenedModel
-from weft.evaluation.prompts import EvaluationPrompt
 
 IDS_AT_ONCE = 64
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from weft import writing
 from weft.errors import DataError
-from weft.evaluation.answers import SampledAnswer
-from weft.evaluation.prompts import EvaluationPrompt
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
 from weft.evaluation.settings import SamplingSettings
 from weft.reading import explain_read_errors, make_folder, read_json
 
