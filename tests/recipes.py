@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.kind import read_shipped_configs
+from weft.checkpoints.config_file import read_shipped_configs
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 README = RECIPES / "README.md"

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tests import recipes
-from weft.checkpoints.config_file import find_family
+from weft.checkpoints.config_file import find_family, read_shipped_configs
 from weft.checkpoints.hf_io import read_config
-from weft.checkpoints.kind import read_shipped_configs
 from weft.cli import main as weft
 from weft.cli.quickstart import build_config
 from weft.data.named.catalogue import find_entry

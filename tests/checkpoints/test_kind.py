@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoints.kind import choose_backend, describe_disadvantages, read_config_values
+from weft.checkpoints.config_file import choose_backend, describe_disadvantages, read_config_values
 from weft.errors import CheckpointError
 from weft.registry import families
 

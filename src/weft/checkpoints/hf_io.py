@@ -25,8 +25,13 @@ from torch import Tensor
 
 from weft import randomness
 from weft.checkpoints import weight_files
-from weft.checkpoints.config_file import find_family, prefix_errors, read_config_file
-from weft.checkpoints.kind import MEAN_POOLED, find_shipped_config
+from weft.checkpoints.config_file import (
+    MEAN_POOLED,
+    find_family,
+    find_shipped_config,
+    prefix_errors,
+    read_config_file,
+)
 from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles

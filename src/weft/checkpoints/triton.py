@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import writing
-from weft.checkpoints import hf_io, kind
+from weft.checkpoints import config_file, hf_io
 from weft.checkpoints.library_output import hide_library_output
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import build_served_name
@@ -56,7 +56,7 @@ def write(
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
-    scores = kind.is_reward_model(raw)
+    scores = config_file.is_reward_model(raw)
     if scores != (mode == "rm"):
         what, other = ("a reward model", "rm") if scores else ("a language model", "sft")
         raise ConfigError(f"--triton_mode={mode}: {model} is {what}; write --triton_mode {other}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoints import kind
+from weft.checkpoints import config_file
 from weft.checkpoints.names import ADAPTER
 from weft.checkpoints.prefix_files import has_prefix, read_prefix
 from weft.data.spec import TokenizerSpec
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.engine.base import Engine
 
 SCORED = (
-    *kind.SCORE_ARCHITECTURES,
+    *config_file.SCORE_ARCHITECTURES,
     "ForTokenClassification",
 )  # architectures that give scores, not text
 
@@ -124,7 +124,7 @@ def find_context_length(values: Mapping[str, Any]) -> int | None:
 
 def is_scorer(path: str) -> bool:
     """Return whether the model at `path`, a directory or hub name, has a score head."""
-    return kind.is_reward_model({"architectures": _read_architectures(path)})
+    return config_file.is_reward_model({"architectures": _read_architectures(path)})
 
 
 def _read_architectures(path: str) -> list[str]:

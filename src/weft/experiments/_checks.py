@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.config_file import prefix_option
-from weft.checkpoints.kind import is_reward_model, read_config_values
+from weft.checkpoints.config_file import is_reward_model, prefix_option, read_config_values
 from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
 from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.named import find_entry

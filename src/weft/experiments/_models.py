@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from weft.checkpoints import kind, names
+from weft.checkpoints import config_file, names
 from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, ModelQuery
 from weft.engine.service_spec import NO_NETWORK
@@ -64,10 +64,10 @@ def _resolve_role(control: NamedRunConfig, role: str, spec: ModelSpec) -> ModelS
     located = _locate_paths(control, role, spec)
     path = None if located.backend in NO_NETWORK else located.path
     with prefix_option(f"{role}.path"):
-        values = {} if path is None else kind.read_config_values(path)
+        values = {} if path is None else config_file.read_config_values(path)
     resolved_spec = _with_backend(role, located, values)
     notes = (*resolved_spec.notes, *_build_head_warnings(role, resolved_spec, values))
-    if path is not None and kind.find_shipped_config(path) is not None:
+    if path is not None and config_file.find_shipped_config(path) is not None:
         notes = (
             *notes,
             f"{role}.path={path}: the model is not on this machine; its config.json is the copy "
@@ -190,31 +190,31 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
     the backend is unchanged. Raises `ConfigError` if the backend that the user set cannot run the
     model, if no backend can, or if the backend cannot add the tokens that the role needs.
     """
-    if spec.backend not in (AUTO, kind.TORCH_BACKEND) or spec.path is None:
+    if spec.backend not in (AUTO, config_file.TORCH_BACKEND) or spec.path is None:
         return spec
     if not values or spec.type is not None:
-        return replace(spec, backend=kind.TORCH_BACKEND) if values else spec
-    if role == REWARD and values.get("model_type") in kind.NON_DECODER_TYPES:
+        return replace(spec, backend=config_file.TORCH_BACKEND) if values else spec
+    if role == REWARD and values.get("model_type") in config_file.NON_DECODER_TYPES:
         raise ConfigError(
             f"{role}.path={spec.path}: a model of type {values['model_type']} is not a decoder, "
             f"so weft does not run it itself; set {role}.backend=null and score with your own "
             "interface, rew_inf.interface=NAME (docs/reward-classifier.md)"
         )
-    backend = kind.choose_backend(values)
+    backend = config_file.choose_backend(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(
             f"{role}.backend={spec.backend}: weft has no family for models of type "
             f"{values.get('model_type')}; leave the option out to use backend={backend}, which "
             "runs any decoder that transformers supports"
         )
-    if backend != kind.TORCH_BACKEND and spec.tokenizer.add_tokens:
+    if backend != config_file.TORCH_BACKEND and spec.tokenizer.add_tokens:
         raise ConfigError(
             f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which "
             f"runs models of type {values.get('model_type')}, cannot extend their vocabulary; "
             "leave it out, and choose a chat template that needs no new tokens, such as zephyr"
         )
-    if backend == kind.TORCH_BACKEND:
+    if backend == config_file.TORCH_BACKEND:
         notes = spec.notes
     else:
-        notes = (*spec.notes, f"{role}: {kind.describe_disadvantages(values)}")
+        notes = (*spec.notes, f"{role}: {config_file.describe_disadvantages(values)}")
     return replace(spec, backend=backend, notes=notes)

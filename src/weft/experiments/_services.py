@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weft.checkpoints.kind import TORCH_BACKEND
+from weft.checkpoints.config_file import TORCH_BACKEND
 from weft.engine.service_address import ServiceAddress
 from weft.engine.service_spec import SERVICE, ServedSpec
 from weft.engine.spec import AUTO, ModelSpec

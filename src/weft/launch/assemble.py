@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.checkpoints.config_file import prefix_option
+from weft.checkpoints.config_file import HF_BACKEND, TORCH_BACKEND, prefix_option
 from weft.checkpoints.hf_io import read_config, read_raw
-from weft.checkpoints.kind import HF_BACKEND, TORCH_BACKEND
 from weft.data.features import with_additions
 from weft.data.fixed_prompts import read_fixed_prompts
 from weft.data.loader import LoadedData, load_data

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from weft.checkpoints import kind as kind_of_model
+from weft.checkpoints import config_file as kind_of_model
 from weft.checkpoints import names
 from weft.data import hub
 from weft.data.sources import check_available

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.checkpoints import hf_io, kind
+from weft.checkpoints import config_file, hf_io
 from weft.engine.base import Engine
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
@@ -25,13 +25,13 @@ def choose_backend(spec: ModelSpec) -> ModelSpec:
     if spec.backend != AUTO or spec.path is None:
         return spec
     if spec.type is not None:
-        return replace(spec, backend=kind.TORCH_BACKEND)
+        return replace(spec, backend=config_file.TORCH_BACKEND)
     values = hf_io.read_raw(spec.path)
-    backend = kind.choose_backend(values)
-    if backend == kind.TORCH_BACKEND:
+    backend = config_file.choose_backend(values)
+    if backend == config_file.TORCH_BACKEND:
         notes = spec.notes
     else:
-        notes = (*spec.notes, kind.describe_disadvantages(values))
+        notes = (*spec.notes, config_file.describe_disadvantages(values))
     return replace(spec, backend=backend, notes=notes)
 
 
