@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weft.realloc import shared_memory
+from weft.realloc import link
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has files without a name"
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_another_process_sees_it() -> None:
-    laid = shared_memory.SharedMemoryBuffer(32)
+    laid = link.SharedMemoryBuffer(32)
     laid.memory.copy_(torch.arange(32, dtype=torch.uint8))
     code = (
         f"from weft.realloc import shared_memory; found = shared_memory.map_buffer({laid.address}); "
@@ -29,10 +29,10 @@ def test_another_process_sees_it() -> None:
 
 
 def test_what_cannot_be_seen() -> None:
-    laid = shared_memory.SharedMemoryBuffer(32)
+    laid = link.SharedMemoryBuffer(32)
     pid, file, size, token = laid.address
-    assert shared_memory.map_buffer((pid, file, size, token + 1)) is None
-    assert shared_memory.map_buffer((pid, file, size + 8, token)) is None
-    assert shared_memory.map_buffer((2**22 + 1, file, size, token)) is None
+    assert link.map_buffer((pid, file, size, token + 1)) is None
+    assert link.map_buffer((pid, file, size + 8, token)) is None
+    assert link.map_buffer((2**22 + 1, file, size, token)) is None
     laid.close_descriptor()
-    assert shared_memory.map_buffer(laid.address) is None
+    assert link.map_buffer(laid.address) is None
