@@ -24,8 +24,7 @@ from tests.realloc.common import Sizes, on, shapes
 from weft.errors import RunError
 from weft.realloc import link
 from weft.realloc.execute import Reallocation, ReallocationStatistics, move
-from weft.realloc.plan import Holdings, ParameterTransfer, plan
-from weft.realloc.traffic import count_least_bytes, count_traffic
+from weft.realloc.plan import Holdings, ParameterTransfer, count_least_bytes, count_traffic, plan
 from weft.topology import Layout, Slice
 
 SIZES = Sizes(head_dim=16)

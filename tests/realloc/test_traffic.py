@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.realloc.common import Sizes, layouts, on, shapes
-from weft.realloc.plan import plan
-from weft.realloc.traffic import count_least_bytes, count_traffic
+from weft.realloc.plan import count_least_bytes, count_traffic, plan
 from weft.topology import Slice, build_whole_slice
 
 

@@ -24,7 +24,7 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
-    from weft.realloc.traffic import ReallocationTraffic
+    from weft.realloc.plan import ReallocationTraffic
 
 MAX_LISTED_PARAMETERS = 5  # number of parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
@@ -205,8 +205,7 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
     from weft.checkpoints.hf_io import compute_parameter_shapes
     from weft.engine.spec import ModelSpec
     from weft.engine.torch.network_source import check_layout
-    from weft.realloc.plan import holdings_of, plan
-    from weft.realloc.traffic import count_least_bytes, count_traffic
+    from weft.realloc.plan import count_least_bytes, count_traffic, holdings_of, plan
 
     # Check the layouts.
     meshes = [_build_mesh(arguments, side) for side in SIDES]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from weft.engine.memory import BYTES
 from weft.experiment import Experiment
-from weft.realloc.plan import ParameterTransfer, plan
-from weft.realloc.traffic import count_traffic
+from weft.realloc.plan import ParameterTransfer, count_traffic, plan
 from weft.runtime.commands import BuiltEngines, PrepareReallocation
 from weft.runtime.dispatch import CommandTensors, DeviceJob, JobDispatcher
 from weft.runtime.roles import EngineKey, list_common_parameters
