@@ -62,7 +62,7 @@ class _DecoderPass:
 
 
 class StagedDecoder:
-    """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.decoder`).
+    """`Decoder` for one rank's stages of a pipeline (see `weft.engine.generation.passes`).
 
     `config` is the network's configuration, with `num_layers` set to the number of this rank's
     blocks. The decoder is a context manager. At the end of the `with` block, it waits until the

@@ -21,7 +21,6 @@ from weft.engine.device import wait
 from weft.engine.generation import sampling
 from weft.engine.generation.blocks import BlockManager, SlotManager
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.graphs import (
     COARSE_GRAPH_SIZES,
     GRAPH_SIZES,
@@ -31,7 +30,7 @@ from weft.engine.generation.graphs import (
 )
 from weft.engine.generation.multi_step import MultiStepDecoder
 from weft.engine.generation.page_blocks import PageManager
-from weft.engine.generation.passes import DecoderPasses, has_slot_kernel
+from weft.engine.generation.passes import Decoder, DecoderPasses, has_slot_kernel
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.settings import SampledRows, SettingsTable
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors

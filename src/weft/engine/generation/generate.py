@@ -30,7 +30,7 @@ from weft.engine.device import use_device
 from weft.engine.generation.budgets import choose_default_budget
 from weft.engine.generation.caches import ReusablePageCaches, SequenceCache
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.decoder import Decoder, DeferringDecoder
+from weft.engine.generation.passes import Decoder, DeferringDecoder
 from weft.engine.generation.scheduler import (
     GenerationBudget,
     Prefill,

@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import Partial, Request
 from weft.engine.generation import sampling
-from weft.engine.generation.decoder import Decoder
+from weft.engine.generation.passes import Decoder
 from weft.engine.generation.scheduler import Sequence
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError

@@ -16,9 +16,9 @@ from weft.engine.base import Generator
 from weft.engine.collectives import Collectives
 from weft.engine.generation.budgets import choose_default_budget
 from weft.engine.generation.caches import ReusablePageCaches
-from weft.engine.generation.decoder import Decoder
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.interleaved import open_interleaved
+from weft.engine.generation.passes import Decoder
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.settings import SampledRows, TokenAgreement, sample_locally
 from weft.engine.mesh_collectives import MeshCollectives
