@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from weft.cli.demo_view import StageView
+from weft.cli.demo import StageView
 
 
 def view(console: Console) -> StageView:
