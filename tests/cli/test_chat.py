@@ -25,8 +25,7 @@ from tests.models.common import logits
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, peft_io
 from weft.cli import chat as chat_command
-from weft.cli.chat_view import LABEL_WIDTH, ChatView, StreamedAnswer, StreamWrapper
-from weft.cli.conversation import Conversation
+from weft.cli.conversation import LABEL_WIDTH, ChatView, Conversation, StreamedAnswer, StreamWrapper
 from weft.cli.main import main
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer

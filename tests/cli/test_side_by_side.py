@@ -11,8 +11,7 @@ import pytest
 
 from tests.cli.test_chat import Says, Seen
 from tests.tiny import make_llama
-from weft.cli.chat_view import StreamedAnswer
-from weft.cli.conversation import Conversation
+from weft.cli.conversation import Conversation, StreamedAnswer
 from weft.cli.main import main
 from weft.cli.side_by_side import SideBySide
 from weft.data.spec import TokenizerSpec

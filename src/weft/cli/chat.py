@@ -21,7 +21,7 @@ from weft.evaluation.models import open_policy
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.cli.chat_view import ChatView
+    from weft.cli.conversation import ChatView
 
 FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
     models = [_build_model_spec(each.path, given) for each in located_models]
 
-    from weft.cli.chat_view import ChatView
+    from weft.cli.conversation import ChatView
 
     view = ChatView()
     chats = []

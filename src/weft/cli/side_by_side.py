@@ -17,7 +17,7 @@ from weft.cli.conversation import LABELS, AnswerDisplay, Conversation
 from weft.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from weft.cli.chat_view import ChatView
+    from weft.cli.conversation import ChatView
 
 MIN_TERMINAL_WIDTH = 80  # minimum terminal width for answers side by side
 HELP = "/a LINE, /b LINE a message or a command for one model; other lines are for both"
@@ -33,7 +33,7 @@ class AnswerColumn:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        from weft.cli.chat_view import is_printable
+        from weft.cli.conversation import is_printable
 
         printable_text = "".join(
             each for each in text.replace("\t", "    ") if each == "\n" or is_printable(each)
