@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import write_run
-from weft.cli.candidates import find_candidates
+from weft.cli.completion import find_candidates
 from weft.cli.main import COMMANDS
 
 

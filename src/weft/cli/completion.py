@@ -1,11 +1,366 @@
-"""Print the script with which a shell completes commands, options, values, runs and files."""
+"""Shell completion: the script for a shell, and the candidates for a `weft` command line.
+
+Candidates for shell completion of a `weft` command line. This module does not import torch, so that
+a completion takes only half a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from weft import registry
+from weft.cli.help import shorten_to_clause
+from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.parsing import CommandParser, print_help_if_empty
+from weft.cli.quickstart import FLAGS
+from weft.data.chat_templates import TEMPLATES
+from weft.errors import UserError
+from weft.observe.run_list import find_runs
+from weft.options import OptionDescription, iterate_options
+
+Word = tuple[str, str]  # (candidate, its description)
+
+RUNS_FOLDER = "runs"
+EXPERIMENT_FLAGS = ("-e", "--experiment")
+TRIAL_FLAGS = ("-f", "--trial")
+RUN_COMMANDS = (
+    "show",
+    "rm",
+    "report",
+    "chat",
+    "sample",
+    "serve",
+    "eval",
+    "dashboard",
+)  # commands whose arguments are runs or paths
+BOOLS = (("true", ""), ("false", ""))
+QUICKSTART_REGISTRATION = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
+HEAVY_IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
+SUBCOMMAND_LINE = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
+LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
+# Values of text options, by the last part of their names; the types of other options list them.
+VALUE_SOURCES: dict[str, Callable[[], Iterable[str]]] = {
+    "mode": lambda: ("local", "ray", "slurm"),
+    "device": lambda: ("cpu", "cuda", "mps"),
+    "allocation_mode": lambda: ("manual", "heuristic", "search"),
+    "reward": registry.verifiers.list_names,
+    "backend": registry.backends.list_names,
+    "interface": registry.interfaces.list_names,
+    "chat_template": lambda: TEMPLATES,
+}
+PATH_OPTIONS = (
+    "path",
+    "train_path",
+    "valid_path",
+    "fileroot",
+    "resume_from",
+    "dir",
+    "cache_dir",
+    "named_file",
+    "imports",
+    "container",
+)
+MODEL_OPTIONS = ("path", "resume_from")  # options of PATHS that also accept a run
+NUMBER_TYPES = ("int", "float")
+
+
+def find_candidates(words: Sequence[str], current: str) -> list[Word]:
+    """Return the possible completions of `current`, the partial word after the complete `words`.
+
+    `words[0]` is the subcommand. The list is empty if nothing matches, or if `words` are invalid.
+    """
+    try:
+        result: list[Word] = []
+        for word in dict(_propose_words(list(words), current)).items():
+            if word[0].startswith(current):
+                result.append(word)
+        return result
+    except (UserError, OSError):
+        return []  # an invalid command reports its error when it is run
+
+
+def _propose_words(words: list[str], current: str) -> Iterator[Word]:
+    if not words:
+        yield from (_list_flags(GLOBAL_FLAGS) if current.startswith("-") else COMMANDS.items())
+    elif words[0] == "quickstart":
+        yield from _complete_quickstart(words[1:], current)
+    elif words[0] == "completion":
+        yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
+    else:
+        yield from _complete_command(words[0], words[1:], current)
+
+
+# -- weft quickstart
+
+
+def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
+    before = words[-1] if words else ""
+    names = []
+    for word in words:
+        if not word.startswith("-") and "=" not in word:
+            names.append(word)
+    name = next((word for word in names if word in _list_quickstart_names(words)), None)
+    if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
+        yield from (list_paths(current) if not current.startswith("-") else _list_flags(FLAGS))
+    elif before == "--cfg":
+        yield "job", "print the configuration"
+    elif name is None:
+        yield from ((each, "") for each in _list_quickstart_names(words))
+    elif before == "--help":
+        yield from _list_help_groups(name, words)
+    elif (
+        "--configs" in words
+        and "=" not in current
+        and not any("=" in word for word in words[words.index("--configs") :])
+    ):
+        yield from _list_sections(words)
+        yield from _complete_options(name, words, current)
+    elif "=" in current:
+        yield from _complete_values(name, words, current)
+    else:
+        yield from _complete_options(name, words, current)
+
+
+def _list_quickstart_names(words: Sequence[str]) -> list[str]:
+    """Return the names of the built-in quickstarts and of those registered in user code.
+
+    User code is not run. It is only searched for calls of `register_quickstart`.
+    """
+    named = []
+    for file in _find_user_files(words):
+        named.extend(QUICKSTART_REGISTRATION.findall(file.read_text(errors="replace")))
+    return sorted({*registry.quickstarts.list_names(), *named})
+
+
+def _find_user_files(words: Sequence[str]) -> list[Path]:
+    given = []
+    for flag, word in pairwise(words):
+        if flag == "--import" and word.endswith(".py"):
+            given.append(Path(word))
+    folder = Path(registry.USER_FOLDER)
+    files: list[Path] = []
+    for file in (*given, *sorted(folder.glob("*.py"))):
+        if file.is_file():
+            files.append(file)
+    return files
+
+
+def _build_config(name: str, words: Sequence[str]) -> Any:
+    """Return the default configuration of a quickstart.
+
+    The file of user code that registers the quickstart is imported, unless the file imports a slow
+    package such as torch.
+    """
+    if name not in registry.quickstarts.list_names():
+        for file in _find_user_files(words):
+            text = file.read_text(errors="replace")
+            if name in QUICKSTART_REGISTRATION.findall(text) and not HEAVY_IMPORT.search(text):
+                with contextlib.redirect_stdout(io.StringIO()):
+                    registry.import_user_code([str(file)])
+    return registry.quickstarts.get(name)()
+
+
+def _complete_options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+    """Iterate over completions of option names, one level at a time.
+
+    For example, `act` is completed to `actor.`, and `actor.` to the names of all options and groups
+    of the actor. Options that are already set in `words` are left out.
+    """
+    given = {word.partition("=")[0] for word in words}
+    open_ones = []
+    for leaf in iterate_options(_build_config(name, words)):
+        if leaf.name not in given and leaf.name.startswith(current):
+            open_ones.append(leaf)
+    yield from list_next_parts(open_ones, current)
+
+
+def list_next_parts(options: Sequence[OptionDescription], current: str) -> Iterator[Word]:
+    """Yield (name, description) for each way to extend the option name `current` by one level.
+
+    For example, if `current` is "actor.", the option `actor.optimizer.lr` gives the name
+    `actor.optimizer.`. If a group such as this one is the only possibility, the names within the
+    group are yielded instead.
+    """
+    start = current.rfind(".") + 1
+    descriptions: dict[str, str] = {}
+    for leaf in options:
+        part, dot, _ = leaf.name[start:].partition(".")
+        word = leaf.name[:start] + part + (dot or "=")
+        descriptions.setdefault(
+            word, f"options of {leaf.name[:start]}{part}" if dot else shorten_to_clause(leaf.help)
+        )
+    alone = next(iter(descriptions), "")
+    if len(descriptions) == 1 and alone.endswith(".") and alone != current:
+        yield from list_next_parts(options, alone)
+    else:
+        yield from descriptions.items()
+
+
+def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
+    """Yield a completion `OPTION=VALUE` for each value that can be suggested for an option.
+
+    `current` is the word to complete, which contains `OPTION=`. `name` is the quickstart, and
+    `words` are the words before `current`. Yields nothing if the quickstart lacks the option.
+    """
+    option, _, begun = current.partition("=")
+    leaf = next(
+        (leaf for leaf in iterate_options(_build_config(name, words)) if leaf.name == option), None
+    )
+    if leaf is None:
+        return
+    last = option.rsplit(".", 1)[-1]
+    offered: list[Word] = []
+    if "|" in leaf.type:
+        offered = [(value, "") for value in leaf.type.split("|")]
+    elif leaf.type.startswith("bool"):
+        offered = list(BOOLS)
+    elif option == "dataset.type":
+        offered = [(value, "") for value in registry.datasets.list_names()]
+    elif option == "dataset.named":
+        from weft.data.named.catalogue import list_names
+
+        offered = [(value, "") for value in list_names()]
+    elif last in VALUE_SOURCES:
+        offered = [(value, "") for value in VALUE_SOURCES[last]()]
+    elif last in PATH_OPTIONS:
+        of_model = last in MODEL_OPTIONS and not option.startswith("dataset.")
+        offered = list(list_runs_and_paths(begun) if of_model else list_paths(begun))
+    yield from ((f"{option}={value}", what) for value, what in offered)
+
+
+def _list_help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
+    yield "all", "every option"
+    parts = [leaf.name.split(".") for leaf in iterate_options(_build_config(name, words))]
+    for group in dict.fromkeys(
+        ".".join(part[:depth]) for part in parts for depth in range(1, len(part))
+    ):
+        yield group, f"options of {group}"
+
+
+def _list_sections(words: Sequence[str]) -> Iterator[Word]:
+    from weft.cli.sections import SectionLibrary
+
+    folders = []
+    for flag, word in pairwise(words):
+        if flag == "--config-dir":
+            folders.append(word)
+    for section in SectionLibrary.from_folders(folders).iterate_sections():
+        yield section.name, section.find_location()
+
+
+# -- other commands
+
+
+def _complete_command(name: str, words: list[str], current: str) -> Iterator[Word]:
+    """Iterate over completions for a command other than `quickstart`.
+
+    The command's subcommands and flags are read from its help. Other arguments are completed with
+    the names of runs, sections or files.
+    """
+    if name not in COMMANDS:
+        return
+    before = words[-1] if words else ""
+    if before in EXPERIMENT_FLAGS + TRIAL_FLAGS:
+        yield from _list_run_names(words, before)
+        return
+    own = parse_command_help(name)
+    subcommand = next((word for word in words if word in own[0]), None)
+    if current.startswith("-"):
+        yield from _list_flags(
+            own[1] if subcommand is None else parse_command_help(name, subcommand)[1]
+        )
+    elif own[0] and subcommand is None:
+        yield from ((word, "") for word in own[0])
+    else:
+        yield from ([("latest", "the newest run")] if name == "show" else [])
+        if (name, subcommand) in (("config", "show"), ("config", "cp")):
+            yield from _list_sections([])
+        else:
+            yield from (
+                list_runs_and_paths(current) if name in RUN_COMMANDS else list_paths(current)
+            )
+
+
+def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
+    """Yield completions for the value of `flag`: experiments for `-e`, or trials for `-f`.
+
+    If the preceding `words` of the command name an experiment, only its trials are yielded.
+    """
+    named = []
+    for before, word in pairwise(words):
+        if before in EXPERIMENT_FLAGS:
+            named.append(word)
+    for run in find_runs(Path(RUNS_FOLDER)):
+        if flag in EXPERIMENT_FLAGS:
+            yield run.parent.name, ""
+        elif not named or run.parent.name == named[-1]:
+            yield run.name, ""
+
+
+def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
+    """Return the subcommands and the flags of a command, as parsed from its `--help` output.
+
+    If `subcommand` is given, the flags are those of the subcommand, and the first list is empty.
+    """
+    text = io.StringIO()
+    with (
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+        contextlib.suppress(SystemExit),
+    ):
+        run_command([name, *subcommand, "--help"])
+    help_text = text.getvalue()
+    subcommands = [] if subcommand else _parse_subcommands(help_text)
+    return subcommands, sorted({"--help", *LONG_FLAG.findall(help_text.split("\nexamples:")[0])})
+
+
+def _parse_subcommands(text: str) -> list[str]:
+    """Return the subcommands that a help text lists under `positional arguments`."""
+    if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
+        return []
+    part = text.split("positional arguments:")[1].split("\noptions:")[0]
+    return [name for _, name in SUBCOMMAND_LINE.findall(part) if name]
+
+
+def _list_flags(names: Iterable[str]) -> Iterator[Word]:
+    return ((name, "") for name in names)
+
+
+# -- runs and files
+
+
+def list_runs_and_paths(begun: str) -> Iterator[Word]:
+    """Yield the paths that begin with `begun`: runs in ./runs first, then other files and folders.
+
+    Parent folders of the yielded runs are left out.
+    """
+    runs = []
+    for run in find_runs(Path(RUNS_FOLDER)):
+        if str(run).startswith(begun):
+            runs.append(str(run))
+    yield from ((run, "a run") for run in runs)
+    yield from (
+        word for word in list_paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)
+    )
+
+
+def list_paths(begun: str) -> Iterator[Word]:
+    """Iterate over files and folders whose paths begin with `begun`; folders end with a slash."""
+    folder, _, last = begun.rpartition("/")
+    place = Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser()
+    if not place.is_dir():
+        return
+    for entry in sorted(place.iterdir()):
+        if entry.name.startswith(last) and (last.startswith(".") or not entry.name.startswith(".")):
+            head = f"{folder}/" if "/" in begun else ""
+            yield f"{head}{entry.name}{'/' if entry.is_dir() else ''}", ""
+
 
 SCRIPTS = Path(__file__).with_name("shells")
 SHELLS = ("bash", "zsh", "fish")
@@ -37,7 +392,6 @@ def _print_candidates(words: list[str]) -> int:
 
     Each line has a candidate, followed by a tab and a description if there is one.
     """
-    from weft.cli.candidates import find_candidates
 
     words = words[1:] if words[:1] == ["--"] else words
     current = words.pop() if words else ""
