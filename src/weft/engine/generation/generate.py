@@ -31,13 +31,8 @@ from weft.engine.generation.budgets import choose_default_budget
 from weft.engine.generation.caches import ReusablePageCaches, SequenceCache
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.passes import Decoder, DeferringDecoder
-from weft.engine.generation.scheduler import (
-    GenerationBudget,
-    Prefill,
-    PrefillChunk,
-    PromptPrefix,
-    Scheduler,
-)
+from weft.engine.generation.prefixes import PromptPrefix
+from weft.engine.generation.scheduler import GenerationBudget, Prefill, PrefillChunk, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import (
     SampledRows,

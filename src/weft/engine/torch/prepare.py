@@ -15,7 +15,7 @@ from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
 from weft.engine import microbatches
 from weft.engine.collectives import Outputs, PreparedPass
-from weft.engine.generation.scheduler import STRIDE
+from weft.engine.generation.prefixes import STRIDE
 from weft.engine.rows import PackLayout, build_given_ids, build_support, pack, to_sample
 from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.aux_loss import MoEAuxLoss
