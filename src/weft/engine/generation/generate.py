@@ -32,19 +32,17 @@ from weft.engine.generation.caches import ReusablePageCaches, SequenceCache
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.passes import Decoder, DeferringDecoder
 from weft.engine.generation.prefixes import PromptPrefix
+from weft.engine.generation.requests import build_prompt, check_partial, compute_limit
 from weft.engine.generation.scheduler import GenerationBudget, Prefill, PrefillChunk, Scheduler
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import (
     SampledRows,
     SettingsTable,
-    StopTextDetector,
     TokenAgreement,
-    build_prompt,
-    check_partial,
-    compute_limit,
     concatenate_rows,
     sample_locally,
 )
+from weft.engine.generation.stops import StopTextDetector
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import prepare_wide, put
