@@ -122,6 +122,24 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
 
 
 @torch.no_grad()
+def test_a_row_after_one_with_a_prefix_begins_at_its_first_token() -> None:
+    network = tiny()
+    pool = pool_of(network)
+    prefix, cache = PagedCache(pool), PagedCache(pool)
+    text, rest, alone = sequences([PAGE + 5, 4, 11])
+    prefix.allocate()
+    network.compute_hidden(prefix.extend([0], [text]))
+    (slot,) = cache.allocate()
+    cache.link([slot], prefix)
+    network.compute_hidden(cache.extend([slot], [rest]))
+    cache.release(slot)
+    assert cache.allocate() == [slot]
+    packed = cache.extend([slot], [alone])
+    assert packed.positions.tolist() == list(range(11))
+    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, [alone]))
+
+
+@torch.no_grad()
 def test_rows_that_fill_a_step_up_disturb_nobody() -> None:
     network = tiny()
     cache = PagedCache(pool_of(network))
