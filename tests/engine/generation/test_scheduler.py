@@ -268,6 +268,17 @@ def test_the_youngest_waits_again_where_memory_is_short() -> None:
     assert len(young.tokens) == 3, "what it has stays"
 
 
+def test_what_ran_waits_in_its_order_before_the_others_after_new_weights() -> None:
+    machine = Machine(GenerationBudget(max_sequences=3, max_prefill_tokens=6))
+    for id, prompt in (("a", 2), ("b", 3), ("c", 9), ("d", 3)):
+        machine.scheduler.submit(sequence(id, prompt=prompt))
+    machine.step()
+    assert [id for id, _ in machine.scheduler.running] == ["a", "b"]
+    assert len(machine.scheduler.prefilling) == 1, "c is not computed yet"
+    machine.restart()
+    assert [s.id for s in machine.scheduler.waiting] == ["a", "b", "c", "d"]
+
+
 def test_abort_takes_running_and_waiting_sequences_of_an_id() -> None:
     machine = Machine(GenerationBudget(max_sequences=2))
     for k in range(2):
