@@ -257,6 +257,19 @@ def test_one_machine_says_what_it_ignores(
     assert "note: mode" not in capsys.readouterr().err
 
 
+def test_options_of_the_user_come_before_a_scheduling(folder: Path) -> None:
+    from weft.experiment import Scheduling, Workers
+    from weft.experiments import SFTConfig
+
+    config = SFTConfig(experiment_name="e", trial_name="t", mode="slurm", n_gpus_per_node=1)
+    config.model.path, config.dataset.train_path = "m", "rows.jsonl"
+    config.slurm.cpus_per_node, config.slurm.mem_per_node, config.slurm.nodelist = 3, "5G", "n7"
+    wanted = {"cpus": 4, "memory_gb": 1.5, "nodelist": "n[1-2]"}
+    scheduling = Scheduling(workers={"actor": Workers(count=1, gpus=1, **wanted)})
+    spec = slurm.build_request(config.build(), ["x"], folder / "run", scheduling).spec
+    assert (spec.cpus_per_node, spec.mem_per_node, spec.nodelist) == (3, "5G", "n7")
+
+
 def test_too_few_devices_are_refused(folder: Path) -> None:
     from weft.experiments import SFTConfig
 
