@@ -198,6 +198,20 @@ def test_a_stream_is_the_whole_in_parts(client: httpx.Client, path: str) -> None
     assert len(texts) == (2 if "chat" in path else 4) and not any("a" in text for text in texts)
 
 
+def test_choices_come_prompt_by_prompt(client: httpx.Client) -> None:
+    prompts = ["Once upon", "What is"]
+    body = {"model": "policy", "max_tokens": 8, "temperature": 0}
+
+    def complete(**more: Any) -> list[dict[str, Any]]:
+        return client.post("/v1/completions", json={**body, **more}).json()["choices"]
+
+    first, second = (complete(prompt=prompt)[0]["text"] for prompt in prompts)
+    assert first != second
+    choices = complete(prompt=prompts, n=2)
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in choices] == [first, first, second, second]
+
+
 def test_options_of_sampling_are_heeded(client: httpx.Client) -> None:
     text = {
         name: chat(client, **more)["choices"][0]["message"]["content"]
