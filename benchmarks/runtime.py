@@ -24,10 +24,10 @@ from weft.launch.cluster import launch_devices
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
+from weft.runtime.firings import FiringOutcome
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
-from weft.runtime.outcome import FiringOutcome
 from weft.runtime.schedule import RunLength
 from weft.runtime.worker import Worker
 

@@ -25,7 +25,13 @@ from weft.engine.spec import ModelSpec
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, ParamSync
 from weft.host.base import StatelessHostFunction
-from weft.runtime.events import Event, OutputsAnnounced, TaskFailed, TaskFinished, TaskStarted
+from weft.runtime.group import (
+    Event,
+    OutputsAnnounced,
+    TaskFailed,
+    TaskFinished,
+    TaskStarted,
+)
 
 SPENT = random.Random()  # how long host functions take
 SLOW = [0.0]

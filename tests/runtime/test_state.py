@@ -17,9 +17,9 @@ from weft.experiment import Control, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.launch.plan import _iterate_node_counts
+from weft.runtime.firings import FiringMetrics, StepLedger, join_metrics
 from weft.runtime.schedule import ActionFrequency, RunLength
 from weft.runtime.state import read_state, write_state
-from weft.runtime.step_metrics import FiringMetrics, StepMetrics, join_metrics
 from weft.runtime.store import TensorStore
 
 
@@ -99,27 +99,27 @@ def test_a_batch_whose_keys_were_all_replaced_is_let_go():
 
 
 def test_a_step_of_several_firings_is_one_line():
-    metrics = StepMetrics()
-    metrics.add(
+    metrics = StepLedger()
+    metrics.record_measurements(
         "gen",
         FiringMetrics(
             {"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5
         ),
     )
-    metrics.add(
+    metrics.record_measurements(
         "gen",
         FiringMetrics(
             {"reward": 5.0, "num_tokens": 4, "ratio_max": 1.0, "learning_rate": 0.2}, 1, 0.5
         ),
     )
-    assert metrics.compute_metrics() == {
+    assert metrics.close_step() == {
         "time/gen": 2.0,
         "gen/reward": 2.0,
         "gen/num_tokens": 14,
         "gen/ratio_max": 2.0,
         "gen/learning_rate": 0.2,
     }
-    assert metrics.compute_metrics() == {}
+    assert metrics.close_step() == {}
     assert join_metrics([FiringMetrics({"a": 1.0}, 2, 0), FiringMetrics({"b": 3.0}, 2, 0)]) == {
         "a": 1.0,
         "b": 3.0,

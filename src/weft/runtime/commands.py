@@ -39,8 +39,7 @@ from weft.realloc.snapshot import ParameterSnapshot
 from weft.registry import import_user_code
 from weft.runtime import disk
 from weft.runtime.device_process import CommandReport, DeviceProcess
-from weft.runtime.events import Event
-from weft.runtime.group import SampleMeta
+from weft.runtime.group import Event, SampleMeta
 from weft.runtime.roles import EngineKey
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker

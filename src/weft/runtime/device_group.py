@@ -25,21 +25,20 @@ from weft.runtime.check import collect_calls
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand, TensorRequest
 from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceTransport, JobDispatcher
-from weft.runtime.events import (
+from weft.runtime.group import (
     Events,
     OutputsAnnounced,
+    SampleMeta,
     Task,
     TaskFailed,
     TaskFinished,
     TaskStarted,
 )
-from weft.runtime.group import SampleMeta
 from weft.runtime.locations import DRIVER as ON_DRIVER
 from weft.runtime.locations import TensorLocations
-from weft.runtime.merge import merge_results, merge_seen
 from weft.runtime.parameters import ParameterTransfers
 from weft.runtime.roles import EngineKey
-from weft.runtime.split import OWNER, collect_owners
+from weft.runtime.split import OWNER, collect_owners, merge_results, merge_seen
 from weft.runtime.store import TensorStore
 from weft.runtime.worker_state_files import (
     DRIVER_FOLDER,

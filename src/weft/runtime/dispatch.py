@@ -23,7 +23,7 @@ from weft.runtime.device_process import (
     ProcessAddress,
     TensorRequest,
 )
-from weft.runtime.events import Task
+from weft.runtime.group import Task
 
 # A rank can report a broken connection before the death of its peer is noticed. Its error is held
 # back this long, since the death of the peer explains more.

@@ -11,9 +11,9 @@ from weft.data.tokenizer import Tokenizer
 from weft.experiment import Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.ready import IdBuffer, find_ready_firings
+from weft.runtime.firings import FiringMetrics, join_metrics
 from weft.runtime.group import EVALUATION, WorkerGroup
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.step_metrics import FiringMetrics, join_metrics
 from weft.runtime.store import TensorStore
 
 

@@ -1,28 +1,31 @@
-"""Interface between the master and the processes that run engines.
+"""Interface between the master and the processes that run engines: requests and events.
 
-Requests and results contain only metadata. Tensors stay in the processes, unless they are
-explicitly stored with `put` or read with `fetch`.
+The master makes requests to a `WorkerGroup`. Worker groups and the threads of host functions report
+progress and results as events on one queue. Requests and results contain only metadata. Tensors
+stay in the processes, unless they are explicitly stored with `put` or read with `fetch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
-from weft.runtime.events import Events
 
 SampleMeta = SequenceSample  # ids, lengths and metadata, no tensors
-
 # Metrics that a group adds to every result: start of the call (seconds since the epoch) and
 # duration in seconds.
 STARTED = "started"
 SECONDS = "seconds"
 EVALUATION = "eval/"  # prefix of the evaluation graph's calls
+# (name of a call, host function or sync; index of the firing)
+Task = tuple[str, int]
 
 
 class WorkerGroup(Protocol):
@@ -148,3 +151,71 @@ class WorkerGroup(Protocol):
         On CPUs, this is the peak memory of the processes.
         """
         ...
+
+
+# -- events
+
+
+@dataclass(frozen=True)
+class TaskStarted:
+    """Event that reports the start of a task, from which the task's deadline is counted.
+
+    A task is one run of a call, host function or sync. It is identified by its name and the index
+    of the firing (execution of the node).
+    """
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class OutputsAnnounced:
+    """Event that reports early outputs of a running call, for some of its ids.
+
+    The call has passed these outputs to `Model.announce`, and they can be fetched already.
+    """
+
+    call: str
+    outputs: SequenceSample  # metadata only
+
+
+@dataclass(frozen=True)
+class TaskFinished:
+    """Event that reports the successful end of a task.
+
+    `result` is the `MFCResult` of a model call, the `FiringOutcome` of a host function, or the new
+    version of the weights that a sync has updated.
+    """
+
+    task: Task
+    result: Any
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """Event that reports the failure of a task."""
+
+    task: Task
+    error: BaseException
+
+
+Event = TaskStarted | OutputsAnnounced | TaskFinished | TaskFailed
+Events = queue.SimpleQueue[Event]
+
+
+class EventSink(Protocol):
+    """Object that receives events, such as a queue."""
+
+    def put(self, event: Event, /) -> None: ...
+
+
+def run_and_report(task: Task, work: Callable[[], Any], events: Events) -> None:
+    """Run `work` in this thread, and report its start and end as events of `task`.
+
+    The events are put on the queue `events`. An error in `work` is reported as an event instead of
+    being raised.
+    """
+    events.put(TaskStarted(task))
+    try:
+        events.put(TaskFinished(task, work()))
+    except BaseException as error:
+        events.put(TaskFailed(task, error))

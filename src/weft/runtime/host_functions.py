@@ -27,11 +27,10 @@ from weft.host.base import (
     SupportsPrefetch,
     make_host_function,
 )
-from weft.runtime import background, events
-from weft.runtime.events import OutputsAnnounced, Task
-from weft.runtime.group import WorkerGroup
+from weft.runtime import background
+from weft.runtime.firings import FiringOutcome, describe_firing
+from weft.runtime.group import OutputsAnnounced, Task, WorkerGroup, run_and_report
 from weft.runtime.node_data import read_inputs, to_edge_outputs
-from weft.runtime.outcome import FiringOutcome, describe_firing
 
 
 class HostFunctionRunner:
@@ -106,7 +105,7 @@ class HostFunctionRunner:
             return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
         threading.Thread(
-            target=events.run_and_report,
+            target=run_and_report,
             args=(task, run_function, self._group.events),
             name=what,
             daemon=True,

@@ -25,9 +25,7 @@ from weft.engine.device import (
 from weft.engine.profile import DeviceTrace
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
-from weft.runtime import events
-from weft.runtime.events import Events
-from weft.runtime.group import SampleMeta
+from weft.runtime.group import Events, SampleMeta, run_and_report
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
 from weft.runtime.worker_state_files import DRIVER_FOLDER, NUMERICS_FILE, list_rank_folders
@@ -85,7 +83,7 @@ class LocalGroup:
         node = self._worker.calls[mfc]
         updates = self if node.interruptible else None
         self._run(
-            lambda: events.run_and_report(
+            lambda: run_and_report(
                 (mfc, step),
                 lambda: self._worker.run_call(mfc, step, minibatches, early, updates=updates),
                 self.events,
@@ -111,9 +109,7 @@ class LocalGroup:
 
     def sync(self, s: ParamSync, step: int) -> None:
         self._run(
-            lambda: events.run_and_report(
-                (s.name, step), lambda: self._worker.roles.sync(s), self.events
-            )
+            lambda: run_and_report((s.name, step), lambda: self._worker.roles.sync(s), self.events)
         )
 
     def snapshot(self, d: Path) -> Future[None]:

@@ -18,11 +18,19 @@ from weft.graph.mfc import MFCDef, Node
 from weft.graph.ready import Firing
 from weft.interfaces.base import MFCResult
 from weft.runtime.check import get_minibatches
-from weft.runtime.events import Event, OutputsAnnounced, Task, TaskFailed, TaskStarted
-from weft.runtime.group import SECONDS, STARTED, WorkerGroup
+from weft.runtime.firings import FiringOutcome, describe_firing
+from weft.runtime.group import (
+    SECONDS,
+    STARTED,
+    Event,
+    OutputsAnnounced,
+    Task,
+    TaskFailed,
+    TaskStarted,
+    WorkerGroup,
+)
 from weft.runtime.host_functions import HostFunctionRunner
 from weft.runtime.node_data import TensorSource, read_inputs
-from weft.runtime.outcome import FiringOutcome, describe_firing
 from weft.runtime.split import split
 
 DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node

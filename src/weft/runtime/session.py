@@ -23,7 +23,7 @@ from weft.runtime import disk
 from weft.runtime.checkpoints import CheckpointStore
 from weft.runtime.directory import RunDirectory, Status
 from weft.runtime.evaluate import Evaluator
-from weft.runtime.firing_recorder import FiringRecorder
+from weft.runtime.firings import FiringRecorder
 from weft.runtime.fixed_prompts import FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult

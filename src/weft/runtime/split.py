@@ -1,19 +1,21 @@
-"""Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
+"""Splitting of batches into minibatches and data-parallel parts, and merging of the parts' results.
 
-The outputs of the parts are joined here as well. The master splits only metadata; workers find the
-tensors of their parts with `take_samples`.
+The parts are balanced by tokens. The master splits only metadata; workers find the tensors of their
+parts with `take_samples`. Each data-parallel rank returns a result for its part; the outputs,
+metrics and times of these results are merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from weft import randomness
 from weft.data import groups
 from weft.data.sample import SequenceSample
-from weft.interfaces.base import Minibatches, Unit
+from weft.interfaces.base import MFCResult, Minibatches, Unit
+from weft.runtime.group import SECONDS, STARTED
 
 OWNER = "completion_of"  # metadata column of single completions: the id of their group
 
@@ -138,6 +140,21 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
     return samples
 
 
+# -- results of the ranks
+
+
+# -- results of the ranks
+def merge_results(
+    results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
+) -> MFCResult:
+    """Merge the results of data-parallel ranks into one result.
+
+    The outputs are in the order of `ids`. `counts` has the number of ids of each rank.
+    """
+    outputs = join_outputs([result.outputs for result in results], ids)
+    return MFCResult(outputs, merge_metrics([result.metrics for result in results], counts))
+
+
 def join_outputs(
     outputs: Sequence[SequenceSample | None], ids: Sequence[str]
 ) -> SequenceSample | None:
@@ -147,3 +164,45 @@ def join_outputs(
     """
     samples = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(samples).select(ids=ids) if samples else None
+
+
+def merge_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
+    """Merge the samples that all ranks returned for display (`MFCResult.seen`).
+
+    Each id occurs once in the result, even if several ranks returned it. Returns None if no rank
+    has such samples.
+    """
+    samples_by_id: dict[str, SequenceSample] = {}
+    for result in results:
+        for one in result.seen.unpack() if result.seen is not None else ():
+            samples_by_id.setdefault(one.ids[0], one)
+    return SequenceSample.gather(list(samples_by_id.values())) if samples_by_id else None
+
+
+def merge_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
+    """Combine the metrics of data-parallel ranks.
+
+    `counts` has the number of ids of each rank. Metrics that are equal on all ranks are unchanged.
+    For names that end in `_max` or `_min`, the maximum or minimum is kept. Other metrics are
+    averaged over ids; ranks that lack a metric do not count in its average. The duration of the
+    call is measured from the start of the first rank to the end of the last rank.
+    """
+    whole: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = []
+        for part, count in zip(parts, counts, strict=True):
+            if name in part:
+                having.append((part[name], count))
+        values = [value for value, _ in having]
+        weight = sum(count for _, count in having)
+        if name == STARTED or name.endswith("_min"):
+            whole[name] = min(values)
+        elif name.endswith("_max"):
+            whole[name] = max(values)
+        elif weight == 0 or all(value == values[0] for value in values):
+            whole[name] = values[0]
+        else:
+            whole[name] = sum(value * count for value, count in having) / weight
+    if STARTED in whole:
+        whole[SECONDS] = max(part[STARTED] + part[SECONDS] for part in parts) - whole[STARTED]
+    return whole

@@ -22,8 +22,7 @@ from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
 from weft.runtime.check import collect_calls, implements_method
-from weft.runtime.events import EventSink, OutputsAnnounced
-from weft.runtime.group import SECONDS, STARTED, SampleMeta
+from weft.runtime.group import SECONDS, STARTED, EventSink, OutputsAnnounced, SampleMeta
 from weft.runtime.node_data import make_empty_sample, read_inputs, to_edge_outputs
 from weft.runtime.roles import RoleEngines
 from weft.runtime.split import collect_owners, take_samples

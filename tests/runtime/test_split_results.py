@@ -7,7 +7,7 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult
-from weft.runtime.merge import merge_metrics, merge_results, merge_seen
+from weft.runtime.split import merge_metrics, merge_results, merge_seen
 
 
 def test_metrics_are_means_over_ids_unless_they_say_otherwise():

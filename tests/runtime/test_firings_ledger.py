@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weft.graph.ready import Firing
-from weft.runtime.step_ledger import StepLedger
-from weft.runtime.step_metrics import FiringMetrics
+from weft.runtime.firings import FiringMetrics, StepLedger
 
 
 def measured(value: float) -> FiringMetrics:
