@@ -31,9 +31,9 @@ from weft.runtime.device_process import (
     DeviceCommand,
     DeviceProcess,
     ProcessAddress,
-    TensorRequest,
 )
 from weft.runtime.dispatch import CommandTensors, DeviceLoss
+from weft.runtime.store import TensorRequest
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5

@@ -17,9 +17,9 @@ from weft.runtime.device_process import (
     DeviceCommand,
     DeviceProcess,
     ProcessAddress,
-    TensorRequest,
 )
 from weft.runtime.dispatch import CommandTensors, DeviceLoss
+from weft.runtime.store import TensorRequest
 
 SECONDS = 30.0  # until a device gives another one up, and the test with it
 

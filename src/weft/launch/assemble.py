@@ -49,8 +49,7 @@ from weft.runtime.check import check_calls, check_tokens, collect_calls
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
-from weft.runtime.evaluate import Evaluator
-from weft.runtime.fixed_prompts import FixedPrompts
+from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master

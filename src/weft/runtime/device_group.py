@@ -23,7 +23,7 @@ from weft.interfaces.base import MFCResult
 from weft.runtime import commands
 from weft.runtime.check import collect_calls
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
-from weft.runtime.device_process import CommandReport, DeviceCommand, TensorRequest
+from weft.runtime.device_process import CommandReport, DeviceCommand
 from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceTransport, JobDispatcher
 from weft.runtime.group import (
     Events,
@@ -34,12 +34,11 @@ from weft.runtime.group import (
     TaskFinished,
     TaskStarted,
 )
-from weft.runtime.locations import DRIVER as ON_DRIVER
-from weft.runtime.locations import TensorLocations
 from weft.runtime.parameters import ParameterTransfers
 from weft.runtime.roles import EngineKey
 from weft.runtime.split import OWNER, collect_owners, merge_results, merge_seen
-from weft.runtime.store import TensorStore
+from weft.runtime.store import DRIVER as ON_DRIVER
+from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
 from weft.runtime.worker_state_files import (
     DRIVER_FOLDER,
     ENGINES_FOLDER,

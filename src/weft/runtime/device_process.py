@@ -63,21 +63,6 @@ class ProcessAddress:
 
 
 @dataclass(frozen=True)
-class TensorRequest:
-    """Request for tensors that a command needs.
-
-    Attributes:
-        rank: Device that has the tensors.
-        ids: Ids of the samples.
-        keys: Keys of the tensors.
-    """
-
-    rank: int
-    ids: tuple[str, ...]
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class CommandReport:
     """Report on the progress or result of a command, sent to the driver.
 

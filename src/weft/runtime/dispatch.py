@@ -21,9 +21,9 @@ from weft.runtime.device_process import (
     DeviceActivity,
     DeviceCommand,
     ProcessAddress,
-    TensorRequest,
 )
 from weft.runtime.group import Task
+from weft.runtime.store import TensorRequest
 
 # A rank can report a broken connection before the death of its peer is noticed. Its error is held
 # back this long, since the death of the peer explains more.

@@ -28,10 +28,10 @@ from weft.graph.ready import (
     find_surplus,
 )
 from weft.graph.sampling_ahead import can_run_ahead, choose_first, find_oldest, may_load
+from weft.runtime.background import PrefetchingLoader
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
 from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.prefetch import PrefetchingLoader
 from weft.runtime.separate_copies import find_separate_copies
 from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore

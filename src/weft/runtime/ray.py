@@ -34,9 +34,9 @@ if TYPE_CHECKING:
         DeviceActivity,
         DeviceCommand,
         ProcessAddress,
-        TensorRequest,
     )
     from weft.runtime.dispatch import CommandTensors, DeviceLoss
+    from weft.runtime.store import TensorRequest
 
 START_SECONDS = 300.0  # for all device processes to start, including imports
 PLACE_SECONDS = 600.0  # for the cluster to have enough free devices

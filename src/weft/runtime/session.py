@@ -22,9 +22,8 @@ from weft.redaction import mask_values
 from weft.runtime import disk
 from weft.runtime.checkpoints import CheckpointStore
 from weft.runtime.directory import RunDirectory, Status
-from weft.runtime.evaluate import Evaluator
+from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
-from weft.runtime.fixed_prompts import FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.profiling import StepProfiler

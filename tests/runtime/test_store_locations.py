@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weft.runtime.device_process import TensorRequest
-from weft.runtime.locations import DRIVER, TensorLocations
+from weft.runtime.store import DRIVER, TensorLocations, TensorRequest
 
 
 def rows() -> TensorLocations:

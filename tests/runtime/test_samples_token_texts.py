@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.tiny import make_tokenizer
 from weft.data.tokenizer import Tokenizer, TokenizerSpec
-from weft.runtime.token_texts import BROKEN, TokenDecoder
+from weft.runtime.samples import BROKEN, TokenDecoder
 
 
 def test_pieces_put_together_are_the_text(tmp_path: Path) -> None:
