@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graph.test_ready import SIZES, ppo
-from weft.graph.launch_queue import LaunchQueue
+from weft.graph.launch_queue import LaunchQueue, choose_first
 from weft.graph.mfc import MFCDef
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
-from weft.graph.sampling_ahead import choose_first
 
 
 def taken(agenda: LaunchQueue) -> list[tuple[str, tuple[str, ...]]]:

@@ -10,7 +10,7 @@ import pytest
 
 from weft.errors import CheckpointError, RunError
 from weft.runtime import disk
-from weft.runtime.recovery_points import RecoveryPointStore, find_damage, find_named_point
+from weft.runtime.checkpoints import RecoveryPointStore, find_damage, find_named_point
 
 
 def fill(text: str):

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     drop_empty_variables(os.environ)
     keep_freed_memory()
     os.environ.update(build_segment_variables(os.environ))
-    from weft.runtime.supervisor_pipe import SupervisorPipe
+    from weft.runtime.processes import SupervisorPipe
 
     wire = SupervisorPipe.connect(os.environ)
     code = run_guarded(lambda: run_command(words, supervise=not wire.is_supervised), words)

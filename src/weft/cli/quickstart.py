@@ -19,7 +19,7 @@ from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig, build_experiment
 from weft.options import Config, coerce, iterate_options, read, to_mapping, validate
 from weft.redaction import mask_values, redact
-from weft.runtime.supervisor_pipe import SupervisorPipe
+from weft.runtime.processes import SupervisorPipe
 
 if TYPE_CHECKING:
     from weft.cli.deepspeed import DeepSpeedOverrides

@@ -1,4 +1,4 @@
-"""Queue that determines the order in which scheduled firings (executions of graph nodes) start.
+"""Order in which scheduled firings (executions of graph nodes) start, also if sampling runs ahead.
 
 `weft.graph.ready` decides in advance which nodes run, on which sample ids and in which order. A
 firing starts as soon as its inputs exist. Calls also start in the order in which they were
@@ -6,17 +6,22 @@ scheduled, so that the order of requests to a worker group does not depend on ti
 tolerate stale weights (`max_staleness`), this order is kept separately for each role. Calls that
 use a separate copy of the weights are ordered independently of the other calls of their role.
 
-The queue uses neither clocks nor threads.
+Calls that tolerate stale weights are scheduled ahead of training. With `max_staleness=k`, batches 0
+to k are sampled before the first train step. Then training on batch 0 is followed by sampling batch
+k + 1, training on batch 1 by sampling batch k + 2, and so on. Apart from the first ones, samples
+thus always come from weights that are k steps old, independent of timing.
+
+This module uses neither clocks nor threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.graph.ready import Firing, IdBuffer
+from weft.graph.ready import Firing, IdBuffer, needs_rows
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class LaunchQueue:
     firing counts as finished when the parameter syncs after it have finished, too.
 
     `lanes` maps each call that uses a separate copy of the weights (see
-    `weft.runtime.separate_copies`) to a name of this copy. Calls on the same copy start in order,
+    `weft.runtime.roles`) to a name of this copy. Calls on the same copy start in order,
     independently of the other calls of their role.
     """
 
@@ -133,3 +138,71 @@ class LaunchQueue:
                 )
             )
         return result
+
+
+# -- sampling ahead of training
+
+
+def can_run_ahead(graph: DataflowGraph) -> bool:
+    """Return whether any call in the graph tolerates stale weights."""
+    return any(edge.max_staleness for edge in graph.version_edges)
+
+
+def choose_first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
+    """Return the firings (executions of graph nodes) that should be scheduled first.
+
+    If any of `firings` are calls that tolerate stale weights, only these are returned, because
+    other calls of their role would delay them. Otherwise, all firings that do not train are
+    returned, because a call that is scheduled after a train step has to wait for the new weights.
+    If all firings train, all are returned.
+    """
+    lagging = _find_stale_calls(graph)
+    sampling = [firing for firing in firings if firing.node in lagging]
+    return sampling or [f for f in firings if not graph.get_node(f.node).trains] or list(firings)
+
+
+def may_load(
+    graph: DataflowGraph,
+    buffer: IdBuffer,
+    versions: Mapping[str, int],
+    follow: str,
+    steps_left: int | None,
+) -> bool:
+    """Return whether to load another batch now, for calls that run ahead of training.
+
+    The batch should be loaded if a call that tolerates stale weights could start with it. It is not
+    needed if the loaded rows suffice for the remaining steps of the run. `follow` is the node that
+    defines the steps: it runs once per step. `steps_left` is the number of remaining steps, or None
+    if there is no limit.
+    """
+    size = graph.get_node(follow).batch_size
+    waiting = []
+    for block in buffer.entries.blocks:
+        if follow not in block.state.started:
+            waiting.append(block)
+    count = sum(len(block.ids) for block in waiting)
+    if size:
+        firings = count // size
+    else:
+        firings = len({block.state.batch for block in waiting})
+    if steps_left is not None and firings >= steps_left:
+        return False
+    return needs_rows(graph, buffer, versions, _find_stale_calls(graph))
+
+
+def find_oldest(buffer: IdBuffer, firings: Sequence[Firing]) -> Firing:
+    """Return the firing (execution of a graph node) with the oldest sample ids.
+
+    If several have the same age, the first of them is returned. Training needs the oldest ids
+    first, so the caller waits for this firing before the others.
+    """
+    position = {id: number for number, id in enumerate(buffer.entries)}
+    return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))
+
+
+def _find_stale_calls(graph: DataflowGraph) -> set[str]:
+    stale_calls: set[str] = set()
+    for edge in graph.version_edges:
+        if edge.max_staleness:
+            stale_calls.add(edge.consumer)
+    return stale_calls

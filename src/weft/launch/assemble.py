@@ -45,7 +45,7 @@ from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
 from weft.observe.progress import DisplayOptions
 from weft.registry import backends
-from weft.runtime.check import check_calls, check_tokens, collect_calls
+from weft.runtime.calls import check_calls, check_tokens, collect_calls
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
@@ -53,9 +53,8 @@ from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
-from weft.runtime.profiling import check_steps
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import RunLength
+from weft.runtime.schedule import RunLength, check_steps
 from weft.runtime.session import Session, SessionParts
 from weft.runtime.worker import Worker
 

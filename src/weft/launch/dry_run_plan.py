@@ -33,9 +33,8 @@ from weft.launch.memory import MemoryForecast, forecast, format_role_name
 from weft.launch.plan import build_plan
 from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
-from weft.runtime.check import check_calls
-from weft.runtime.profiling import check_steps
-from weft.runtime.schedule import RunLength
+from weft.runtime.calls import check_calls
+from weft.runtime.schedule import RunLength, check_steps
 
 
 def build_plan_lines(

@@ -251,7 +251,7 @@ def _run(
     resumes: bool,
     show: DisplayOptions | None,
 ) -> RunResult:
-    from weft.runtime.supervisor_pipe import SupervisorPipe
+    from weft.runtime.processes import SupervisorPipe
 
     is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
     cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)

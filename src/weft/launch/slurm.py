@@ -155,7 +155,7 @@ def _check_networks(experiment: Experiment) -> None:
     from weft.engine.backends.auto import choose_backend
     from weft.launch.assemble import check_configs, check_layouts
     from weft.launch.cluster import get_device_kind
-    from weft.runtime.check import check_calls
+    from weft.runtime.calls import check_calls
 
     roles = {}
     for name, spec in experiment.roles.items():

@@ -25,8 +25,12 @@ from weft.observe.jsonl import read_rows
 from weft.observe.logs import append
 from weft.observe.observer import METRICS
 from weft.runtime.directory import RunDirectory
-from weft.runtime.processes import adopt_orphans, find_descendants, kill_processes
-from weft.runtime.supervisor_pipe import SUPERVISOR_VARIABLE
+from weft.runtime.processes import (
+    SUPERVISOR_VARIABLE,
+    adopt_orphans,
+    find_descendants,
+    kill_processes,
+)
 
 POLL_SECONDS = 1.0  # interval between checks of the child
 EXIT_SECONDS = 120.0  # time for a child to exit after it has reported its exit code

@@ -41,9 +41,14 @@ from weft.runtime import disk
 from weft.runtime.device_process import CommandReport, DeviceProcess
 from weft.runtime.group import Event, SampleMeta
 from weft.runtime.roles import EngineKey
-from weft.runtime.state import read_state, write_state
+from weft.runtime.state import (
+    NUMERICS_FILE,
+    get_rank_folder,
+    list_rank_folders,
+    read_state,
+    write_state,
+)
 from weft.runtime.worker import Worker
-from weft.runtime.worker_state_files import NUMERICS_FILE, get_rank_folder, list_rank_folders
 from weft.topology import Mesh, Slice
 from weft.writing import resolve_destination
 

@@ -21,7 +21,7 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
-from weft.runtime.check import collect_calls
+from weft.runtime.calls import collect_calls
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand
 from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceTransport, JobDispatcher
@@ -37,15 +37,15 @@ from weft.runtime.group import (
 from weft.runtime.parameters import ParameterTransfers
 from weft.runtime.roles import EngineKey
 from weft.runtime.split import OWNER, collect_owners, merge_results, merge_seen
-from weft.runtime.store import DRIVER as ON_DRIVER
-from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
-from weft.runtime.worker_state_files import (
+from weft.runtime.state import (
     DRIVER_FOLDER,
     ENGINES_FOLDER,
     list_rank_folders,
     read_samples,
     write_samples,
 )
+from weft.runtime.store import DRIVER as ON_DRIVER
+from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
 
 T = TypeVar("T")
 BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices received for it

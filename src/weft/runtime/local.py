@@ -26,9 +26,14 @@ from weft.engine.profile import DeviceTrace
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime.group import Events, SampleMeta, run_and_report
-from weft.runtime.state import read_state, write_state
+from weft.runtime.state import (
+    DRIVER_FOLDER,
+    NUMERICS_FILE,
+    list_rank_folders,
+    read_state,
+    write_state,
+)
 from weft.runtime.worker import Worker
-from weft.runtime.worker_state_files import DRIVER_FOLDER, NUMERICS_FILE, list_rank_folders
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import GraphError, RunError
 from weft.experiment import Experiment
-from weft.graph.launch_queue import LaunchQueue
+from weft.graph.launch_queue import LaunchQueue, can_run_ahead, choose_first, find_oldest, may_load
 from weft.graph.mfc import HostFunction
 from weft.graph.ready import (
     Firing,
@@ -27,12 +27,11 @@ from weft.graph.ready import (
     find_ready_firings,
     find_surplus,
 )
-from weft.graph.sampling_ahead import can_run_ahead, choose_first, find_oldest, may_load
 from weft.runtime.background import PrefetchingLoader
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
 from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner
-from weft.runtime.separate_copies import find_separate_copies
+from weft.runtime.roles import find_separate_copies
 from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore
 

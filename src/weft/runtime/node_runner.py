@@ -32,7 +32,7 @@ from weft.host.base import (
 )
 from weft.interfaces.base import MFCResult
 from weft.runtime.background import start_in_thread
-from weft.runtime.check import get_minibatches
+from weft.runtime.calls import TensorSource, get_minibatches, read_inputs, to_edge_outputs
 from weft.runtime.firings import FiringOutcome, describe_firing
 from weft.runtime.group import (
     SECONDS,
@@ -45,7 +45,6 @@ from weft.runtime.group import (
     WorkerGroup,
     run_and_report,
 )
-from weft.runtime.node_data import TensorSource, read_inputs, to_edge_outputs
 from weft.runtime.split import split
 
 DEFAULT_DEADLINE_SECONDS = 6 * 3600.0  # default deadline of a node

@@ -21,12 +21,19 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, DevicesLost, RunError
-from weft.runtime.nodes import RayNode, count_threads, order_bundles, sort_nodes
-from weft.runtime.processes import ProcessId, find_descendants, kill_processes
-from weft.runtime.scratch import ScratchFolder, remove_leftovers
-from weft.runtime.signals import silence_library
-from weft.runtime.supervisor_pipe import SupervisorPipe
-from weft.runtime.watch import AddressWatch, can_connect, check_listens
+from weft.runtime.machines import (
+    AddressWatch,
+    RayNode,
+    ScratchFolder,
+    can_connect,
+    check_listens,
+    count_threads,
+    order_bundles,
+    remove_leftovers,
+    silence_library,
+    sort_nodes,
+)
+from weft.runtime.processes import ProcessId, SupervisorPipe, find_descendants, kill_processes
 
 if TYPE_CHECKING:
     from weft.runtime.device_process import (
@@ -306,18 +313,13 @@ class RayCluster:
             places, OWN_GONE_SECONDS if scratch is not None else GONE_SECONDS
         )
 
-    @property
-    def lost_part(self) -> str | None:
-        """Description of the part of Ray that does not respond; None if no failure is known."""
-        return self._watch.lost_part
-
     def is_alive(self) -> bool:
         """Return whether Ray accepts connections.
 
         Check this before other requests, because a request to a dead Ray blocks for a minute.
         """
         self._watch.check()
-        return self.lost_part is None
+        return self._watch.lost_part is None
 
     def check_local_raylet(self) -> None:
         """Raise `DevicesLost` if this machine's raylet (Ray's local daemon) is dead.
@@ -329,9 +331,10 @@ class RayCluster:
 
     def check_not_lost(self) -> None:
         """Raise `DevicesLost` if part of Ray is lost, after reporting this to the supervisor."""
-        if self.lost_part is not None:
-            SupervisorPipe.from_environment(os.environ).report_lost_part(self.lost_part)
-            raise DevicesLost(self.lost_part)
+        lost_part = self._watch.lost_part
+        if lost_part is not None:
+            SupervisorPipe.from_environment(os.environ).report_lost_part(lost_part)
+            raise DevicesLost(lost_part)
 
     @classmethod
     def start(cls, cpus: int, gpus: int) -> RayCluster:
@@ -412,11 +415,8 @@ class RayCluster:
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
-                return (
-                    None
-                    if listed["Alive"] and can_connect(raylet)
-                    else RayNode.from_listing(listed)
-                )
+                is_up = listed["Alive"] and can_connect(raylet)
+                return None if is_up else RayNode.from_listing(listed)
         return None
 
     def launch(self, count: int, device: str, environment: Mapping[str, str]) -> DeviceLaunch:

@@ -2,7 +2,9 @@
 
 A worker has an engine for each role whose own mesh (set of devices with a layout) includes the
 worker's rank. If calls use a role on another mesh that includes this rank, the worker also has a
-copy of the role for that mesh. Transfers between devices are in `weft.runtime.parameters`.
+copy of the role for that mesh. Training need not wait for calls on a copy if the copy is separate: it
+shares no device with the role, and all calls on it tolerate stale weights. Transfers between devices
+are in `weft.runtime.parameters`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.experiment import Experiment
-from weft.graph.mfc import ParamSync
+from weft.graph.mfc import MFCDef, ParamSync
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends
 from weft.topology import Mesh
@@ -300,3 +302,36 @@ def list_common_parameters(
             "only networks of equal shapes and without adapters can be copied"
         )
     return names
+
+
+def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
+    """Return the separate copies of roles, by the names of the calls that run on them.
+
+    A copy of a role is identified by the role and a mesh (set of devices with a layout). It is
+    separate if its mesh shares no device with the role's own mesh, all calls on the copy tolerate
+    stale weights, and no sync writes to the role.
+    """
+    meshes = experiment.build_meshes()
+    used: dict[EngineKey, list[MFCDef]] = {}
+    for call in experiment.graph.list_model_calls():
+        used.setdefault((call.role, experiment.get_mesh(call)), []).append(call)
+    written = {sync.target for sync in experiment.graph.syncs}
+    separate_copies: dict[str, EngineKey] = {}
+    for place, calls in used.items():
+        if (
+            set(place[1].ranks).isdisjoint(meshes[place[0]].ranks)
+            and place[0] not in written
+            and all(_tolerates_staleness(experiment, call) for call in calls)
+        ):
+            for call in calls:
+                separate_copies[call.name] = place
+    return separate_copies
+
+
+def _tolerates_staleness(experiment: Experiment, call: MFCDef) -> bool:
+    edges = experiment.graph.find_version_edges(call.name)
+    return (
+        len(edges) == 1
+        and edges[0].max_staleness > 0
+        and experiment.graph.get_node(edges[0].producer).trains
+    )

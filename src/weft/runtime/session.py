@@ -20,18 +20,21 @@ from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.redaction import mask_values
 from weft.runtime import disk
-from weft.runtime.checkpoints import CheckpointStore
+from weft.runtime.checkpoints import (
+    CheckpointStore,
+    RecoveryPoint,
+    RecoveryPointStore,
+    find_named_point,
+)
 from weft.runtime.directory import RunDirectory, Status
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
-from weft.runtime.profiling import StepProfiler
+from weft.runtime.processes import SignalHandlers
 from weft.runtime.record import record_process
-from weft.runtime.recovery_points import RecoveryPoint, RecoveryPointStore, find_named_point
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import ActionFrequency, RunLength
-from weft.runtime.signals import SignalHandlers
+from weft.runtime.schedule import ActionFrequency, RunLength, StepProfiler
 
 RECOVERY_SECONDS = (
     # a recovery point is written after the first step that ends this long after the last one,

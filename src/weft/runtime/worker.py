@@ -21,20 +21,25 @@ from weft.interfaces.base import MFCResult, Model, PendingUpdates
 from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
-from weft.runtime.check import collect_calls, implements_method
+from weft.runtime.calls import (
+    collect_calls,
+    implements_method,
+    make_empty_sample,
+    read_inputs,
+    to_edge_outputs,
+)
 from weft.runtime.group import SECONDS, STARTED, EventSink, OutputsAnnounced, SampleMeta
-from weft.runtime.node_data import make_empty_sample, read_inputs, to_edge_outputs
 from weft.runtime.roles import RoleEngines
 from weft.runtime.split import collect_owners, take_samples
-from weft.runtime.state import write_state
-from weft.runtime.store import TensorStore
-from weft.runtime.worker_state_files import (
+from weft.runtime.state import (
     ENGINES_FOLDER,
     INTERFACES_FILE,
     read_interfaces,
     read_samples,
     write_samples,
+    write_state,
 )
+from weft.runtime.store import TensorStore
 from weft.topology import Mesh
 
 

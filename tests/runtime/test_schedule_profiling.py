@@ -15,7 +15,7 @@ from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiment import parse_step_range
 from weft.experiments import SFTConfig
 from weft.launch import run
-from weft.runtime.profiling import StepProfiler, check_steps
+from weft.runtime.schedule import StepProfiler, check_steps
 
 
 class Devices:

@@ -10,9 +10,9 @@ import tempfile
 
 import pytest
 
-from weft.runtime.scratch import ScratchFolder, remove_leftovers
+from weft.runtime.machines import ScratchFolder, remove_leftovers
 
-MAKE = "from weft.runtime.scratch import ScratchFolder; s = ScratchFolder(); print(s.path, flush=True); input()"
+MAKE = "from weft.runtime.machines import ScratchFolder; s = ScratchFolder(); print(s.path, flush=True); input()"
 
 
 @pytest.fixture

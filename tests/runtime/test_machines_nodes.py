@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.runtime.nodes import RayNode, count_threads, order_bundles, sort_nodes
+from weft.runtime.machines import RayNode, count_threads, order_bundles, sort_nodes
 
 
 def node(id: str, address: str, cpus: int = 8) -> RayNode:

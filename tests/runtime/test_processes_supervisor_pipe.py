@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from weft.runtime.supervisor_pipe import SUPERVISOR_VARIABLE, SupervisorPipe
+from weft.runtime.processes import SUPERVISOR_VARIABLE, SupervisorPipe
 
 
 def test_calls_are_told_once_and_over_on_the_last_rank() -> None:

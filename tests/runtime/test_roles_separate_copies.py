@@ -18,7 +18,7 @@ from tests.runtime.toy import Toy, ToyGenerate, ToyTrain
 from tests.runtime.toy import timeless as without_clocks
 from weft.graph.mfc import ParamSync
 from weft.runtime.commands import MoveParameters, SaveParameters
-from weft.runtime.separate_copies import find_separate_copies
+from weft.runtime.roles import find_separate_copies
 
 BATCHES = 8  # of an epoch; the last one is short, so it is not sampled ahead
 SECONDS = 300.0  # until a call that waits gives up, and the test with it

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.graph.test_ready import ppo
+from weft.graph.launch_queue import can_run_ahead, choose_first, find_oldest, may_load
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
-from weft.graph.sampling_ahead import can_run_ahead, choose_first, find_oldest, may_load
 
 
 def test_calls_that_may_run_ahead_come_first_and_training_last() -> None:

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from weft.errors import DevicesLost
-from weft.runtime.signals import SignalHandlers
+from weft.runtime.processes import SignalHandlers
 
 
 @pytest.mark.parametrize(

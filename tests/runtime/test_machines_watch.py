@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from weft.runtime.watch import AddressWatch, check_listens
+from weft.runtime.machines import AddressWatch, check_listens
 
 
 def listener() -> tuple[socket.socket, tuple[str, int]]:
@@ -18,7 +18,7 @@ def listener() -> tuple[socket.socket, tuple[str, int]]:
 
 
 def test_who_stops_listening_is_gone(monkeypatch):
-    monkeypatch.setattr("weft.runtime.watch.INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("weft.runtime.machines.INTERVAL_SECONDS", 0.02)
     (one, here), (two, there) = listener(), listener()
     watch = AddressWatch({"the head": here, "the other": there}, 0.1)
     time.sleep(0.3)  # looks that come late find both, too
