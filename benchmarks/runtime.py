@@ -24,16 +24,15 @@ from weft.launch.cluster import launch_devices
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
+from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.firings import FiringOutcome
 from weft.runtime.group import WorkerGroup
-from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
 from weft.runtime.schedule import RunLength
-from weft.runtime.worker import Worker
 
 CALLS = 8  # of a step, each of which reads what the one before it made
 SAMPLES = (1, 100, 1_000, 10_000)
-GROUPS = {"LocalGroup": 0, "DeviceGroup, d1": 1, "DeviceGroup, d2": 2}  # devices; 0 is this process
+GROUPS = {"this process": 0, "d1": 1, "d2": 2}  # device processes; 0 is a thread of this process
 LOCAL_MS, RAY_MS, SAMPLE_US, FREE_SAMPLES = 3.0, 15.0, 1.0, 1_000
 BATCHES = ((8, 16), (64, 128))  # (prompts, new tokens) of a PPO step
 
@@ -168,16 +167,14 @@ def make_group(
 ) -> WorkerGroup:
     import torch
 
-    specs, cache = horizon.build_specs(experiment), folder / "cache"
+    transport: DeviceTransport
     if devices:
-        return DeviceGroup(
-            launch_devices(experiment, "local").wait_for_devices(),
-            experiment,
-            BuildWorker(experiment, specs, tokenizers, cache, "cpu"),
-        )
-    return LocalGroup(
-        lambda: Worker(experiment, specs, tokenizers, "cpu", cache), torch.device("cpu")
-    )
+        transport = launch_devices(experiment, "local").wait_for_devices()
+    else:
+        transport = ThreadDevice(torch.device("cpu"))
+    specs = horizon.build_specs(experiment)
+    build = BuildWorker(experiment, specs, tokenizers, folder / "cache", "cpu")
+    return DeviceGroup(transport, experiment, build)
 
 
 class Times:

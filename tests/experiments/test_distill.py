@@ -356,7 +356,7 @@ def test_a_teacher_of_other_tokens_is_refused_before_the_start(
     """
     monkeypatch.setattr(module, "check_same_vocabulary", lambda *roles: None)
     monkeypatch.setattr(
-        "weft.launch.assemble.LocalGroup", lambda *parts: pytest.fail("engines are built")
+        "weft.launch.assemble.DeviceGroup", lambda *parts: pytest.fail("engines are built")
     )
     path = other_tokens(material, tmp_path)
     for words, keys in (((), "top_ids, top_logprobs"), ((REVERSE,), "logprobs, top1")):

@@ -74,7 +74,7 @@ def run(self: GenerateInterface, model: Any, generator: Any, progress: Any) -> A
 
 def generate(self: GenerateInterface, model: Any, batch: Any) -> Any:
     updates: Any = model.updates
-    alone = type(updates).__name__ == "LocalGroup"
+    alone = updates is not None and updates._process.is_driver
     made = GENERATE(
         self, replace(model, updates=AllOf(updates, model.engine)) if alone else model, batch
     )

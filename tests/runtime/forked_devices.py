@@ -124,6 +124,8 @@ class ForkedDevices:
     The devices have the environment of this process, and `environment`.
     """
 
+    shared_store = None
+
     def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="devices-"))
         given = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}

@@ -19,6 +19,7 @@ from tests.engine import layouts
 from tests.engine.common import Nll
 from tests.engine.layouts import Case
 from tests.ranks import Ranks
+from tests.runtime.thread_devices import Peers
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.interfaces.base import MFCResult, Model
@@ -149,7 +150,7 @@ def sampled(
         return None
     with layouts.float64():
         made, index = layouts.engine(path, layout, case)
-        process = DeviceProcess(rank, peers=None)  # type: ignore[arg-type]
+        process = DeviceProcess(rank, Peers([]))
         process.groups = ProcessGroups()
         # the first part is done early
         mine = [n for n in range(len(IDS)) if min(n, parsed.data - 1) == index]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtime.thread_devices import Peers
 from weft.errors import ConfigError, DevicesLost, RunError
 from weft.runtime import dispatch
 from weft.runtime.device_process import (
@@ -42,6 +43,7 @@ class Say:
 class Played:
     """Devices of a test: it sees what they are sent and says what they report."""
 
+    shared_store = None
     world: int
     sent: list[tuple[int, int, int, str]] = field(default_factory=list)  # rank, place, number, word
     said: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
@@ -341,7 +343,7 @@ def test_trouble_in_hearing_ends_every_wait(monkeypatch):
 
 
 def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in():
-    process = DeviceProcess(3, peers=None)  # type: ignore[arg-type]
+    process = DeviceProcess(3, Peers([]))
     for place in (2, 0, 1):
         process.receive(place, 10 + place, Say("bad" if place == 1 else str(place)), (3,), (), ())
     reports: list[CommandReport] = []

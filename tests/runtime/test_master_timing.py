@@ -186,11 +186,11 @@ def run(root: Path, rounds: int, slow: float, seed: int) -> tuple[Any, ...]:
     groups: list[DelayedGroup] = []
 
     def delayed(*args: Any) -> DelayedGroup:
-        groups.append(DelayedGroup(LOCAL(*args), slow, seed))
+        groups.append(DelayedGroup(REAL(*args), slow, seed))
         return groups[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.runtime.toy.LocalGroup", delayed)
+        patch.setattr("tests.runtime.toy.DeviceGroup", delayed)
         toy.run()
     points = sorted((toy.path / "recover").rglob("*.bin")) + sorted(
         (toy.path / "checkpoints").rglob("*.json")
@@ -204,7 +204,7 @@ def run(root: Path, rounds: int, slow: float, seed: int) -> tuple[Any, ...]:
     return timeless(lines(toy.path)), (toy.path / "samples.jsonl").read_text(), files, asked
 
 
-from weft.runtime.local import LocalGroup as LOCAL  # noqa: E402
+from weft.runtime.device_group import DeviceGroup as REAL  # noqa: E402
 
 
 @pytest.mark.parametrize("rounds", [0, 4])
@@ -310,7 +310,7 @@ def test_a_call_begins_while_another_call_beside_it_goes_on(tmp_path, monkeypatc
 
     held: list[Event] = []
     with_nodes(monkeypatch, lambda nodes: [replace(n, deadline_s=SECONDS) for n in change(nodes)])
-    monkeypatch.setattr("tests.runtime.toy.LocalGroup", lambda *args: Holding(LOCAL(*args), 0.0, 0))
+    monkeypatch.setattr("tests.runtime.toy.DeviceGroup", lambda *args: Holding(REAL(*args), 0.0, 0))
     toy = Toy(tmp_path, ema=None, control={"max_steps": 3})
     toy.run()
     assert len(lines(toy.path)) == 3

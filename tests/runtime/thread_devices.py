@@ -82,6 +82,8 @@ class PrepareHere:
 class ThreadDevices:
     """Implements `weft.runtime.dispatch.DeviceTransport`."""
 
+    shared_store = None
+
     def __init__(self, world: int) -> None:
         self.processes: list[DeviceProcess] = []
         self.processes += [DeviceProcess(rank, Peers(self.processes)) for rank in range(world)]

@@ -16,7 +16,6 @@ from tests.runtime.thread_devices import ThreadDevices
 from weft import randomness, register_backend, register_function, register_interface
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
-from weft.engine.device import resolve_device
 from weft.engine.spec import ModelSpec
 from weft.experiment import Control, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
@@ -25,13 +24,12 @@ from weft.interfaces.base import MFCResult
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import RunDirectory, admit
+from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator
-from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import RunLength
 from weft.runtime.session import Session, SessionParts
-from weft.runtime.worker import Worker
 from weft.topology import Layout, build_whole_slice
 
 SIZE = 4
@@ -381,13 +379,13 @@ class Toy:
             horizon.build_specs(experiment),
             dict.fromkeys(experiment.roles, ToyTokenizer()),
         )
-        group: Any
+        build = BuildWorker(experiment, specs, tokenizers, directory.path / "cache", "cpu")
+        devices: DeviceTransport
         if experiment.num_devices > 1:
-            build = BuildWorker(experiment, specs, tokenizers, directory.path / "cache", "cpu")
-            group = DeviceGroup(ThreadDevices(experiment.num_devices), experiment, build)
+            devices = ThreadDevices(experiment.num_devices)
         else:
-            make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
-            group = LocalGroup(make, resolve_device("cpu"))
+            devices = ThreadDevice(torch.device("cpu"))
+        group = DeviceGroup(devices, experiment, build)
         evaluator = Evaluator(
             experiment, experiment.evaluation, group, sources or {"held": ToyRows()}, tokenizers
         )

@@ -49,14 +49,13 @@ from weft.runtime.calls import check_calls, check_tokens, collect_calls
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
+from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.group import WorkerGroup
-from weft.runtime.local import LocalGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import RunLength, check_steps
 from weft.runtime.session import Session, SessionParts
-from weft.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from weft.runtime.ray import DeviceLaunch, RayCluster
@@ -148,7 +147,6 @@ def build_parts(
         horizon = RunLength.from_experiment(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
         specs = horizon.build_specs(experiment)
-        cache = _get_cache_folder(experiment, directory)
         baseline = measure_held_memory(device) if alone else 0.0
         if not alone and announce is not None:
             announce(
@@ -156,15 +154,16 @@ def build_parts(
                 format_start_line(experiment),
             )
         # Build the engines.
-        build = BuildWorker(experiment, specs, tokenizers, cache.absolute(), device.type)
+        cache = _get_cache_folder(experiment, directory)
         if launch is None:
-            group: WorkerGroup = LocalGroup(
-                lambda: Worker(experiment, specs, tokenizers, str(device), cache), device
-            )
+            devices: DeviceTransport = ThreadDevice(device)
+            logs = None
         else:
-            group = DeviceGroup(
-                launch.wait_for_devices(), experiment, build, directory.path.absolute() / LOGS
-            )
+            devices = launch.wait_for_devices()
+            logs = directory.path.absolute() / LOGS
+            cache = cache.absolute()
+        build = BuildWorker(experiment, specs, tokenizers, cache, str(device))
+        group = DeviceGroup(devices, experiment, build, logs)
         undo.pop_all()
         undo.callback(data.close)
         undo.callback(group.close, 0.0)

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ from weft.realloc.plan import ParameterTransfer
 from weft.realloc.snapshot import ParameterSnapshot
 from weft.registry import import_user_code
 from weft.runtime import disk
-from weft.runtime.device_process import CommandReport, DeviceProcess
-from weft.runtime.group import Event, SampleMeta
+from weft.runtime.device_process import NO_COMMAND, CommandReport, DeviceProcess
+from weft.runtime.group import OutputsAnnounced, SampleMeta
 from weft.runtime.roles import EngineKey
 from weft.runtime.state import (
     NUMERICS_FILE,
@@ -53,7 +54,6 @@ from weft.topology import Mesh, Slice
 from weft.writing import resolve_destination
 
 Slices = Mapping[str, Slice]
-NO_COMMAND = -1  # means "no command" in collectives; no job has this number
 COMMAND_SECONDS = 600.0  # wait for a command that other ranks have received
 
 
@@ -87,7 +87,7 @@ class BuildWorker:
     specs: Mapping[str, ModelSpec]
     tokenizers: Mapping[str, Tokenizer]
     cache: Path
-    kind: str  # device type: cpu, cuda
+    kind: str  # device, or type of the device: cpu, cuda
 
     def run(self, process: DeviceProcess, number: int) -> BuiltEngines:
         import_user_code(self.experiment.control.imports)
@@ -102,6 +102,7 @@ class BuildWorker:
             self.tokenizers,
             str(device),
             self.cache,
+            process.store,
             process.rank,
             process.groups,
         )
@@ -149,7 +150,8 @@ class RunCall:
         mfc: Name of the call.
         step: Index of the call's firing (execution of its node).
         minibatches: This device's part of each minibatch, without tensors.
-        descriptions: Metadata of all samples in this device's part of the batch.
+        descriptions: Metadata of all samples in this device's part of the batch, or None if the
+            device uses the driver's tensor store, which has them.
         announces: True if the outputs of completed ids are reported to the driver during the call.
         weights: If the call uses a copy of its role's engine on another mesh, the number of weight
             updates that the copy must have received; else None.
@@ -158,34 +160,29 @@ class RunCall:
     mfc: str
     step: int
     minibatches: Sequence[SampleMeta]
-    descriptions: SampleMeta
+    descriptions: SampleMeta | None
     announces: bool
     weights: int | None = None  # version required of the role's copy on these devices
 
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
-        process.worker.store.put(self.descriptions)
-        early = _OutputAnnouncer(process, number) if self.announces else None
-        mesh = process.worker.get_mesh(self.mfc)
-        interruptible = process.worker.calls[self.mfc].interruptible
-        updates = PendingCommands(process, mesh) if interruptible else None
-        result = process.worker.run_call(
+        if self.descriptions is not None:
+            process.store.put(self.descriptions)
+        worker = process.worker
+        updates = None
+        if worker.calls[self.mfc].interruptible:
+            updates = PendingCommands(process, worker.get_mesh(self.mfc))
+
+        def announce(outputs: OutputsAnnounced) -> None:
+            process.report(CommandReport(number, "announced", outputs))
+
+        early = announce if self.announces else None
+        result = worker.run_call(
             self.mfc, self.step, self.minibatches, early, self.weights, updates
         )
-        # the result is sent to another process
-        if result.seen is None:
+        if result.seen is None or process.is_driver:
             return result
+        # the result is sent to another process
         return replace(result, seen=result.seen.to("cpu"))
-
-
-class _OutputAnnouncer:
-    """Event sink that reports outputs to the driver while the call that computes them is running."""
-
-    def __init__(self, process: DeviceProcess, number: int) -> None:
-        self._process = process
-        self._number = number
-
-    def put(self, event: Event) -> None:
-        self._process.report(CommandReport(self._number, "announced", event))
 
 
 class PendingCommands:
@@ -235,13 +232,16 @@ class PendingCommands:
         return bool(flag)
 
     def take(self, *, left: bool) -> bool:
+        if self._mesh_group is None:
+            while left and self.are_waiting():
+                self._process.run_next()
+            return left
         last = self._find_last_runnable()
-        if self._mesh_group is not None:
-            own = torch.tensor([left, NO_COMMAND if last is None else last])
-            states = [torch.empty_like(own) for _ in self._ranks]
-            dist.all_gather(states, own, group=self._mesh_group)
-            left = any(bool(each[0]) for each in states)
-            last = next((int(each[1]) for each in states if each[1] != NO_COMMAND), None)
+        own = torch.tensor([left, NO_COMMAND if last is None else last])
+        states = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(states, own, group=self._mesh_group)
+        left = any(bool(each[0]) for each in states)
+        last = next((int(each[1]) for each in states if each[1] != NO_COMMAND), None)
         if not left:
             return False
         assert last is not None, "a rank that stopped must have a pending command"
@@ -371,19 +371,27 @@ class DiscardSamples:
     ids: Sequence[str]
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        process.worker.store.discard(self.ids)
+        process.store.discard(self.ids)
 
 
 @dataclass(frozen=True)
 class WriteSnapshot:
-    """Command to write this device's state into the recovery point."""
+    """Command to write this device's state into the recovery point.
+
+    Each device has a folder there, unless the driver's process is the only device.
+    """
 
     point: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        own = get_rank_folder(self.point, process.rank)
-        with disk.explain_disk_errors(f"{own} was not written; earlier recovery points are intact"):
-            own.mkdir()
+        if process.is_driver:
+            own = self.point
+        else:
+            own = get_rank_folder(self.point, process.rank)
+        with _explain_disk_errors(
+            process, f"{own} was not written; earlier recovery points are intact"
+        ):
+            own.mkdir(exist_ok=process.is_driver)
             write_state(own / NUMERICS_FILE, describe_numerics(process.device))
             process.worker.save_state(self.point, own)
 
@@ -412,7 +420,7 @@ class RestoreSnapshot:
             held = []
         process.saved_weights.clear()
         process.worker.load_state(self.point, held)
-        return [sample.meta() for sample in process.worker.store.iterate_batches()]
+        return [sample.meta() for sample in process.store.iterate_batches()]
 
 
 @dataclass(frozen=True)
@@ -423,10 +431,15 @@ class SaveModel:
     directory: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        with disk.explain_disk_errors(
-            f"{self.directory} was not written; earlier checkpoints are intact"
+        with _explain_disk_errors(
+            process, f"{self.directory} was not written; earlier checkpoints are intact"
         ):
             process.worker.save(self.role, self.directory)
+
+
+def _explain_disk_errors(process: DeviceProcess, consequence: str) -> AbstractContextManager[None]:
+    """Return `disk.explain_disk_errors`, unless the driver gets the error itself and explains it."""
+    return nullcontext() if process.is_driver else disk.explain_disk_errors(consequence)
 
 
 @dataclass(frozen=True)

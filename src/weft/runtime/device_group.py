@@ -1,8 +1,8 @@
-"""Worker group of many devices, which turns the master's requests into jobs on the ranks of a role.
+"""Worker group of one or many devices, which turns the master's requests into jobs on ranks.
 
 Tensors are sent from device to device. The driver process keeps the metadata and locations of
 tensors, the loader's rows and the outputs of host functions; it fetches other tensors only on
-request.
+request. If the only device is in the driver's process, both use one tensor store.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices receiv
 
 
 class DeviceGroup:
-    """`WorkerGroup` of many devices, each of which runs `build` to create its worker.
+    """`WorkerGroup` of all devices of a run, each of which runs `build` to create its worker.
 
     When the first call is submitted, stdout and stderr of the device processes are redirected to
-    files in the folder `logs`.
+    files in the folder `logs`, if it is given.
     """
 
     def __init__(
@@ -76,7 +76,13 @@ class DeviceGroup:
         # running interruptible calls, with the copy whose weights may be updated
         self._interruptible_calls: dict[Task, EngineKey] = {}
         self._lock = threading.RLock()  # guards _locations and _store
-        self._store = TensorStore()
+        self._in_process = devices.shared_store is not None
+        if devices.shared_store is not None:
+            self._store = devices.shared_store
+            self._store_rank = 0  # rank of _store in _locations
+        else:
+            self._store = TensorStore()
+            self._store_rank = ON_DRIVER
         self._locations = TensorLocations()
         self._closed = False
         self._logs = logs
@@ -125,7 +131,10 @@ class DeviceGroup:
         wanted: dict[int, list[TensorRequest]] = {}
 
         def make_command(rank: int) -> tuple[DeviceCommand, CommandTensors]:
-            described = commands.describe_samples(of_rank[rank], own[rank], OWNER)
+            if self._in_process:
+                described = None
+            else:
+                described = commands.describe_samples(of_rank[rank], own[rank], OWNER)
             announces = mfc in self._announcing_calls
             command = RunCall(mfc, step, of_rank[rank], described, announces, weights)
             wanted[rank] = self._request_missing(
@@ -141,11 +150,14 @@ class DeviceGroup:
                 if result.outputs is not None:
                     self._record_outputs(rank, result.outputs, again=rank not in first)
             sizes = [len(own[rank]) for rank in first]
-            whole = merge_results([results[rank] for rank in first], sizes, ids)
-            moved = float(sum(report.num_bytes_received for report in ends.values()))
-            metrics = {**whole.metrics, BYTES_MOVED: moved}
-            seen = merge_seen(results.values())
-            self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
+            if self._in_process:
+                whole = results[0]
+            else:
+                whole = merge_results([results[rank] for rank in first], sizes, ids)
+                moved = float(sum(report.num_bytes_received for report in ends.values()))
+                metrics = {**whole.metrics, BYTES_MOVED: moved}
+                whole = MFCResult(whole.outputs, metrics, merge_seen(results.values()))
+            self.events.put(TaskFinished(task, whole))
 
         def on_announced(rank: int, event: OutputsAnnounced) -> None:
             if rank in first:
@@ -225,7 +237,7 @@ class DeviceGroup:
             (self._locations.record_copy if again else self._locations.record_computed)(
                 rank, outputs.ids, outputs.keys
             )
-            if outputs.metadata:
+            if outputs.metadata and rank != self._store_rank:
                 self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
 
     def _make_start_callback(self, task: Task) -> Callable[[], None]:
@@ -235,6 +247,8 @@ class DeviceGroup:
         return lambda error: self.events.put(TaskFailed(task, error))
 
     def build_overdue_error(self, mfc: str, step: int, message: str) -> RunError:
+        if self._in_process:
+            return RunError(message)
         return self._dispatch.build_overdue_error((mfc, step), message)
 
     def announce_outputs(self, mfc: str) -> None:
@@ -244,7 +258,7 @@ class DeviceGroup:
 
     def put(self, sample: SequenceSample) -> SampleMeta:
         with self._lock:
-            self._locations.record_computed(ON_DRIVER, sample.ids, sample.keys)
+            self._locations.record_computed(self._store_rank, sample.ids, sample.keys)
             return self._store.put(sample)
 
     def fetch(
@@ -255,18 +269,18 @@ class DeviceGroup:
             wanted += [
                 key for key in self._locations.select_available(ids, optional) if key not in wanted
             ]
-            wants = self._locations.find_missing(ON_DRIVER, ids, wanted)
+            wants = self._locations.find_missing(self._store_rank, ids, wanted)
         raws = self._call_with_explanation(lambda: self._devices.export(wants)) if wants else []
         with self._lock:
             for want, raw in zip(wants, raws, strict=True):
                 self._store.put(SequenceSample.from_bytes(raw))
-                self._locations.record_copy(ON_DRIVER, want.ids, want.keys)
+                self._locations.record_copy(self._store_rank, want.ids, want.keys)
             return self._store.fetch(ids, wanted)
 
     def discard(self, ids: Iterable[str]) -> None:
         with self._lock:
             ids_by_rank = self._locations.discard(ids)
-            self._store.discard(ids_by_rank.pop(ON_DRIVER, ()))
+            self._store.discard(ids_by_rank.pop(self._store_rank, ()))
         for rank, held in ids_by_rank.items():
             self._ask(
                 "discarding tensors",
@@ -284,8 +298,9 @@ class DeviceGroup:
     # -- state
 
     def snapshot(self, d: Path) -> Future[None]:
-        with self._lock:
-            write_samples(d / DRIVER_FOLDER, self._store)
+        if not self._in_process:  # otherwise the device writes the store
+            with self._lock:
+                write_samples(d / DRIVER_FOLDER, self._store)
         return _drop_result(
             self._ask(
                 "writing the recovery point", self._ranks, lambda rank: commands.WriteSnapshot(d)
@@ -305,7 +320,7 @@ class DeviceGroup:
                 self._record_outputs(rank, held, again=True)
         for sample in read_samples([d / DRIVER_FOLDER]):
             with self._lock:
-                self._locations.record_copy(ON_DRIVER, sample.ids, sample.keys)
+                self._locations.record_copy(self._store_rank, sample.ids, sample.keys)
                 self._store.put(sample)
 
     def save(self, role: str, directory: Path) -> Future[None]:
@@ -350,6 +365,8 @@ class DeviceGroup:
         answers = self._ask(
             "reading its numerical settings", [0], lambda rank: commands.DescribeNumerics()
         ).result()
+        if self._in_process:
+            return dict(answers[0])
         return {**answers[0], "devices": len(self._ranks)}
 
     def describe_hardware(self) -> Mapping[str, Any]:

@@ -2,7 +2,8 @@
 
 The process does not depend on how messages are transported (`weft.runtime.ray`). The transport
 passes numbered commands to `receive` and fetches reports with `next_reports`. Tensors of other
-devices are read through a `PeerTransport`.
+devices are read through a `PeerTransport`. The only device of a run can be part of the driver's own
+process.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from weft.parallel.mesh import ProcessGroups, choose_backend
 from weft.realloc.execute import Reallocation
 from weft.realloc.snapshot import ParameterSnapshot
 from weft.runtime.roles import EngineKey
+from weft.runtime.store import TensorRequest, TensorStore
 from weft.runtime.worker import Worker
 
 COLLECTIVE_SECONDS = 1800.0  # timeout of a collective
 PACKAGE = str(Path(weft.__file__).parent)
 TORCH_DISTRIBUTED = os.path.join("torch", "distributed")
 TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
+NO_COMMAND = -1  # means "no command" in collectives; no job has this number
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,14 @@ class DeviceCommand(Protocol):
 
 
 @dataclass(frozen=True)
+class StopProcess:
+    """Command to end the thread that runs commands."""
+
+    def run(self, process: DeviceProcess, number: int) -> None:
+        process.is_stopped = True
+
+
+@dataclass(frozen=True)
 class QueuedCommand:
     """Command that is waiting to run.
 
@@ -132,19 +143,28 @@ class DeviceProcess:
     Each command has an index (`place`). Commands run in the order of this index, even if they
     arrive in another order, because ranks that communicate with each other must run the same
     commands in the same order.
+
+    `peers` is None if this is the process of the driver, which has no other devices then. The driver
+    uses the device's tensor store `store` as its own, and gets errors as they were raised.
     """
 
-    def __init__(self, rank: int, peers: PeerTransport) -> None:
-        keep_freed_memory()
+    def __init__(
+        self, rank: int, peers: PeerTransport | None, device: torch.device | None = None
+    ) -> None:
         self.rank = rank
         self.peers = peers
-        self.device = torch.device("cpu")  # until `BuildWorker` sets it
+        self.is_driver = peers is None
+        if not self.is_driver:
+            keep_freed_memory()
+        self.device = device or torch.device("cpu")  # until `BuildWorker` sets it
+        self.store = TensorStore()
         self.groups: ProcessGroups | None = None
-        self._worker: Worker | None = None
+        self.worker: Worker  # set by `BuildWorker`
         self.reallocations: dict[str, Reallocation] = {}
         # Older weights saved for later transfers: (source, version) -> plan key -> weights.
         self.saved_weights: dict[tuple[EngineKey, int], dict[str, ParameterSnapshot]] = {}
         self.trace: DeviceTrace | None = None
+        self.is_stopped = False
         self._reports: queue.SimpleQueue[CommandReport] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[QueuedCommand] = queue.SimpleQueue()
         self._pending: deque[QueuedCommand] = deque()  # taken from the queue, not yet run
@@ -180,15 +200,6 @@ class DeviceProcess:
 
     # -- commands, in order
 
-    @property
-    def worker(self) -> Worker:
-        assert self._worker is not None, "the worker has not been built yet"
-        return self._worker
-
-    @worker.setter
-    def worker(self, worker: Worker) -> None:
-        self._worker = worker
-
     def receive(
         self,
         place: int,
@@ -204,9 +215,10 @@ class DeviceProcess:
         this job. `wants` are the tensors to request from other devices; the requests are sent
         immediately. `shared` are handles of the tensors that the driver provides.
         """
+        promises = [] if self.peers is None else [self.peers.request(want) for want in wants]
         with self._lock:
             self._early_commands[place] = QueuedCommand(
-                number, command, ranks, [*(self.peers.request(want) for want in wants), *shared]
+                number, command, ranks, [*promises, *shared]
             )
             while self._next_place in self._early_commands:
                 self._queue.put(self._early_commands.pop(self._next_place))
@@ -261,17 +273,23 @@ class DeviceProcess:
                 result = queued.command.run(self, queued.number)
             self.report(CommandReport(queued.number, "finished", result, moved))
         except BaseException as error:
-            traceback.print_exc()
-            self.report(
-                CommandReport(
-                    queued.number, "failed", to_picklable_error(error, self.describe_address(""))
-                )
-            )
+            self.report(CommandReport(queued.number, "failed", self._to_reported_error(error)))
         return queued.number
 
+    def stop(self, seconds: float) -> None:
+        """End the thread after the commands that have arrived, waiting up to `seconds` seconds."""
+        self._queue.put(QueuedCommand(NO_COMMAND, StopProcess(), (self.rank,), ()))
+        self._thread.join(seconds)
+
     def _run_commands(self) -> None:
-        while True:
+        while not self.is_stopped:
             self.run_next()
+
+    def _to_reported_error(self, error: BaseException) -> BaseException:
+        if self.is_driver:
+            return error
+        traceback.print_exc()
+        return to_picklable_error(error, self.describe_address(""))
 
     def _store_tensors(self, promises: Sequence[Any]) -> int:
         """Wait for tensors that were requested from other devices, and store them.
@@ -279,16 +297,19 @@ class DeviceProcess:
         `promises` are the results of `PeerTransport.request`. Returns the size of the tensors in
         bytes.
         """
-        raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
+        if not promises:
+            return 0
+        assert self.peers is not None, "the driver's own process needs no tensors of others"
+        raws = self.peers.take(promises, TRANSFER_SECONDS)
         for raw in raws:
-            self.worker.store.put(SequenceSample.from_bytes(raw))
+            self.store.put(SequenceSample.from_bytes(raw))
         return sum(map(len, raws))
 
     # -- requests of other processes, served by other threads while a command runs
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
         """Return the tensors of the given ids and keys, serialized without their metadata."""
-        sample = self.worker.store.fetch(ids, keys)
+        sample = self.store.fetch(ids, keys)
         return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data).to_bytes()
 
     def peak_memory_gb(self) -> float:

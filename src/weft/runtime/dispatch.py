@@ -15,21 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from weft.errors import DevicesLost, RunError
 from weft.runtime.device_process import (
     CommandReport,
     DeviceActivity,
     DeviceCommand,
+    DeviceProcess,
     ProcessAddress,
 )
 from weft.runtime.group import Task
-from weft.runtime.store import TensorRequest
+from weft.runtime.store import TensorRequest, TensorStore
 
 # A rank can report a broken connection before the death of its peer is noticed. Its error is held
 # back this long, since the death of the peer explains more.
 DOUBT_SECONDS = 5.0
 # timeout of building, saving and moving parameters; the master enforces the deadlines of calls
 REQUEST_SECONDS = 3600.0
+POLL_SECONDS = 1.0  # a device in this process is asked for reports again after this time
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class DeviceTransport(Protocol):
 
     @property
     def addresses(self) -> Sequence[ProcessAddress]: ...
+    @property
+    def shared_store(self) -> TensorStore | None:
+        """Tensor store of the only device if it is in this process, otherwise None.
+
+        The driver uses it as its own store, so no tensors are moved.
+        """
+        ...
+
     def send(
         self,
         rank: int,
@@ -98,6 +110,47 @@ class CommandTensors:
     shared: Sequence[Any] = ()
 
 
+class ThreadDevice:
+    """`DeviceTransport` to the only device of a run, which is a thread of this process.
+
+    The thread is a daemon, so a call that hangs does not keep the process alive.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._process = DeviceProcess(0, None, device)
+        self.addresses = [self._process.describe_address("")]
+        self.shared_store = self._process.store
+
+    def send(
+        self,
+        rank: int,
+        place: int,
+        number: int,
+        command: DeviceCommand,
+        ranks: Sequence[int],
+        given: CommandTensors,
+    ) -> None:
+        self._process.receive(place, number, command, ranks, given.wants, given.shared)
+
+    def receive(self) -> list[tuple[int, Sequence[CommandReport]]]:
+        return [(0, self._process.next_reports(POLL_SECONDS))]
+
+    def share(self, raw: bytes) -> bytes:
+        return raw
+
+    def export(self, wants: Sequence[TensorRequest]) -> list[bytes]:
+        return [self._process.export(want.ids, want.keys) for want in wants]
+
+    def peak_memory_gb(self) -> float:
+        return self._process.peak_memory_gb()
+
+    def describe_activities(self, ranks: Sequence[int]) -> dict[int, DeviceActivity]:
+        return {0: self._process.activity()}
+
+    def close(self, deadline_s: float) -> None:
+        self._process.stop(deadline_s)
+
+
 @dataclass(eq=False)
 class DeviceJob:
     """Job that consists of one command for each of several ranks.
@@ -116,7 +169,8 @@ class DeviceJob:
             rank and the event.
         roles: Roles that the job uses. Jobs that share a role are issued in order.
         after: Jobs that must be finished before this job is issued.
-        seconds: Time limit in seconds, counted from when the job is issued; None for no limit.
+        seconds: Time limit in seconds, counted from when the job is issued; None for no limit. A
+            device in this process has no limit.
         task: Identifier of the model call in events, or None if the job is not a model call.
         number: Index of the job in the order of submission, by which reports refer to it.
         has_started: True once the first command has started.
@@ -234,7 +288,7 @@ class JobDispatcher:
 
     def _send(self, job: DeviceJob) -> None:
         self._jobs[job.number] = job
-        if job.seconds is None:
+        if job.seconds is None or self._devices.shared_store is not None:
             job.expires_at = None
         else:
             job.expires_at = time.monotonic() + job.seconds

@@ -8,7 +8,7 @@ stay in the processes, unless they are explicitly stored with `put` or read with
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,22 +200,3 @@ class TaskFailed:
 
 Event = TaskStarted | OutputsAnnounced | TaskFinished | TaskFailed
 Events = queue.SimpleQueue[Event]
-
-
-class EventSink(Protocol):
-    """Object that receives events, such as a queue."""
-
-    def put(self, event: Event, /) -> None: ...
-
-
-def run_and_report(task: Task, work: Callable[[], Any], events: Events) -> None:
-    """Run `work` in this thread, and report its start and end as events of `task`.
-
-    The events are put on the queue `events`. An error in `work` is reported as an event instead of
-    being raised.
-    """
-    events.put(TaskStarted(task))
-    try:
-        events.put(TaskFinished(task, work()))
-    except BaseException as error:
-        events.put(TaskFailed(task, error))

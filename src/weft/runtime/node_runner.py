@@ -41,9 +41,9 @@ from weft.runtime.group import (
     OutputsAnnounced,
     Task,
     TaskFailed,
+    TaskFinished,
     TaskStarted,
     WorkerGroup,
-    run_and_report,
 )
 from weft.runtime.split import split
 
@@ -266,6 +266,13 @@ class HostFunctionRunner:
         batch = read_inputs(self._group, node, firing.ids)
         context = self._build_context(node, firing.step)
 
+        def run_and_report() -> None:
+            self._group.events.put(TaskStarted(task))
+            try:
+                self._group.events.put(TaskFinished(task, run_function()))
+            except BaseException as error:
+                self._group.events.put(TaskFailed(task, error))
+
         def run_function() -> FiringOutcome:
             try:
                 # Wait for early starts, then run the function on the whole batch.
@@ -289,12 +296,7 @@ class HostFunctionRunner:
                 meta = None
             return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
-        threading.Thread(
-            target=run_and_report,
-            args=(task, run_function, self._group.events),
-            name=what,
-            daemon=True,
-        ).start()
+        threading.Thread(target=run_and_report, name=what, daemon=True).start()
 
     @property
     def notes(self) -> list[str]:

@@ -168,6 +168,8 @@ class RayDevices:
     `close` kills the actors, and also stops the Ray cluster if it was started for them.
     """
 
+    shared_store = None
+
     def __init__(
         self,
         actors: Sequence[Any],
@@ -176,9 +178,7 @@ class RayDevices:
         cluster: RayCluster,
         group: Any,
     ) -> None:
-        """Create the transport; `where` has each rank's process, and `nodes` each rank's machine
-        id.
-        """
+        """Create the transport; `where` has each rank's process, and `nodes` its machine id."""
         self._actors = list(actors)
         self.addresses = list(where)
         self._nodes = list(nodes)

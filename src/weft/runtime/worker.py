@@ -28,7 +28,7 @@ from weft.runtime.calls import (
     read_inputs,
     to_edge_outputs,
 )
-from weft.runtime.group import SECONDS, STARTED, EventSink, OutputsAnnounced, SampleMeta
+from weft.runtime.group import SECONDS, STARTED, OutputsAnnounced, SampleMeta
 from weft.runtime.roles import RoleEngines
 from weft.runtime.split import collect_owners, take_samples
 from weft.runtime.state import (
@@ -48,7 +48,8 @@ class Worker:
 
     `specs` maps roles to their model specs, which include the learning rate schedules. `cache` is
     the folder for cached outputs, and `rank` is the rank of the device. `groups` are the process
-    groups of this rank, which are required if an engine runs on several devices.
+    groups of this rank, which are required if an engine runs on several devices. Inputs are read
+    from `store`, and outputs are added to it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Worker:
         tokenizers: Mapping[str, Tokenizer],
         device: str,
         cache: Path,
+        store: TensorStore,
         rank: int = 0,
         groups: ProcessGroups | None = None,
     ) -> None:
@@ -66,7 +68,7 @@ class Worker:
         self._tokenizers = tokenizers
         self._device = device
         self._cache = cache
-        self.store = TensorStore()
+        self._store = store
         self.calls = collect_calls(experiment)
         self._interfaces = {
             name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()
@@ -81,15 +83,15 @@ class Worker:
         name: str,
         step: int,
         minibatches: Sequence[SampleMeta],
-        early: EventSink | None = None,
+        early: Callable[[OutputsAnnounced], None] | None = None,
         weights: int | None = None,
         updates: PendingUpdates | None = None,
     ) -> MFCResult:
         """Run the call `name` on these minibatches.
 
         The outputs are stored, and the result contains only their metadata. `step` is the index of
-        the call's firing (execution). `early` receives outputs that are ready before the end of the
-        call. If the call uses a copy of the role, `weights` is the number of weight updates that
+        the call's firing (execution). `early` is called with outputs that are ready before the end of
+        the call. If the call uses a copy of the role, `weights` is the number of weight updates that
         the copy must have received. `updates` are requests, such as transfers of new weights, that
         the call may run between its steps.
 
@@ -97,17 +99,33 @@ class Worker:
         other error, they are added as a note.
         """
         node = self.calls[name]
+        mesh = self._meshes[name]
         ids = collect_owners(minibatches)
         where = f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
         started = time.time()
         clock = time.perf_counter()
         try:
-            model = self.build_model(
-                node.role, step, self._meshes[name], weights, or_newer=node.interruptible
+            model = self.build_model(node.role, step, mesh, weights, or_newer=node.interruptible)
+            model = replace(
+                model,
+                announce=self._make_announce(name, early),
+                updates=updates,
+                max_tokens=node.max_tokens_per_microbatch
+                or self._experiment.control.max_tokens_per_microbatch,
             )
-            model = replace(model, announce=self._announce(node, name, early), updates=updates)
             with label_work(name):
-                result = self._run_interface(node, name, model, minibatches)
+                if ids:
+                    batch = read_inputs(self._store, node, ids)
+                else:
+                    batch = make_empty_sample(minibatches[0])
+                self._run_hooks(node.pre_hooks, model, mesh, before=True)
+                if node.cache:
+                    result = self._call_with_cache(node, name, model, batch)
+                else:
+                    given = take_samples(batch, minibatches) if node.trains else batch
+                    result = getattr(self._interfaces[name], node.method)(model, given)
+                self._run_hooks(node.post_hooks, model, mesh, before=False)
+                outputs = to_edge_outputs(node, result.outputs, ids)
         except RunError as error:
             raise (NotFinite if isinstance(error, NotFinite) else RunError)(
                 f"{where}: {error}"
@@ -116,38 +134,19 @@ class Worker:
             error.add_note(f"in {where}")
             raise
         times = {STARTED: started, SECONDS: time.perf_counter() - clock}
-        metadata = self.store.put(result.outputs) if result.outputs else None
+        metadata = self._store.put(outputs) if outputs else None
         return MFCResult(metadata, {**result.metrics, **times}, result.seen)
 
-    def _run_interface(
-        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
-    ) -> MFCResult:
-        ids = collect_owners(minibatches)
-        if ids:
-            batch = read_inputs(self.store, node, ids)
-        else:
-            batch = make_empty_sample(minibatches[0])
-        limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
-        model = replace(model, max_tokens=limit)
-        self._run_hooks(node.pre_hooks, model, self._meshes[name], before=True)
-        if node.cache:
-            result = self._call_with_cache(node, name, model, batch)
-        else:
-            given = take_samples(batch, minibatches) if node.trains else batch
-            result = getattr(self._interfaces[name], node.method)(model, given)
-        self._run_hooks(node.post_hooks, model, self._meshes[name], before=False)
-        return replace(result, outputs=to_edge_outputs(node, result.outputs, ids))
-
-    def _announce(
-        self, node: MFCDef, name: str, early: EventSink | None
+    def _make_announce(
+        self, name: str, early: Callable[[OutputsAnnounced], None] | None
     ) -> Callable[[SequenceSample], None] | None:
         if early is None:
             return None
 
         def announce(sample: SequenceSample) -> None:
-            outputs = to_edge_outputs(node, sample, sample.ids)
+            outputs = to_edge_outputs(self.calls[name], sample, sample.ids)
             assert outputs is not None
-            early.put(OutputsAnnounced(name, self.store.put(outputs)))
+            early(OutputsAnnounced(name, self._store.put(outputs)))
 
         return announce
 
@@ -211,7 +210,7 @@ class Worker:
             ):
                 stateful[n] = self._interfaces[n].state_dict()
         write_state(own / INTERFACES_FILE, stateful)
-        write_samples(own, self.store)
+        write_samples(own, self._store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
         """Load the recovery point in the directory `point`, written by any number of devices.
@@ -223,7 +222,7 @@ class Worker:
             if self._rank in self._meshes[name].ranks:
                 self._interfaces[name].load_state_dict(state)
         for sample in read_samples(held):
-            self.store.put(sample)
+            self._store.put(sample)
 
     def _run_hooks(self, hooks: Iterable[Hook], model: Model, mesh: Mesh, *, before: bool) -> None:
         for hook in hooks:
