@@ -11,7 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "weft"
 RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
-REMOVED = "EventSink _OutputAnnouncer _QueuedFunction"  # names in the right column of that table that weft has no longer
+# names in the right column of that table that weft has no longer
+REMOVED = "EventSink _OutputAnnouncer _QueuedFunction"
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100
 LONGER_LINES = 0.01  # share of the lines that may be longer: markup, tables, addresses

@@ -20,7 +20,7 @@ import torch
 from tests.runtime.toy import Toy, timeless
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.jsonl import StepFile
-from weft.runtime import disk, local
+from weft.runtime import commands, disk
 
 CONTROL = {
     "save_freq_steps": 2,
@@ -172,10 +172,12 @@ def test_without_any_whole_cut_the_run_begins_anew_unless_resume_is_demanded(tmp
 
 def test_another_number_of_threads_is_taken_over_and_another_torch_is_told(tmp_path, monkeypatch):
     toy = stopped(tmp_path, monkeypatch)
-    real, asked, before = local.describe_numerics, [], torch.get_num_threads()
+    real, asked, before = commands.describe_numerics, [], torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(local, "describe_numerics", lambda device: real(device) | {"torch": "9.9"})
+    monkeypatch.setattr(
+        commands, "describe_numerics", lambda device: real(device) | {"torch": "9.9"}
+    )
     toy.run()
     assert asked == [before], "as many as the recovery point was computed with"
     log = (toy.path / "log.txt").read_text()

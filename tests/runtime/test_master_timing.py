@@ -322,7 +322,8 @@ def test_a_deadline_counts_from_the_beginning_of_the_work(tmp_path, monkeypatch)
     """
     infer, clock = ToyInfer.inference, [0.0]
     monkeypatch.setattr(
-        "weft.runtime.node_runner.time", SimpleNamespace(monotonic=lambda: clock[0])
+        "weft.runtime.node_runner.time",
+        SimpleNamespace(monotonic=lambda: clock[0], time=time.time, perf_counter=time.perf_counter),
     )
 
     def slow(self, model, batch):

@@ -98,7 +98,7 @@ def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch
 
 def test_tensors_of_consumed_ids_are_let_go(tmp_path):
     session = Toy(tmp_path, drop=0.3, staleness=1).run()
-    assert len(session._group._worker.store) == 0 and len(session._master._descriptions) == 0
+    assert len(session._group._store) == 0 and len(session._master._descriptions) == 0
     assert not session._master._buffer.entries
 
 
@@ -120,7 +120,7 @@ def read_sizes(path: Path, node: str) -> list[int]:
 
 def test_hooks_run_and_offloaded_weights_come_back(tmp_path):
     session = Toy(tmp_path, control={"max_steps": 2}).run()
-    engine = session._group._worker.roles._get_own_engine("reward")
+    engine = session._group._devices._process.worker.roles._get_own_engine("reward")
     assert engine.moves == ["hook 2.0", "off weights", "on weights", "hook 2.0", "off weights"]
 
 
@@ -139,7 +139,7 @@ def test_a_run_by_steps_ends_where_filters_leave_no_row(tmp_path):
 
 def test_the_moving_average_follows_after_each_training_step(tmp_path):
     session = Toy(tmp_path, ema=0.25, control={"max_steps": 1}).run()
-    roles = session._group._worker.roles
+    roles = session._group._devices._process.worker.roles
     assert roles.engine("ref").w.tolist() == pytest.approx(
         (0.25 * roles.engine("actor").w).tolist()
     )

@@ -139,7 +139,9 @@ class Master:
         fails or misses its deadline.
         """
         begun = time.perf_counter()
-        if not self._run_step():
+        stepped = self._decide_step()
+        self._run_scheduled_firings(stepped or ())
+        if stepped is None:
             return None
         self.position.step += 1
         self._turn_epoch()
@@ -154,7 +156,12 @@ class Master:
             self._launch_ready_and_wait()
         self._discard_unused()
 
-    def _run_step(self) -> bool:
+    def _decide_step(self) -> Sequence[str] | None:
+        """Schedule all firings (executions of nodes) of a step, and return the ids that it uses.
+
+        Returns None if the data are exhausted; the firings that are scheduled then belong to no
+        step.
+        """
         # ids of this step and earlier ones, set when the node that steps follow is ready
         old: set[str] | None = None
         stepped: tuple[str, ...] = ()
@@ -179,11 +186,9 @@ class Master:
                 self._apply_first_filter()
             elif old is not None:
                 self._ahead_ids = set(self._buffer.entries) - old if self._runs_ahead else set()
-                self._run_scheduled_firings(stepped)
-                return True
+                return stepped
             elif not self._load_batch():
-                self._run_scheduled_firings()
-                return False
+                return None
 
     # -- deciding: the result of a call does not affect the schedule, so the next firings are decided
     #    before it ends. Results of filters do affect it; they are applied one by one, in the order

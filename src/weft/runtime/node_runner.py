@@ -7,6 +7,7 @@ outputs.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -37,7 +38,6 @@ from weft.runtime.firings import FiringOutcome, describe_firing
 from weft.runtime.group import (
     SECONDS,
     STARTED,
-    Event,
     OutputsAnnounced,
     Task,
     TaskFailed,
@@ -117,7 +117,12 @@ class NodeRunner:
         passed.
         """
         while True:
-            event = self._next_event()
+            first = min(self._running_firings.values(), key=lambda run: run.expires_at)
+            left = max(0.0, first.expires_at - time.monotonic())
+            try:
+                event = self._group.events.get(timeout=None if math.isinf(left) else left)
+            except queue.Empty:
+                raise self._build_overdue_error(first) from None
             if isinstance(event, OutputsAnnounced):
                 self.functions.prefetch(event)
                 continue
@@ -134,7 +139,7 @@ class NodeRunner:
             if isinstance(event, TaskFailed):
                 raise event.error
             if event.task == run.task:
-                run.expires_at, run.outcome = None, self._build_outcome(run, event.result)
+                run.expires_at, run.outcome = math.inf, self._build_outcome(run, event.result)
             if run.outcome is not None and not run.tasks:
                 return run.outcome
 
@@ -166,20 +171,6 @@ class NodeRunner:
             run.firing, result.outputs, metrics, started, seconds, run.firing.ids, result.seen
         )
 
-    def _next_event(self) -> Event:
-        """Return the next event. Raises `RunError` if a deadline passes before it arrives."""
-        bounded = []
-        for run in self._running_firings.values():
-            if run.expires_at is not None:
-                bounded.append((run.expires_at, run))
-        if not bounded:
-            return self._group.events.get()
-        expires, first = min(bounded, key=lambda each: each[0])
-        try:
-            return self._group.events.get(timeout=max(0.0, expires - time.monotonic()))
-        except queue.Empty:
-            raise self._build_overdue_error(first) from None
-
     def _build_overdue_error(self, run: _RunningFiring) -> RunError:
         own = run.node.deadline_s
         if own is not None:
@@ -205,7 +196,7 @@ class _RunningFiring:
         task: Identifier by which events refer to the execution of the node.
         tasks: Identifiers of all unfinished tasks: the execution of the node, and the parameter
             syncs that follow it.
-        expires_at: Deadline of the node, as a time of the monotonic clock in seconds; None while
+        expires_at: Deadline of the node, as a time of the monotonic clock in seconds; infinite while
             the node is not running.
         outcome: Result of the node once it has finished.
     """
@@ -214,7 +205,7 @@ class _RunningFiring:
     node: Node
     task: Task
     tasks: set[Task] = field(default_factory=set)
-    expires_at: float | None = None  # on the monotonic clock
+    expires_at: float = math.inf  # on the monotonic clock
     outcome: FiringOutcome | None = None
 
 
