@@ -90,10 +90,13 @@ class BuildWorker:
     kind: str  # device, or type of the device: cpu, cuda
 
     def run(self, process: DeviceProcess, number: int) -> BuiltEngines:
-        import_user_code(self.experiment.control.imports)
+        control = self.experiment.control
+        if not process.is_driver:  # which has done it already
+            import_user_code(control.imports)
         process.device = device = resolve_device(self.kind)
-        set_deterministic(self.experiment.control.deterministic)
-        set_tf32(self.experiment.control.tf32, device)
+        if not process.is_driver:
+            set_deterministic(control.deterministic)
+            set_tf32(control.tf32, device)
         reset_peak_memory(device)
         specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
         worker = Worker(

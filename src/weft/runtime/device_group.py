@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,13 @@ from weft.runtime import commands
 from weft.runtime.calls import collect_calls
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand
-from weft.runtime.dispatch import CommandTensors, DeviceJob, DeviceTransport, JobDispatcher
+from weft.runtime.dispatch import (
+    CommandTensors,
+    DeviceJob,
+    DeviceTransport,
+    JobDispatcher,
+    repeat_command,
+)
 from weft.runtime.group import (
     Events,
     OutputsAnnounced,
@@ -89,7 +94,7 @@ class DeviceGroup:
         self._dispatch = JobDispatcher(devices)
         try:
             self._built: Mapping[int, BuiltEngines] = self._ask(
-                "building the engines", self._ranks, lambda rank: build
+                "building the engines", self._ranks, build
             ).result()
             hosts = [where.host for where in devices.addresses]
             self._parameters = ParameterTransfers(self._dispatch, experiment, self._built, hosts)
@@ -192,9 +197,8 @@ class DeviceGroup:
         This is done when the first model call of the run is submitted.
         """
         if self._logs is not None:
-            command = commands.RedirectOutput(self._logs)
+            self._ask("opening its log", self._ranks, commands.RedirectOutput(self._logs))
             self._logs = None
-            self._ask("opening its log", self._ranks, lambda rank: command)
 
     def _request_missing(
         self, rank: int, ids: Sequence[str], keys: Iterable[str]
@@ -282,11 +286,7 @@ class DeviceGroup:
             ids_by_rank = self._locations.discard(ids)
             self._store.discard(ids_by_rank.pop(self._store_rank, ()))
         for rank, held in ids_by_rank.items():
-            self._ask(
-                "discarding tensors",
-                [rank],
-                lambda rank, held=held: commands.DiscardSamples(held),  # type: ignore[misc]
-            )
+            self._ask("discarding tensors", [rank], commands.DiscardSamples(held))
 
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
@@ -302,18 +302,14 @@ class DeviceGroup:
             with self._lock:
                 write_samples(d / DRIVER_FOLDER, self._store)
         return _drop_result(
-            self._ask(
-                "writing the recovery point", self._ranks, lambda rank: commands.WriteSnapshot(d)
-            )
+            self._ask("writing the recovery point", self._ranks, commands.WriteSnapshot(d))
         )
 
     def restore(self, d: Path) -> None:
         if not (d / ENGINES_FOLDER).is_dir() or not list_rank_folders(d):
             raise CheckpointError(f"{d}: contains no state of workers")
         command = commands.RestoreSnapshot(d, len(self._ranks))
-        outputs_by_rank = self._ask(
-            "loading the recovery point", self._ranks, lambda rank: command
-        ).result()
+        outputs_by_rank = self._ask("loading the recovery point", self._ranks, command).result()
         self._parameters.reset()
         for rank in sorted(outputs_by_rank):
             for held in outputs_by_rank[rank]:
@@ -326,12 +322,11 @@ class DeviceGroup:
     def save(self, role: str, directory: Path) -> Future[None]:
         command = commands.SaveModel(role, directory)
         return _drop_result(
-            self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role)
+            self._ask(f"saving role {role!r}", self._meshes[role].ranks, command, role)
         )
 
     def toggle_trace(self, path: str | None = None) -> None:
-        command = commands.ToggleTrace(path)
-        self._ask("tracing its work", self._ranks, lambda rank: command).result()
+        self._ask("tracing its work", self._ranks, commands.ToggleTrace(path)).result()
 
     def close(self, deadline_s: float) -> None:
         if not self._closed:
@@ -362,16 +357,15 @@ class DeviceGroup:
         return facts
 
     def describe_numerics(self) -> Mapping[str, Any]:
-        answers = self._ask(
-            "reading its numerical settings", [0], lambda rank: commands.DescribeNumerics()
-        ).result()
-        if self._in_process:
-            return dict(answers[0])
-        return {**answers[0], "devices": len(self._ranks)}
+        command = commands.DescribeNumerics()
+        numerics = self._ask("reading its numerical settings", [0], command).result()[0]
+        if not self._in_process:
+            numerics = {**numerics, "devices": len(self._ranks)}
+        return dict(numerics)
 
     def describe_hardware(self) -> Mapping[str, Any]:
         hardware: Mapping[str, Any] = self._ask(
-            "reading its hardware", [0], lambda rank: commands.DescribeHardware()
+            "reading its hardware", [0], commands.DescribeHardware()
         ).result()[0]
         return hardware
 
@@ -388,33 +382,29 @@ class DeviceGroup:
         self,
         what: str,
         ranks: Sequence[int],
-        make: Callable[[int], DeviceCommand],
+        command: DeviceCommand,
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
-        """Send each rank the command `make(rank)`, and return a future of the results by rank.
+        """Send the command to all `ranks`, and return a future of the results by rank.
 
-        `what` describes the work for error messages. Each command runs after all commands that were
+        `what` describes the work for error messages. The command runs after all commands that were
         sent to the rank earlier. If earlier jobs for `role`, such as model calls, have not been
-        sent yet, the commands are sent after them. Otherwise they are sent immediately.
+        sent yet, the command is sent after them. Otherwise it is sent immediately.
         """
         future: Future[dict[int, Any]] = Future()
 
         def on_finished(ends: Mapping[int, CommandReport]) -> None:
             future.set_result({rank: report.value for rank, report in ends.items()})
 
+        def on_failed(error: BaseException) -> None:
+            if not future.done():
+                future.set_exception(error)
+
         roles = frozenset({role} if role else ())
-        build_command = lambda rank: (make(rank), CommandTensors())  # noqa: E731
         self._dispatch.submit(
-            DeviceJob(
-                what, ranks, build_command, on_finished, partial(_fail_future, future), roles=roles
-            )
+            DeviceJob(what, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
         )
         return future
-
-
-def _fail_future(future: Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:

@@ -204,6 +204,13 @@ class DeviceJob:
         return result
 
 
+def repeat_command(
+    command: DeviceCommand,
+) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
+    """Return a function for `DeviceJob.make_command` that gives every rank the same command."""
+    return lambda rank: (command, CommandTensors())
+
+
 class JobDispatcher:
     """Dispatcher that sends jobs to `devices` and runs their callbacks.
 

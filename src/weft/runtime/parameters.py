@@ -22,8 +22,7 @@ from weft.runtime.commands import (
     SaveParameters,
     SyncOnSameMesh,
 )
-from weft.runtime.device_process import DeviceCommand
-from weft.runtime.dispatch import CommandTensors, DeviceJob, JobDispatcher
+from weft.runtime.dispatch import DeviceJob, JobDispatcher, repeat_command
 from weft.runtime.roles import EngineKey, find_separate_copies, list_common_parameters
 from weft.topology import Slice
 
@@ -120,7 +119,7 @@ class ParameterTransfers:
             job = DeviceJob(
                 sync.name,
                 ranks,
-                _repeat_command(SyncOnSameMesh(sync)),
+                repeat_command(SyncOnSameMesh(sync)),
                 on_finished,
                 failed,
                 started,
@@ -172,7 +171,7 @@ class ParameterTransfers:
                 job = DeviceJob(
                     f"saving weights of {role!r}",
                     source[1].ranks,
-                    _repeat_command(SaveParameters(way.key, source, version)),
+                    repeat_command(SaveParameters(way.key, source, version)),
                     _ignore,
                     failed,
                     roles=frozenset({role}),
@@ -391,7 +390,7 @@ class ParameterTransfers:
         job = DeviceJob(
             name,
             way.ranks,
-            _repeat_command(what),
+            repeat_command(what),
             on_finished,
             on_failed,
             started,
@@ -486,7 +485,7 @@ class ReallocationPlanCache:
                 self.preparation_errors[key] = error
 
             command = PrepareReallocation(key, ranks, transfers)
-            job = DeviceJob(name, ranks, _repeat_command(command), _ignore, on_failed)
+            job = DeviceJob(name, ranks, repeat_command(command), _ignore, on_failed)
             self._dispatch.submit(job)
         return self._plans[between]
 
@@ -562,13 +561,6 @@ class ReallocationPlanCache:
 
     def _get_node(self, rank: int) -> int:
         return self._hosts.index(self._hosts[rank])
-
-
-def _repeat_command(
-    command: DeviceCommand,
-) -> Callable[[int], tuple[DeviceCommand, CommandTensors]]:
-    """Return a function for `DeviceJob.make_command` that gives every rank the same command."""
-    return lambda rank: (command, CommandTensors())
 
 
 def _ignore(_: object) -> None:
