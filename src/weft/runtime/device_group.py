@@ -119,11 +119,12 @@ class DeviceGroup:
         node = self._calls[mfc]
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
+        on_failed = self._make_failure_callback(task)
         parameters = self._parameters
         update = parameters.update_running_copy if node.interruptible else parameters.update_copy
-        weights = update((node.role, mesh), self._make_failure_callback(task), version)
+        weights = update((node.role, mesh), on_failed, version)
         if keeps:
-            self._parameters.save_weights(node.role, step, self._make_failure_callback(task))
+            parameters.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
         ids = collect_owners([part for minibatch in parts for part in minibatch])
         of_rank = {
@@ -136,15 +137,11 @@ class DeviceGroup:
         wanted: dict[int, list[TensorRequest]] = {}
 
         def make_command(rank: int) -> tuple[DeviceCommand, CommandTensors]:
-            if self._in_process:
-                described = None
-            else:
-                described = commands.describe_samples(of_rank[rank], own[rank], OWNER)
+            described = self._describe_samples(of_rank[rank], own[rank])
             announces = mfc in self._announcing_calls
             command = RunCall(mfc, step, of_rank[rank], described, announces, weights)
-            wanted[rank] = self._request_missing(
-                rank, own[rank], (*node.inputs, *node.optional_inputs)
-            )
+            keys = (*node.inputs, *node.optional_inputs)
+            wanted[rank] = self._request_missing(rank, own[rank], keys)
             return command, self._build_command_tensors(wanted[rank], shared)
 
         def on_finished(ends: Mapping[int, CommandReport]) -> None:
@@ -154,15 +151,15 @@ class DeviceGroup:
                 self._record_transfers(rank, wanted[rank])
                 if result.outputs is not None:
                     self._record_outputs(rank, result.outputs, again=rank not in first)
-            sizes = [len(own[rank]) for rank in first]
             if self._in_process:
-                whole = results[0]
-            else:
-                whole = merge_results([results[rank] for rank in first], sizes, ids)
-                moved = float(sum(report.num_bytes_received for report in ends.values()))
-                metrics = {**whole.metrics, BYTES_MOVED: moved}
-                whole = MFCResult(whole.outputs, metrics, merge_seen(results.values()))
-            self.events.put(TaskFinished(task, whole))
+                self.events.put(TaskFinished(task, results[0]))
+                return
+            sizes = [len(own[rank]) for rank in first]
+            whole = merge_results([results[rank] for rank in first], sizes, ids)
+            moved = float(sum(report.num_bytes_received for report in ends.values()))
+            metrics = {**whole.metrics, BYTES_MOVED: moved}
+            seen = merge_seen(results.values())
+            self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
 
         def on_announced(rank: int, event: OutputsAnnounced) -> None:
             if rank in first:
@@ -175,7 +172,7 @@ class DeviceGroup:
             mesh.ranks,
             make_command,
             on_finished,
-            self._make_failure_callback(task),
+            on_failed,
             self._make_start_callback(task),
             on_announced,
             frozenset({node.role}),
@@ -186,10 +183,22 @@ class DeviceGroup:
             self._interruptible_calls[task] = node.role, mesh
         self._dispatch.submit(job)
         if node.trains:
-            self._parameters.record_training(node.role, job, step + 1)
-            for place in set(self._interruptible_calls.values()):
-                if place[0] == node.role:
-                    self._parameters.update_running_copy(place, self._make_failure_callback(task))
+            parameters.record_training(node.role, job, step + 1)
+            self._update_running_copies(node.role, on_failed)
+
+    def _update_running_copies(self, role: str, on_failed: Callable[[BaseException], None]) -> None:
+        """Update the copies of a role that interruptible calls are using."""
+        for place in set(self._interruptible_calls.values()):
+            if place[0] == role:
+                self._parameters.update_running_copy(place, on_failed)
+
+    def _describe_samples(
+        self, minibatches: Sequence[SampleMeta], ids: Sequence[str]
+    ) -> SampleMeta | None:
+        """Return the metadata of `ids` for a device; None if the device has the driver's store."""
+        if self._in_process:
+            return None
+        return commands.describe_samples(minibatches, ids, OWNER)
 
     def _open_logs(self) -> None:
         """Redirect the output of the devices to their log files, unless this has already been done.
