@@ -1,7 +1,8 @@
 """Describe, read and validate configurations.
 
 A configuration is a dataclass, defined in the module that it configures. Its fields are created by
-`option`, which adds a help text and a rule. `read` fills a configuration with nested plain values
+`option`, which adds a help text and a rule. `include` gives a group of options those of a component,
+such as a loss, which defines them itself. `read` fills a configuration with nested plain values
 (from a command line or a YAML file), `iterate_options` lists its options for `--help`, `validate`
 checks types and rules, and `to_mapping` converts it to plain values.
 """
@@ -15,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from weft.errors import ConfigError, find_nearest
@@ -56,6 +58,56 @@ def option(
     if isinstance(default, (list, dict)) or is_dataclass(default):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# -- options of components
+
+
+def include(component: type[Any], **names: str) -> Any:
+    """Include the options of a component in a group, as in `loss: SFTLoss = include(SFTLoss)`.
+
+    The component is a frozen dataclass, such as a loss. Each of its fields that is created by
+    `option` becomes an option of the group, with the same type, default, help text and rule; its
+    name is the field's, or the one in `names`. The group's attribute, `loss`, is the component with
+    the values of these options, and setting it sets the options. For a field that is not an option,
+    `names` can give the attribute of the group that holds its value, such as `gen.max_new_tokens`.
+    """
+    return IncludedComponent(component, names)
+
+
+class IncludedComponent:
+    """Attribute of a group whose value is made of the group's options; see `include`."""
+
+    def __init__(self, component: type[Any], names: Mapping[str, str]) -> None:
+        self.component = component
+        self.attributes = dict(names)  # the component's fields -> attributes of the group
+        self.options: dict[str, Field[Any]] = {}  # options of the group -> the component's fields
+        for spec in fields(component):
+            if not spec.metadata.get("hidden", True):
+                self.options[self.attributes.setdefault(spec.name, spec.name)] = spec
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        """Replace the attribute's annotation by fields, before `dataclass` reads them."""
+        annotations: dict[str, Any] = {}
+        for key, hint in owner.__annotations__.items():
+            if key != name:
+                annotations[key] = hint
+                continue
+            for option_name, spec in self.options.items():
+                annotations[option_name] = _get_hints(self.component)[spec.name]
+                default: Any = {"default": spec.default, "default_factory": spec.default_factory}
+                setattr(owner, option_name, field(**default, metadata=spec.metadata))
+        owner.__annotations__ = annotations
+
+    def __get__(self, group: Any, owner: type[Any]) -> Any:
+        if group is None:
+            return self
+        values = {key: attrgetter(name)(group) for key, name in self.attributes.items()}
+        return self.component(**values)
+
+    def __set__(self, group: Any, component: Any) -> None:
+        for name, spec in self.options.items():
+            setattr(group, name, getattr(component, spec.name))
 
 
 # -- listing options

@@ -221,21 +221,21 @@ def test_the_adaptive_controller() -> None:
     assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 0.1))  # the error is cut at 0.2
     controller.update(5.4, 50)
     assert controller.value == pytest.approx(0.102 * (1 - 0.1 * 0.05))
-    other = AdaptiveKLController(0.5)
+    other = AdaptiveKLController(0.5, target=6.0, horizon=1000.0)
     other.load_state_dict(controller.state_dict())
     assert other.value == controller.value
     fixed = FixedKLController(0.3)
     fixed.update(100.0, 100)
     assert fixed.state_dict() == {"value": 0.3}
     with pytest.raises(ConfigError, match="target"):
-        AdaptiveKLController(0.1, target=0.0)
+        AdaptiveKLController(0.1, target=0.0, horizon=1000.0)
 
 
 @pytest.mark.parametrize("kind", ["exp", "ma"])
 def test_value_normalisation(kind: str) -> None:
     rng = np.random.default_rng(0)
     batches = [rng.normal(4.0, 2.0, n) for n in (5, 40, 3)]
-    normalizer = ValueNormalizer(type=kind, beta=0.9)
+    normalizer = ValueNormalizer(type=kind, beta=0.9, min_std=0.1)
     assert normalizer.normalize(np.array([7.0])).tolist() == [7.0]  # nothing seen, nothing changed
     for batch in batches:
         junk = np.concatenate([batch, [1e9]])
@@ -255,15 +255,15 @@ def test_value_normalisation(kind: str) -> None:
     assert normalizer.denormalize(normalizer.normalize(values)).tolist() == pytest.approx(
         [1.0, 2.0]
     )
-    other = ValueNormalizer(type=kind, beta=0.9)
+    other = ValueNormalizer(type=kind, beta=0.9, min_std=0.1)
     other.load_state_dict(normalizer.state_dict())
     assert other.normalize(values).tolist() == normalizer.normalize(values).tolist()
 
 
 def test_value_normalisation_does_not_blow_up_constant_returns() -> None:
-    normalizer = ValueNormalizer()
+    normalizer = ValueNormalizer("exp", beta=0.9, min_std=0.1)
     normalizer.update(np.full(8, 3.0), np.ones(8))
     assert normalizer.std == 0.1
     assert normalizer.normalize(np.array([3.0])).tolist() == pytest.approx([0.0])
     with pytest.raises(ConfigError, match="exp"):
-        ValueNormalizer(type="expo")
+        ValueNormalizer("expo", beta=0.9, min_std=0.1)

@@ -15,7 +15,6 @@ from loss_cases import evaluate, gradients, make_sample
 from weft.algorithms.base import LOG_RATIO_BOUND
 from weft.algorithms.grpo import GRPOLoss
 from weft.algorithms.ppo import (
-    EarlyStop,
     PPOActorLoss,
     PPOCriticLoss,
     RatioClip,
@@ -234,7 +233,7 @@ def test_early_stop() -> None:
         loss.veto({"importance_ratio": 5.1, "approx_kl": 0.05}) or ""
     )
     assert "early_stop_kl=0.1" in (loss.veto({"importance_ratio": 1.0, "approx_kl": 0.2}) or "")
-    assert EarlyStop()({"importance_ratio": 1e9}) is None
+    assert PPOActorLoss(early_stop_imp_ratio=None).veto({"importance_ratio": 1e9}) is None
     assert GRPOLoss().veto({"importance_ratio": 1e9}) is None
     assert PPOCriticLoss().veto({}) is None
 

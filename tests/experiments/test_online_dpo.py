@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.tiny import make_llama, prompt_rows, write_jsonl
 from weft import registry
-from weft.algorithms.preferences import KINDS
+from weft.algorithms.preferences import KINDS, PAIRS
 from weft.cli import overrides
 from weft.cli.quickstart import apply_overrides
 from weft.errors import ConfigError, UserError
@@ -21,7 +21,6 @@ from weft.experiment import Experiment
 from weft.experiments.dpo import DPOOptions
 from weft.experiments.online_dpo import OnlineDPOConfig, OnlineDPOOptions
 from weft.graph.mfc import HostFunction, ParamSync
-from weft.host.preferences_by_reward import PAIRS
 from weft.launch import RunResult, run
 from weft.options import iterate_options
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from weft.algorithms.advantages import compute_gae
+from weft.algorithms.advantages import GAEAdvantages, GroupAdvantages, compute_gae
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
-from weft.host.advantages import GAEAdvantages, GroupAdvantages
+from weft.host.advantages import GAEFunction, GroupFunction
 from weft.host.base import HostContext, PlainFunction, make_host_function
 
 PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards", "baseline_finished"}
@@ -55,8 +55,18 @@ def call(
 
 
 PLAIN = {"adv_norm": False, "value_norm": False}
+
+
 # sums that a reader can follow
-by_hand = partial(GAEAdvantages, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")
+def gae(**options: Any) -> GAEFunction:
+    return GAEFunction(GAEAdvantages(**options))
+
+
+def group(**options: Any) -> GroupFunction:
+    return GroupFunction(GroupAdvantages(**options))
+
+
+by_hand = partial(gae, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")
 
 
 def test_ppo_by_hand() -> None:
@@ -216,13 +226,13 @@ def test_equals_gae_on_its_parts() -> None:
 
 def test_grpo_by_hand() -> None:
     batch = sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4)
-    made, metrics = call(GroupAdvantages(), batch)
+    made, metrics = call(group(), batch)
     unit = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert made["advantages"] == pytest.approx([unit, unit, -unit, 0.0, 0.0])
     assert metrics["reward"] == 1.25
-    dr_grpo, _ = call(GroupAdvantages(scale="none"), batch)
+    dr_grpo, _ = call(group(scale="none"), batch)
     assert dr_grpo["advantages"] == [0.5, 0.5, -0.5, 0.0, 0.0]
-    rloo, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none"), batch)
+    rloo, _ = call(group(baseline="leave_one_out", scale="none"), batch)
     assert rloo["advantages"] == [1.0, 1.0, -1.0, 0.0, 0.0]
 
 
@@ -237,7 +247,7 @@ def test_remax_by_hand() -> None:
     batch = with_greedy(
         sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4, **given), [2, 1]
     )
-    made, metrics = call(GroupAdvantages(baseline="given", scale="none"), batch)
+    made, metrics = call(group(baseline="given", scale="none"), batch)
     assert made["advantages"] == [0.5, 0.5, -0.5, -1.0, -1.0]
     assert metrics["baseline_reward"] == pytest.approx(1.75)
 
@@ -257,7 +267,7 @@ def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
         "overlong_penalty": 2.0,
         "missing_eos_penalty": 0.5,
     }
-    made, metrics = call(GroupAdvantages(baseline="given", scale="none", **penalties), batch)
+    made, metrics = call(group(baseline="given", scale="none", **penalties), batch)
     assert [made["advantages"][start] for start in (0, 8, 11, 21)] == pytest.approx(
         [0.0, 1.0, 0.0, 2.5]
     )
@@ -266,14 +276,14 @@ def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
 
 def test_reinforce_plus_plus_whitens_tokens() -> None:
     batch = sample([[3], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
-    made, _ = call(GroupAdvantages(baseline="none", scale="none", whiten=True), batch)
+    made, _ = call(group(baseline="none", scale="none", whiten=True), batch)
     std = 0.5  # of 1 1 1 0, mean 3/4, by n - 1
     assert made["advantages"] == pytest.approx([0.25 / std] * 3 + [-0.75 / std], rel=1e-4)
 
 
 def test_overlong_penalty_by_hand() -> None:
     batch = sample([[4, 7, 8, 10]], rewards=[0.0] * 4, finished=[1.0, 1.0, 1.0, 0.0])
-    function = GroupAdvantages(
+    function = group(
         baseline="none", scale="none", overlong_buffer=4, max_new_tokens=10, overlong_penalty=2.0
     )
     made, metrics = call(function, batch)
@@ -284,7 +294,7 @@ def test_overlong_penalty_by_hand() -> None:
 
 def test_truncated_completions_can_be_left_out() -> None:
     batch = sample([[2, 1]], rewards=[1.0, 0.0], finished=[0.0, 1.0])
-    made, _ = call(GroupAdvantages(scale="none", mask_truncated=True), batch)
+    made, _ = call(group(scale="none", mask_truncated=True), batch)
     assert made["loss_mask"] == [0.0, 0.0, 1.0]
     assert made["advantages"] == [0.0, 0.0, -0.5]
 
@@ -293,7 +303,7 @@ def test_masks_hold_for_groups_too() -> None:
     batch = sample(
         [[2, 2]], rewards=[1.0, 0.0], finished=[1.0, 1.0], loss_mask=[1.0, 0.0, 1.0, 1.0]
     )
-    assert call(GroupAdvantages(scale="none"), batch)[0]["advantages"] == [0.5, 0.0, -0.5, -0.5]
+    assert call(group(scale="none"), batch)[0]["advantages"] == [0.5, 0.0, -0.5, -0.5]
 
 
 # -- what is refused
@@ -330,8 +340,8 @@ def test_groups_of_one_are_refused() -> None:
         {"baseline": "none", "scale": "group"},
     ):
         with pytest.raises(ConfigError, match="group_size"):
-            call(GroupAdvantages(**args), batch)
-    assert call(GroupAdvantages(baseline="none", scale="none"), batch)[0]["advantages"] == [
+            call(group(**args), batch)
+    assert call(group(baseline="none", scale="none"), batch)[0]["advantages"] == [
         1.0,
         1.0,
         0.0,
@@ -378,12 +388,12 @@ def test_plain_functions_become_host_functions() -> None:
 
 def test_no_clip_unless_asked_and_what_is_clipped_is_told() -> None:
     batch = sample([[1, 1], [1, 1]], rewards=[100.0, 0.0, 60.0, 10.0], finished=[1.0] * 4)
-    made, metrics = call(GroupAdvantages(scale="none"), batch)
+    made, metrics = call(group(scale="none"), batch)
     assert (
         made["advantages"] == pytest.approx([50.0, -50.0, 25.0, -25.0])
         and "reward_clipped_fraction" not in metrics
     )
-    made, metrics = call(GroupAdvantages(scale="none", max_reward_clip=20.0), batch)
+    made, metrics = call(group(scale="none", max_reward_clip=20.0), batch)
     assert (
         made["advantages"] == pytest.approx([10.0, -10.0, 5.0, -5.0])
         and metrics["reward_clipped_fraction"] == 0.5
@@ -402,14 +412,14 @@ def test_kl_in_the_reward_by_hand() -> None:
         "finished": [1.0, 1.0],
     }
     batch = sample([[2, 1]], **keys)
-    made, metrics = call(GroupAdvantages(scale="none", kl_coef=2.0), batch)
+    made, metrics = call(group(scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([0.5, 0.5, -0.5]), "3 - 2 against 0, mean 0.5"
     assert metrics["kl_k1"] == pytest.approx(1 / 3) and metrics[
         "kl_k1_per_completion"
     ] == pytest.approx(0.5)
-    made, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=2.0), batch)
+    made, _ = call(group(baseline="leave_one_out", scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([1.0, 1.0, -1.0])
-    made, _ = call(GroupAdvantages(baseline="none", scale="none", kl_coef=2.0), batch)
+    made, _ = call(group(baseline="none", scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([1.0, 2.0, 0.0]), (
         "a token feels its own penalty and those after it"
     )
@@ -417,13 +427,13 @@ def test_kl_in_the_reward_by_hand() -> None:
 
 def test_opo_pass_k_and_gpg_as_nodes() -> None:
     batch = sample([[1, 3], [2, 2]], rewards=[1.0, 0.0, 1.0, 1.0], finished=[1.0] * 4)
-    made, _ = call(GroupAdvantages(baseline="opo", scale="none"), batch)
+    made, _ = call(group(baseline="opo", scale="none"), batch)
     assert made["advantages"] == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.0, 0.0, 0.0, 0.0])
-    made, _ = call(GroupAdvantages(scale="none", rescale_informative=True), batch)
+    made, _ = call(group(scale="none", rescale_informative=True), batch)
     assert made["advantages"][:4] == pytest.approx([1.0, -1.0, -1.0, -1.0]), (
         "twice 0.5: one group of two teaches nothing"
     )
-    made, metrics = call(GroupAdvantages(pass_k=1), batch)
+    made, metrics = call(group(pass_k=1), batch)
     assert made["advantages"] == pytest.approx([1.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0])
     assert metrics["pass@1"] == 0.75
 
@@ -436,7 +446,7 @@ def test_parts_are_normalised_one_by_one() -> None:
             batch.ids, {"reward_parts": [[1, 1]] * 2}, {"reward_parts": parts}
         )
     )
-    made, _ = call(GroupAdvantages(part_weights=[1.0, 1.0]), with_parts)
+    made, _ = call(group(part_weights=[1.0, 1.0]), with_parts)
     half = 1 / math.sqrt(2)
     total = np.array([half, -half, 2 * half, -2 * half])
     assert made["advantages"] == pytest.approx((total / total.std(ddof=1)).tolist(), rel=1e-3)
@@ -447,7 +457,7 @@ def test_rewards_of_steps_have_advantages_of_their_own() -> None:
     batch = sample(
         [[2, 2]], rewards=[3.0, 1.0], token_rewards=[1.0, 0.0, nan, 1.0], finished=[1.0, 1.0]
     )
-    made, _ = call(GroupAdvantages(scale="none"), batch)
+    made, _ = call(group(scale="none"), batch)
     # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed
     # to the end.
     assert made["advantages"] == pytest.approx(
@@ -473,9 +483,9 @@ def test_a_loss_mask_reaches_ppos_advantages() -> None:
 
 
 @pytest.mark.parametrize("large", [3e38, -1e19])
-@pytest.mark.parametrize("function", [GAEAdvantages(kl_ctl=0.0, **PLAIN), GroupAdvantages()])
+@pytest.mark.parametrize("function", [gae(kl_ctl=0.0, **PLAIN), group()])
 def test_a_reward_with_which_the_loss_is_not_finite_is_named(function: Any, large: float) -> None:
-    keys = {"values": [0.0] * 8} if isinstance(function, GAEAdvantages) else {}
+    keys = {"values": [0.0] * 8} if isinstance(function, GAEFunction) else {}
     batch = sample(
         [[1, 1], [1, 1]],
         rewards=[1.0, 2.0, 1.0, large],

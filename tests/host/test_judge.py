@@ -26,7 +26,7 @@ from weft.errors import ConfigError, DataError, UserError
 from weft.host import http
 from weft.host.http import parse_retry_after
 from weft.host.reward import RewardFunction
-from weft.host.spec import locate, parse_reward
+from weft.host.spec import RewardOptions, locate, parse_reward
 from weft.host.verifiers import _judge_server
 from weft.host.verifiers._judge_server import JudgeEndpoint, find_cache_file
 from weft.host.verifiers._judge_text import SCORE, ScoreScale
@@ -790,7 +790,9 @@ def test_it_runs_in_the_reward_processes(
         {"2+2? a": 1, "2+2? ab": 10, "2+2? c": 4, "1+1? a": 7, "1+1? b": 1, "1+1? c": 1}
     )
     args = {"model": "m", "prompt": "{question} {completion}", "cache": str(tmp_path)}
-    function = RewardFunction([{"name": "judge", "weight": 2.0, "args": args}], num_workers=2)
+    function = RewardFunction(
+        RewardOptions([{"name": "judge", "weight": 2.0, "args": args}], num_workers=2)
+    )
     told, again = context(), context()
     whole = batch(
         [["a", "ab", "c"], ["a", "b", "c"]], question=["2+2?", "1+1?"], model=["gpt", "gpt"]
@@ -819,7 +821,9 @@ def test_what_stops_a_run_names_the_samples(stub: Stub, monkeypatch: pytest.Monk
 
     stub.reply = reply
     args = {"url": stub.url, "model": "m", "prompt": "{completion}"}
-    function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=300.0)
+    function = RewardFunction(
+        RewardOptions([{"name": "judge", "args": args}], num_workers=1, timeout_s=300.0)
+    )
     try:
         with pytest.raises(
             UserError,
@@ -829,7 +833,9 @@ def test_what_stops_a_run_names_the_samples(stub: Stub, monkeypatch: pytest.Monk
         assert "secret" not in str(told.value)
     finally:
         function.pool.close()
-    function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=2.0)
+    function = RewardFunction(
+        RewardOptions([{"name": "judge", "args": args}], num_workers=1, timeout_s=2.0)
+    )
     try:
         with pytest.raises(
             UserError, match=r"did not finish within reward_timeout_s=2 seconds on p0\[0\]"

@@ -23,7 +23,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError
 from weft.host.base import HostContext, make_host_function
 from weft.host.reward import RewardFunction
-from weft.host.spec import RewardPart, locate, parse_reward
+from weft.host.spec import RewardOptions, RewardPart, locate, parse_reward
 from weft.registry import functions, verifiers
 
 SOURCE = '''
@@ -174,6 +174,10 @@ def rewards(made: SequenceSample) -> list[float]:
 Make = Callable[..., RewardFunction]
 
 
+def make_reward(reward: Any, **options: Any) -> RewardFunction:
+    return RewardFunction(RewardOptions(reward, **options))
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rewards") / "my_reward_functions.py"
@@ -193,7 +197,7 @@ def make(source: Path) -> Iterator[Make]:
             else f"{source}:{name}"
             for name in names
         ]
-        made.append(RewardFunction(parts, **{"num_workers": 1, **options}))
+        made.append(make_reward(parts, **{"num_workers": 1, **options}))
         return made[-1]
 
     yield build
@@ -306,7 +310,7 @@ def test_the_parts_are_kept_without_weights(make: Make) -> None:
 
 def test_rows_name_their_verifiers() -> None:
     """One by name, one with a weight and options, one that says nothing."""
-    function = RewardFunction("length", column="graded_by", num_workers=1)
+    function = make_reward("length", column="graded_by", num_workers=1)
     own: list[Any] = [
         "exact",
         [{"name": "length", "weight": -2.0, "args": {"max": 2}}, "exact"],
@@ -354,19 +358,19 @@ def test_rows_name_their_verifiers() -> None:
     ],
 )
 def test_what_a_row_may_not_name(reward: Any, value: Any, message: str) -> None:
-    function = RewardFunction(reward, column="by", num_workers=1)
+    function = make_reward(reward, column="by", num_workers=1)
     with pytest.raises(UserError, match=message):
         function(batch([["a"]], by=[value]), context())
     function.pool.close()
 
 
 def test_a_column_of_verifiers_must_be_there() -> None:
-    function = RewardFunction("length", column="by", num_workers=1)
+    function = make_reward("length", column="by", num_workers=1)
     with pytest.raises(UserError, match=r"reward_column='by' is not a column; .* are: answer"):
         function(batch([["a"]], answer=["a"]), context())
     function.pool.close()
     with pytest.raises(ConfigError, match="keep_parts needs the same parts in all rows"):
-        RewardFunction("length", column="by", keep_parts=True)
+        make_reward("length", column="by", keep_parts=True)
 
 
 def test_scores_of_a_reward_model_are_added(make: Make) -> None:
@@ -462,7 +466,7 @@ def test_the_deadline_holds_while_a_worker_starts_again(
         "time.sleep(600)\n"
         f"    open({str(tmp_path / 'died')!r}, 'w')\n    os._exit(5)\n"
     )
-    function = RewardFunction(f"{source}:f", num_workers=1, timeout_s=2.5)
+    function = make_reward(f"{source}:f", num_workers=1, timeout_s=2.5)
     with pytest.raises(UserError, match="it ended its process"):
         function(batch([["a"], ["x"]]), context())
     assert waited and max(waited) <= 2.5
@@ -631,7 +635,7 @@ def _alive(process: int) -> bool:
 
 
 def test_verifiers_by_name() -> None:
-    function = RewardFunction([{"name": "length", "args": {"max": 2}}, "gsm8k"], num_workers=1)
+    function = make_reward([{"name": "length", "args": {"max": 2}}, "gsm8k"], num_workers=1)
     # The column `max` is data; the option of that name is not taken from it.
     made = function(batch([["a", "abc"]], answer=["1"], max=[100]), context())
     assert rewards(made) == [1.0, 0.0]
@@ -649,7 +653,7 @@ def test_a_verifier_of_user_code_is_found_again(tmp_path: Path) -> None:
         "    return [value] * len(completions)\n"
     )
     import_user_code([str(path)])
-    function = RewardFunction({"name": "test-sevens", "weight": 2.0}, num_workers=1)
+    function = make_reward({"name": "test-sevens", "weight": 2.0}, num_workers=1)
     assert rewards(function(batch([["a"]], value=[1.0]), context())) == [14.0]
     function.pool.close()
 
@@ -710,7 +714,7 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
 )
 def test_wrong_specifications_are_refused(reward: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RewardFunction(reward)
+        make_reward(reward)
 
 
 @pytest.mark.parametrize(
@@ -731,13 +735,13 @@ def test_functions_that_cannot_be_imported_are_refused_at_once(
         else reward.format(source=source)
     )
     with pytest.raises(UserError, match=message):
-        RewardFunction(filled, num_workers=1)
+        make_reward(filled, num_workers=1)
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "num_workers", "chunk_size"])
 def test_sizes_must_be_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0 must be above 0"):
-        RewardFunction("length", **{name: 0})
+        make_reward("length", **{name: 0})
 
 
 def test_specifications() -> None:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from weft.algorithms.sampler import SamplerCorrection
 from weft.data.sample import SequenceSample
 from weft.host.base import HostContext
-from weft.host.sampler_correction import SamplerCorrection
+from weft.host.sampler_correction import SamplerCorrectionFunction
 
 
 def test_metrics_tell_weights_as_they_were_before_the_bound() -> None:
@@ -26,7 +27,8 @@ def test_metrics_tell_weights_as_they_were_before_the_bound() -> None:
         },
     )
     context = HostContext()
-    made = SamplerCorrection("token_truncate", high=2.0)(batch, context)
+    function = SamplerCorrectionFunction(SamplerCorrection("token_truncate", high=2.0))
+    made = function(batch, context)
     assert made.data["sampler_weights"].tolist() == pytest.approx([2.0, 0.5, 1.0, 1.0])
     assert context.metrics == pytest.approx(
         {

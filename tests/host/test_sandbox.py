@@ -18,6 +18,7 @@ import pytest
 from tests.host import programs
 from tests.host.programs import ADD, TESTS
 from weft.host.reward import RewardFunction
+from weft.host.spec import RewardOptions
 from weft.host.verifiers import _sandbox
 from weft.host.verifiers._sandbox import (
     SandboxLimits,
@@ -375,9 +376,9 @@ def test_what_holds_and_what_does_not_is_said() -> None:
 
 
 def test_a_run_says_it_at_its_start() -> None:
-    function = RewardFunction("code", num_workers=1)
+    function = RewardFunction(RewardOptions("code", num_workers=1))
     assert list(function.notes) == describe_protections(find_protections())
-    assert not RewardFunction("length", num_workers=1).notes
+    assert not RewardFunction(RewardOptions("length", num_workers=1)).notes
 
 
 def test_protections_that_are_refused_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,44 @@ of S completions one after another, with the number of each completion's rows in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
+from weft.algorithms.kl import ESTIMATORS, NORMALIZERS
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.options import option
 
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
 BASELINES = ("group", "leave_one_out", "opo", "given", "none")
 SCALES = ("group", "batch", "none")
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Options of the shaping of rewards before advantages or preferences are computed.
+
+        clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty
+
+    The penalty is subtracted only from the rewards of truncated completions. If the bound is None,
+    the rewards are not clipped.
+    """
+
+    max_reward_clip: float | None = option(
+        None, "bound of the absolute reward, after scaling and bias; null: no bound", at_least=0.0
+    )
+    reward_output_scaling: float = option(
+        1.0, "factor for rewards, applied after the bias is subtracted"
+    )
+    reward_output_bias: float = option(0.0, "subtracted from rewards first")
+    missing_eos_penalty: float = option(
+        0.0, "subtracted from the reward of a completion that hit the length limit"
+    )
 
 
 def compute_starts(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
@@ -51,6 +78,60 @@ def compute_discounted_sums(
         here = last[:active] - back
         sums[here] += factor * sums[here + 1]
     return sums
+
+
+@dataclass(frozen=True)
+class GAEAdvantages(RewardShaping):
+    """Options of PPO's advantages: the KL penalty, GAE, and the scale of values.
+
+    The host function `gae_advantages` computes the advantages, and describes the options in full.
+    """
+
+    max_reward_clip: float | None = option(
+        20.0, "bound of the absolute reward, after scaling and bias; null: no bound", at_least=0.0
+    )
+    kl_ctl: float = option(
+        0.05,
+        "weight of the KL penalty in the reward; 0: no penalty and no reference model",
+        at_least=0.0,
+    )
+    kl_estimator: str = option("k1", "estimator of the KL in the reward", choices=ESTIMATORS)
+    use_adaptive_kl_ctl: bool = option(
+        False, "adapt kl_ctl so that the KL of a completion approaches adaptive_kl_target"
+    )
+    adaptive_kl_target: float = option(
+        6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0
+    )
+    adaptive_kl_horizon: float = option(
+        10_000.0,
+        "time constant of the adaptive kl_ctl, in completions; larger is slower",
+        at_least=1.0,
+    )
+    discount: float = option(1.0, "discount per token (gamma)", at_least=0.0, at_most=1.0)
+    gae_lambda: float = option(
+        0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0
+    )
+    adv_norm: bool = option(True, "whiten advantages over the whole batch")
+    value_norm: bool = option(
+        True, "train the critic on returns normalised by their running mean and standard deviation"
+    )
+    value_norm_type: str = option(
+        "exp",
+        "running statistics of returns: exponential average (exp) or mean over all so far (ma)",
+        choices=NORMALIZERS,
+    )
+    value_norm_beta: float = option(
+        0.99995, "decay of the exponential average", at_least=0.0, at_most=1.0
+    )
+    value_norm_eps: float = option(
+        1e-5, "minimum variance of returns in the division", at_least=0.0
+    )
+    truncated: str = option(
+        "score",
+        "for completions that hit the length limit: use their reward (score), or no reward but "
+        "the critic's value of the missing rest (bootstrap)",
+        choices=("score", "bootstrap"),
+    )
 
 
 def compute_gae(
@@ -103,6 +184,62 @@ def whiten(
     mean = (values * mask).sum() / count
     variance = (np.square(values - mean) * mask).sum() / max(count - 1.0, 1.0)
     return ((values - mean) / np.sqrt(variance + eps) + (0.0 if shift_mean else mean)) * mask
+
+
+@dataclass(frozen=True)
+class PassThreshold:
+    """Option that says which completions pass, for pass@k."""
+
+    pass_reward: float = option(0.5, "a completion passes if its reward is above this (pass@k)")
+
+
+@dataclass(frozen=True)
+class GroupAdvantages(RewardShaping, PassThreshold):
+    """Options of advantages within groups, the completions of one prompt (GRPO and its relatives).
+
+    The host function `group_advantages` computes the advantages, and describes the options in full.
+    The fields without a help text are set by the experiment.
+    """
+
+    baseline: str = option(
+        "group",
+        "subtracted from each reward: mean of the group (group: GRPO), mean of the other "
+        "completions (leave_one_out: RLOO), mean weighted by length (opo: OPO), reward of the "
+        "greedy completion (greedy: ReMax), or nothing (none: REINFORCE++, with adv_norm)",
+        choices=("group", "leave_one_out", "opo", "greedy", "none"),
+    )
+    scale: str | None = option(
+        None,
+        "divide advantages by the standard deviation of the rewards in the group or batch, or do "
+        "not divide (none); absent: group, or none for dr_grpo",
+        choices=SCALES,
+    )
+    whiten: bool = option(False, "whiten advantages over the whole batch (REINFORCE++)")
+    rescale_informative: bool = option(
+        False,
+        "multiply advantages by prompts / prompts whose rewards differ, to compensate for those "
+        "whose advantages are 0 (GPG)",
+    )
+    pass_k: int | None = option(
+        None,
+        "train for pass@k: at least one of k completions passes; replaces baseline and "
+        "scale_rewards",
+        at_least=1,
+    )
+    mask_truncated: bool = option(
+        False, "exclude completions that hit the length limit from the loss"
+    )
+    overlong_buffer: int = option(
+        0,
+        "number of tokens before gen.max_new_tokens over which the overlong penalty grows (DAPO); "
+        "0: no penalty",
+        at_least=0,
+    )
+    overlong_penalty: float = option(1.0, "penalty of a completion of full length", at_least=0.0)
+    max_new_tokens: int | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    part_weights: Sequence[float] | None = None
 
 
 def compute_group_means(
@@ -272,6 +409,13 @@ def compute_pass_at_k(
         )
     wrong = np.bincount(group, weights=1.0 - passed).astype(np.float64)
     return (1.0 - _choose_ratio(wrong, size, k))[group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRates(PassThreshold):
+    """Options of the metrics avg@k and pass@k; `count` is k."""
+
+    count: int
 
 
 def compute_pass_at_k_advantages(

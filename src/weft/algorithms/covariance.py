@@ -11,14 +11,30 @@ micro-batch.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Float
+
+from weft.options import option
 
 Vector = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 METHODS = ("none", "clip", "kl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HighCovariance:
+    """Options of the selection of tokens; `method` is "clip" for Clip-Cov or "kl" for KL-Cov."""
+
+    method: str
+    share: float = option(
+        2e-4, "share of all tokens that covariance applies to", at_least=0.0, at_most=1.0
+    )
+    low: float = option(1.0, "smallest covariance for clip")
+    high: float = option(5.0, "largest covariance for clip")
 
 
 def compute_covariances(

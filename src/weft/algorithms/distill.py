@@ -28,6 +28,7 @@ from weft.algorithms.base import (
     masked_mean,
 )
 from weft.errors import ConfigError
+from weft.options import option
 from weft.registry import register_loss
 
 # Lower bound of log-probs, in nats: its exp is 0, and unlike -inf it can be subtracted.
@@ -112,8 +113,16 @@ class GKDLoss(Loss):
       tokens.
     """
 
-    divergence_beta: float = 0.5
-    sft_coef: float = 0.0
+    divergence_beta: float = option(
+        0.5,
+        "gkd: 0 is forward KL (teacher to student), 1 is reverse KL, values between them are "
+        "generalised Jensen-Shannon",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    sft_coef: float = option(
+        0.0, "gkd: weight of the cross-entropy of the rows' own completions", at_least=0.0
+    )
 
     unit = "sequence"
     by_row = True
@@ -171,3 +180,15 @@ class GKDLoss(Loss):
             "teacher_agreement": xp.astype(agrees, student.dtype),
         }
         return {name: masked_mean(values, batch.mask) for name, values in each.items()}
+
+
+@dataclass(frozen=True)
+class TeacherAdvantages:
+    """Options of the host function `teacher_advantages`, for a policy gradient on reverse KL."""
+
+    discount: float = option(
+        0.0,
+        "reverse_kl: discount of the rewards of later tokens; 0: only the token's own reward",
+        at_least=0.0,
+        at_most=1.0,
+    )

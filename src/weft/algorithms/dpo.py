@@ -7,7 +7,7 @@ and BCO train on single labelled completions instead of pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import array_api_compat
@@ -19,10 +19,68 @@ from weft.algorithms.reward import count_pairs
 from weft.algorithms.scores import compute_completion_scores, compute_pair_stats, divide_by_tokens
 from weft.algorithms.transport import TRANSPORTED, TransportLoss
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.options import option
 from weft.registry import register_loss
 
 LOSS_TYPES = (*KINDS, *TRANSPORTED, *LABELLED)
 REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "free")
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Options of the losses on pairs of completions, for online DPO."""
+
+    loss_type: str = option(
+        "sigmoid",
+        "loss of a pair, as in dpo.loss_type; simpo and orpo have no reference model",
+        choices=tuple(KINDS),
+    )
+    beta: float | None = option(
+        None,
+        "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: "
+        "0.1, or 2 for simpo",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "share of labels assumed to be wrong; cDPO if set with sigmoid; required by robust; "
+        "exo_pair replaces 0 by 0.001",
+    )
+    simpo_gamma: float = option(1.0, "target margin of simpo, in units of beta times the score")
+    discopop_tau: float = option(
+        0.05, "discopop: temperature of the switch from one loss to the other"
+    )
+    rpo_alpha: float = option(
+        0.0, "weight of the chosen answer's cross-entropy, added to the loss (RPO)", at_least=0.0
+    )
+    f_divergence: str = option(
+        "reverse_kl",
+        "divergence between actor and reference (f-DPO); only for losses of the difference of two "
+        "scores",
+        choices=DIVERGENCES,
+    )
+    f_alpha: float = option(0.5, "alpha of f_divergence=alpha; 1 is reverse_kl")
+
+    def build_args(self) -> dict[str, Any]:
+        """Return the arguments of the loss `dpo`, with the loss type's own beta if none is set."""
+        beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
+        return {**asdict(self), "beta": beta}
+
+
+@dataclass(frozen=True)
+class PreferenceOptions(PairOptions):
+    """Options of all preference losses, for DPO."""
+
+    loss_type: str = option(
+        "sigmoid",
+        "the loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
+        "pair as one labelled answer, aot and aot_unpaired compare the sorted scores of a whole "
+        "batch",
+        choices=LOSS_TYPES,
+    )
+    desirable_weight: float = option(1.0, "kto, bco: weight of desirable completions", at_least=0.0)
+    undesirable_weight: float = option(
+        1.0, "kto, bco: weight of undesirable completions", at_least=0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -48,14 +106,14 @@ class PairwiseLoss(Loss):
     without the factor `rpo_alpha`.
     """
 
-    loss_type: str = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 1.0
-    discopop_tau: float = 0.05
-    rpo_alpha: float = 0.0
-    f_divergence: str = "reverse_kl"
-    f_alpha: float = 0.5
+    loss_type: str
+    beta: float
+    label_smoothing: float
+    simpo_gamma: float
+    discopop_tau: float
+    rpo_alpha: float
+    f_divergence: str
+    f_alpha: float
 
     outputs = frozenset({"logprobs"})
     unit = "group"
@@ -101,14 +159,9 @@ class PairwiseLoss(Loss):
 
 
 DEFAULTS: Mapping[str, Any] = {
-    "label_smoothing": 0.0,
-    "simpo_gamma": 1.0,
-    "discopop_tau": 0.05,
-    "rpo_alpha": 0.0,
-    "f_divergence": "reverse_kl",
-    "f_alpha": 0.5,
-    "desirable_weight": 1.0,
-    "undesirable_weight": 1.0,
+    spec.name: spec.default
+    for spec in fields(PreferenceOptions)
+    if spec.name not in ("loss_type", "beta")
 }
 BETA = 0.1
 
@@ -135,7 +188,9 @@ def list_options(loss_type: str) -> set[str]:
 
 @register_loss("dpo")
 def build_preference_loss(
-    loss_type: str = "sigmoid", beta: float | None = None, **options: Any
+    loss_type: str = PreferenceOptions.loss_type,
+    beta: float | None = PreferenceOptions.beta,
+    **options: Any,
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
 
@@ -154,33 +209,31 @@ def build_preference_loss(
                 f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out"
             )
     # A value equal to the general default is replaced by the loss type's own default.
-    own = KINDS[loss_type].defaults if loss_type in KINDS else {}
-    given = {}
-    for name, default in DEFAULTS.items():
-        if name in read:
-            given[name] = options.get(name, default)
-    chosen = {}
-    for name, value in given.items():
-        chosen[name] = own.get(name, value) if value == DEFAULTS[name] else value
+    chosen = {**DEFAULTS, **options}
+    for name, default in KINDS[loss_type].defaults.items() if loss_type in KINDS else ():
+        if name in read and chosen[name] == DEFAULTS[name]:
+            chosen[name] = default
     beta = find_default_beta(loss_type) if beta is None else beta
     _check_values(beta, chosen)
+    kind: type[PairwiseLoss | TransportLoss | LabelledLoss] = PairwiseLoss
     if loss_type in LABELLED:
-        return LabelledLoss(loss_type=loss_type, beta=beta, **chosen)
-    if loss_type in TRANSPORTED:
-        return TransportLoss(loss_type=loss_type, beta=beta, **chosen)
-    return PairwiseLoss(loss_type=loss_type, beta=beta, **chosen)
+        kind = LabelledLoss
+    elif loss_type in TRANSPORTED:
+        kind = TransportLoss
+    own = {spec.name: chosen[spec.name] for spec in fields(kind) if spec.name in chosen}
+    return kind(loss_type=loss_type, beta=beta, **own)
 
 
 def _check_values(beta: float, options: Mapping[str, Any]) -> None:
     if not beta > 0:
         raise ConfigError(f"dpo.beta={beta} must be above 0")
-    if not 0.0 <= options.get("label_smoothing", 0.0) < 0.5:
+    if not 0.0 <= options["label_smoothing"] < 0.5:
         raise ConfigError(
             f"dpo.label_smoothing={options['label_smoothing']} must be at least 0 and below 0.5"
         )
-    if options.get("f_divergence", "reverse_kl") not in DIVERGENCES:
+    if options["f_divergence"] not in DIVERGENCES:
         raise build_unknown_name_error("dpo.f_divergence", options["f_divergence"], DIVERGENCES)
-    if not options.get("discopop_tau", 1.0) > 0:
+    if not options["discopop_tau"] > 0:
         raise ConfigError(f"dpo.discopop_tau={options['discopop_tau']} must be above 0")
-    if not options.get("rpo_alpha", 0.0) >= 0:
+    if not options["rpo_alpha"] >= 0:
         raise ConfigError(f"dpo.rpo_alpha={options['rpo_alpha']} must be at least 0")

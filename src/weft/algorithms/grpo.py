@@ -15,7 +15,6 @@ from jaxtyping import Float
 
 from weft.algorithms.base import (
     Array,
-    Loss,
     RowBatch,
     Sample,
     Stat,
@@ -28,22 +27,21 @@ from weft.algorithms.base import (
 )
 from weft.algorithms.kl import ESTIMATORS, estimate_kl
 from weft.algorithms.ppo import (
-    CovarianceControl,
-    EarlyStop,
+    PolicyLoss,
     RatioClip,
     compute_clipped_surrogate,
     compute_policy_stats,
     find_old_logprobs,
-    weight_policy_loss,
 )
 from weft.algorithms.sft import compute_row_weights
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.options import option
 from weft.registry import register_loss
 
 CHOICES = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo"),
+    "loss_type": ("dapo", "grpo", "dr_grpo", "bnpo"),
     "importance_level": ("token", "sequence"),
-    "surrogate": ("clip", "reinforce", "cispo", "sapo"),
+    "surrogate": ("clip", "cispo", "sapo", "reinforce"),
     "kl_estimator": ESTIMATORS,
 }
 
@@ -116,7 +114,7 @@ def compute_sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) ->
 
 @register_loss("grpo")
 @dataclass(frozen=True)
-class GRPOLoss(Loss):
+class GRPOLoss(PolicyLoss):
     """Policy loss + kl_coef * KL - entropy_coef * entropy, averaged over tokens.
 
     `loss_type` selects the average (names as in TRL):
@@ -152,31 +150,49 @@ class GRPOLoss(Loss):
         old_logprobs, sampler_weights   used if present
     """
 
-    loss_type: str = "dapo"
-    importance_level: str = "token"
-    surrogate: str = "clip"
-    eps_clip: float | None = None
-    eps_clip_high: float | None = None
-    dual_clip: float | None = None
+    early_stop_imp_ratio: float | None = option(
+        None,
+        "skip the update of a minibatch whose mean importance ratio is above this; null: no bound",
+        at_least=0.0,
+    )
+    eps_clip: float | None = option(
+        None,
+        "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip; absent: 0.2, or for ratios of "
+        "sequences GSPO's 3e-4 below and 4e-4 above; cispo has no lower bound",
+    )
+    eps_clip_high: float | None = option(
+        None,
+        "upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher); absent for cispo: 4",
+    )
+    loss_type: str = option(
+        "dapo",
+        "average of the loss: dapo (over all tokens), grpo (over the tokens of each completion, "
+        "then over completions), dr_grpo (sum divided by the maximum completion length), bnpo "
+        "(same as dapo)",
+        choices=CHOICES["loss_type"],
+    )
+    importance_level: str = option(
+        "token",
+        "one importance ratio for each token, or for each sequence (GSPO)",
+        choices=CHOICES["importance_level"],
+    )
+    surrogate: str = option(
+        "clip",
+        "clipped ratio (clip), truncated ratio as a weight (cispo), soft gate (sapo), or no ratio "
+        "(reinforce; only for one update per batch)",
+        choices=CHOICES["surrogate"],
+    )
+    sapo_positive: float = option(1.0, "temperature of sapo's gate for positive advantages")
+    sapo_negative: float = option(1.05, "temperature of sapo's gate for negative advantages")
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
     max_completion_length: int | None = None
-    early_stop_imp_ratio: float | None = None
-    early_stop_kl: float | None = None
-    sapo_positive: float = 1.0
-    sapo_negative: float = 1.05
-    covariance: str = "none"
-    kl_cov_coef: float = 1.0
-
-    outputs = frozenset({"logprobs", "entropy"})
-    unit = "sequence"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise build_unknown_name_error(f"grpo.{name}", getattr(self, name), choices)
-        _ = self.clip, self.control  # checks the values
+        super().__post_init__()
         for name in ("sapo_positive", "sapo_negative"):
             if not getattr(self, name) > 0.0:
                 raise ConfigError(f"grpo.{name}={getattr(self, name)} must be above 0")
@@ -202,10 +218,6 @@ class GRPOLoss(Loss):
         return RatioClip(
             low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip
         )
-
-    @property
-    def control(self) -> CovarianceControl:
-        return CovarianceControl(self.covariance, self.kl_cov_coef)
 
     @property
     def by_row(self) -> bool:
@@ -235,7 +247,7 @@ class GRPOLoss(Loss):
         if self.importance_level == "sequence":
             log_ratio = compute_sequence_log_ratio(log_ratio, batch)
         each, clipped = self._compute_surrogate(logprobs, log_ratio, advantages)
-        each = weight_policy_loss(each, log_ratio, batch, self.control)
+        each = self.weight(each, log_ratio, batch)
         stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         # KL penalty and entropy bonus.
@@ -277,6 +289,3 @@ class GRPOLoss(Loss):
         return compute_row_weights(
             batch, total, "sequence" if self.loss_type == "grpo" else "token"
         )
-
-    def veto(self, stats: Mapping[str, float]) -> str | None:
-        return EarlyStop(self.early_stop_imp_ratio, self.early_stop_kl)(stats)

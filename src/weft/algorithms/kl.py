@@ -101,8 +101,8 @@ class AdaptiveKLController:
     """
 
     value: float
-    target: float = 6.0
-    horizon: float = 10_000.0
+    target: float
+    horizon: float
 
     def __post_init__(self) -> None:
         for name in ("target", "horizon"):
@@ -138,9 +138,9 @@ class ValueNormalizer:
     leave values unchanged.
     """
 
-    type: str = "exp"
-    beta: float = 0.99995
-    min_std: float = 0.1
+    type: str
+    beta: float
+    min_std: float
     mean: float = 0.0
     mean_square: float = 0.0
     weight: float = 0.0  # exp: 1 - beta^t; ma: number of returns seen

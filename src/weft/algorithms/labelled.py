@@ -85,10 +85,10 @@ class LabelledLoss(Loss):
     by rounding errors count as incorrect.
     """
 
-    loss_type: str = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    loss_type: str
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
 
     outputs = frozenset({"logprobs"})
     unit = "sequence"

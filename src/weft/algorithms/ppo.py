@@ -27,6 +27,7 @@ from weft.algorithms.base import (
 from weft.algorithms.covariance import METHODS
 from weft.algorithms.kl import estimate_kl
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.options import option
 from weft.registry import register_loss
 
 
@@ -44,7 +45,7 @@ class RatioClip:
             above 1; None means no bound
     """
 
-    low: float = 0.2
+    low: float
     high: float | None = None
     dual: float | None = None
 
@@ -67,25 +68,6 @@ class RatioClip:
     @property
     def upper(self) -> float:
         return 1.0 + (self.low if self.high is None else self.high)
-
-
-@dataclass(frozen=True)
-class CovarianceControl:
-    """Treatment of tokens whose log-prob and advantage have a high covariance.
-
-    `method` is one of these:
-
-        none   no special treatment
-        clip   the loss of these tokens is set to 0
-        kl     the penalty `kl_coef` * |log-ratio| is added to the loss of these tokens
-    """
-
-    method: str = "none"
-    kl_coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise build_unknown_name_error("covariance control", self.method, METHODS)
 
 
 def compute_clipped_surrogate(
@@ -127,31 +109,6 @@ def find_old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
     else:
         old_logprobs = batch["logprobs"]
     return old_logprobs
-
-
-def weight_policy_loss(
-    each: Float[Array, "N"],
-    log_ratio: Float[Array, "N"],
-    batch: RowBatch,
-    control: CovarianceControl,
-) -> Float[Array, "N"]:
-    """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
-
-    `each` is the policy loss of each token before these changes. First, the loss of high-covariance
-    tokens is set to 0 or increased by a penalty (`weft.algorithms.covariance`). Then all losses are
-    multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.sampler`).
-    """
-    xp = array_api_compat.array_namespace(each)
-    if control.method != "none":
-        chosen = batch["high_covariance"] != 0
-        if control.method == "clip":
-            held = xp.zeros_like(each)
-        else:
-            held = each + control.kl_coef * xp.abs(log_ratio)
-        each = xp.where(chosen, held, each)
-    if "sampler_weights" in batch:
-        return each * batch["sampler_weights"]
-    return each
 
 
 def compute_policy_stats(
@@ -200,41 +157,93 @@ def compute_policy_stats(
 
 
 @dataclass(frozen=True)
-class EarlyStop:
-    """Bounds on policy drift. If a minibatch exceeds a bound, its optimizer step is skipped.
+class PolicyLoss(Loss):
+    """Base class of the policy losses of PPO and GRPO: the options and the rules that they share.
 
-    `imp_ratio` bounds the mean importance ratio, and `kl` the metric `approx_kl`; None means no
-    bound.
+    With `covariance` "clip", the loss of the tokens marked by the key `high_covariance` is set to
+    0; with "kl", the penalty `kl_cov_coef` * |log-ratio| is added to it.
     """
 
-    imp_ratio: float | None = None
-    kl: float | None = None
+    dual_clip: float | None = option(
+        None, "bound on the loss of tokens with a negative advantage; must be above 1 (dual clip)"
+    )
+    entropy_coef: float = option(0.0, "weight of the entropy bonus")
+    early_stop_imp_ratio: float | None = option(
+        5.0,
+        "skip the update of a minibatch whose mean importance ratio is above this; null: no bound",
+        at_least=0.0,
+    )
+    early_stop_kl: float | None = option(
+        None, "skip the update of a minibatch whose approx_kl is above this; null: no bound"
+    )
+    covariance: str = option(
+        "none",
+        "preserve entropy by treating the few tokens with the highest covariance of log-prob and "
+        "advantage: no loss on some of them (clip, Clip-Cov), or a penalty (kl, KL-Cov)",
+        choices=METHODS,
+    )
+    kl_cov_coef: float = option(1.0, "weight of the penalty for covariance=kl", at_least=0.0)
 
-    def __call__(self, stats: Mapping[str, float]) -> str | None:
-        """Return the reason to skip the step, or None to take it.
+    outputs = frozenset({"logprobs", "entropy"})
+    unit = "sequence"
 
-        `stats` are the reduced statistics of `compute_policy_stats`.
+    def __post_init__(self) -> None:
+        _ = self.clip  # checks the values
+        if self.covariance not in METHODS:
+            raise build_unknown_name_error("covariance control", self.covariance, METHODS)
+
+    @property
+    def clip(self) -> RatioClip:
+        """Range to which importance ratios are clipped."""
+        raise NotImplementedError
+
+    def weight(
+        self, each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch
+    ) -> Float[Array, "N"]:
+        """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
+
+        `each` is the policy loss of each token before these changes. First, the loss of
+        high-covariance tokens is changed (`weft.algorithms.covariance`). Then all losses are
+        multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.sampler`).
         """
+        xp = array_api_compat.array_namespace(each)
+        if self.covariance != "none":
+            chosen = batch["high_covariance"] != 0
+            if self.covariance == "clip":
+                held = xp.zeros_like(each)
+            else:
+                held = each + self.kl_cov_coef * xp.abs(log_ratio)
+            each = xp.where(chosen, held, each)
+        if "sampler_weights" in batch:
+            return each * batch["sampler_weights"]
+        return each
+
+    def veto(self, stats: Mapping[str, float]) -> str | None:
+        """Return the reason to skip the step if a bound on policy drift is exceeded, else None."""
         ratio = stats.get("importance_ratio")
         kl = stats.get("approx_kl")
-        if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
+        if (
+            self.early_stop_imp_ratio is not None
+            and ratio is not None
+            and ratio > self.early_stop_imp_ratio
+        ):
             return (
-                f"mean importance ratio {ratio:.3g} is above early_stop_imp_ratio={self.imp_ratio}"
+                f"mean importance ratio {ratio:.3g} is above "
+                f"early_stop_imp_ratio={self.early_stop_imp_ratio}"
             )
-        if self.kl is not None and kl is not None and kl > self.kl:
-            return f"approx_kl {kl:.3g} is above early_stop_kl={self.kl}"
+        if self.early_stop_kl is not None and kl is not None and kl > self.early_stop_kl:
+            return f"approx_kl {kl:.3g} is above early_stop_kl={self.early_stop_kl}"
         return None
 
 
 @register_loss("ppo_actor")
 @dataclass(frozen=True)
-class PPOActorLoss(Loss):
+class PPOActorLoss(PolicyLoss):
     """Clipped policy loss of PPO minus `entropy_coef` * entropy, averaged over trained tokens.
 
     The policy loss is computed by `compute_clipped_surrogate`. The denominator of the importance
     ratio is `old_logprobs` or, if the batch has no such key, the sampler's `logprobs`. If the batch
-    has `sampler_weights`, each token's policy loss is multiplied by its weight. Tokens marked by
-    the key `high_covariance` are treated as described in `CovarianceControl`.
+    has `sampler_weights`, each token's policy loss is multiplied by its weight.
 
     The mean is over tokens, as in ReaLHF, OpenRLHF and verl; the GRPO paper averages over
     sequences. If the mean importance ratio of a minibatch exceeds `early_stop_imp_ratio`, its
@@ -242,25 +251,12 @@ class PPOActorLoss(Loss):
     momentum and weight decay still change the parameters.)
     """
 
-    eps_clip: float = 0.2
-    eps_clip_high: float | None = None
-    dual_clip: float | None = None
-    entropy_coef: float = 0.0
-    early_stop_imp_ratio: float | None = 5.0
-    early_stop_kl: float | None = None
-    covariance: str = "none"
-    kl_cov_coef: float = 1.0
+    eps_clip: float = option(0.2, "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip")
+    eps_clip_high: float | None = option(
+        None, "upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher)"
+    )
 
-    outputs = frozenset({"logprobs", "entropy"})
-    unit = "sequence"
     by_row = True
-
-    def __post_init__(self) -> None:
-        _ = self.clip, self.control  # checks the values
-
-    @property
-    def control(self) -> CovarianceControl:
-        return CovarianceControl(self.covariance, self.kl_cov_coef)
 
     @property
     def clip(self) -> RatioClip:
@@ -275,15 +271,12 @@ class PPOActorLoss(Loss):
     ) -> tuple[Array, Mapping[str, Stat]]:
         log_ratio = out["logprobs"] - find_old_logprobs(batch)
         each, clipped = compute_clipped_surrogate(log_ratio, batch["advantages"], self.clip)
-        each = weight_policy_loss(each, log_ratio, batch, self.control)
+        each = self.weight(each, log_ratio, batch)
         stats = compute_policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.entropy_coef:
             each = each - self.entropy_coef * out["entropy"]
         return compute_masked_sum(each, batch.mask) / max(total["tokens"], 1.0), stats
-
-    def veto(self, stats: Mapping[str, float]) -> str | None:
-        return EarlyStop(self.early_stop_imp_ratio, self.early_stop_kl)(stats)
 
 
 def compute_clipped_value_loss(
@@ -321,7 +314,9 @@ class PPOCriticLoss(Loss):
     values V and returns R.
     """
 
-    value_eps_clip: float | None = 0.2
+    value_eps_clip: float | None = option(
+        0.2, "maximum difference of a new value from the old one; null: no bound"
+    )
 
     outputs = frozenset({"values"})
     unit = "sequence"

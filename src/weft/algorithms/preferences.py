@@ -6,6 +6,8 @@ the log-probs of a completion's L trained tokens under the policy and the refere
     sum     g(sum of log pi(y_t) - log ref(y_t)), where g is `compute_divergence_score`
     mean    the score `sum`, divided by L                         IPO, sigmoid_norm
     free    sum of log pi(y_t) / L, without a reference           SimPO, ORPO
+
+For online DPO, the module also forms pairs of sampled completions by their rewards.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import array_api_compat
+import numpy as np
 from jaxtyping import Float
 
+from weft.algorithms.advantages import Index, RewardShaping, Vector
 from weft.algorithms.base import Array, log_sigmoid
 from weft.errors import build_unknown_name_error
+from weft.options import option
 
 SCORES = ("sum", "mean", "free")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+PAIRS = ("best_worst", "all")
 EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all others.
 
 
@@ -314,3 +320,49 @@ KINDS: Mapping[str, PreferenceLossKind] = {
     ),
     "orpo": PreferenceLossKind(lambda b, w, o: compute_orpo_loss(b, w, o.beta), "free"),
 }
+
+
+# -- pairs of sampled completions, for online DPO
+
+
+@dataclass(frozen=True)
+class PreferencesByReward(RewardShaping):
+    """Options of the host function `preferences_by_reward`, which ranks completions by reward."""
+
+    pairs: str = option(
+        "best_worst",
+        "pairs of a prompt's completions: only the best and the worst (best_worst), or all pairs "
+        "(all); completions of equal reward form no pair",
+        choices=PAIRS,
+    )
+
+
+def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
+    """Return ranks [n], comparison indices [n] and the margin [1] of one prompt's completions.
+
+    This implements the setting "best_worst". The best completion has rank 0, and the worst one has
+    rank 1. Both have comparison index 0, so that they form a pair. Every other completion has a
+    comparison index of its own, so it belongs to no pair. The margin is the reward of the best
+    completion minus that of the worst. If all rewards are equal, the margin and all ranks are 0,
+    and there is no pair.
+    """
+    rank = np.zeros(len(rewards), np.int64)
+    comparison = np.arange(1, len(rewards) + 1)
+    best = int(rewards.argmax())
+    worst = len(rewards) - 1 - int(rewards[::-1].argmin())
+    comparison[[best, worst]] = 0
+    rank[worst] = int(rewards[best] > rewards[worst])
+    return rank, comparison, rewards[[best]] - rewards[[worst]]
+
+
+def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
+    """Return ranks [n], comparison indices [n] and margins [C(n, 2)] of one prompt's completions.
+
+    This implements the setting "all". All completions have comparison index 0, so that any two of
+    them with different ranks form a pair. The completion with the highest reward has rank 0, and
+    equal rewards have equal ranks. The margins are the absolute differences of the rewards of any
+    two completions, including those with equal rewards.
+    """
+    rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
+    one, other = np.triu_indices(len(rewards), 1)
+    return rank, np.zeros_like(rank), np.abs(rewards[one] - rewards[other])

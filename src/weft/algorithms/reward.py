@@ -23,6 +23,7 @@ from weft.algorithms.base import (
     to_host_array,
 )
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.options import option
 from weft.registry import register_loss
 
 LOSS_TYPES = ("ranking", "classification")
@@ -104,9 +105,20 @@ class RewardLoss(Loss):
         score        mean score of all completions
     """
 
-    score_l2: float = 0.0
-    center: float = 0.0
-    loss_type: str = "ranking"
+    score_l2: float = option(
+        0.0, "weight of the squared scores, which keeps them small", at_least=0.0
+    )
+    center: float = option(
+        0.0,
+        "weight of the squared sum of a pair's scores, which keeps their mean at 0",
+        at_least=0.0,
+    )
+    loss_type: str = option(
+        "ranking",
+        "ranking: equal weight for every ranking, of any length; classification: equal weight for "
+        "every pair",
+        choices=LOSS_TYPES,
+    )
 
     outputs = frozenset({"scores"})
     unit = "group"

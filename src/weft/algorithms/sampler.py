@@ -18,6 +18,8 @@ The names are TRL's (`vllm_importance_sampling_mode`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
@@ -25,11 +27,30 @@ from jaxtyping import Float, Int
 from weft.algorithms.advantages import compute_segment_sums
 from weft.algorithms.base import LOG_RATIO_BOUND
 from weft.errors import build_unknown_name_error
+from weft.options import option
 
 Vector = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """Options of the weights; `correction` is one of `CORRECTIONS`."""
+
+    correction: str = "token_truncate"
+    high: float = option(
+        2.0,
+        "larger weights are truncated (truncate), or exclude their token or sequence (mask)",
+        at_least=1.0,
+    )
+    low: float | None = option(
+        None,
+        "smaller weights exclude their token or sequence (mask only); null: no bound",
+        at_least=0.0,
+        at_most=1.0,
+    )
 
 
 def compute_sampler_weights(

@@ -21,6 +21,7 @@ from weft.algorithms.base import (
     masked_mean,
 )
 from weft.errors import build_unknown_name_error
+from weft.options import option
 from weft.registry import register_loss
 
 AVERAGES = ("token", "sequence")
@@ -58,9 +59,17 @@ class SFTLoss(Loss):
     metric `nll` remains the cross-entropy.
     """
 
-    average: str = "token"
-    loss_type: str = "cross_entropy"
-    poly_eps: float = 1.0
+    average: str = option(
+        "token",
+        "unit of equal weight in the loss: every trained token, or every answer",
+        choices=AVERAGES,
+    )
+    loss_type: str = option(
+        "cross_entropy",
+        "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
+        choices=LOSS_TYPES,
+    )
+    poly_eps: float = option(1.0, "weight of the additional term of loss_type=poly", at_least=0.0)
 
     outputs = frozenset({"logprobs", "top1"})
     unit = "sequence"

@@ -63,9 +63,9 @@ class TransportLoss(Loss):
     `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
     """
 
-    loss_type: str = "aot"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    loss_type: str
+    beta: float
+    label_smoothing: float
 
     outputs = frozenset({"logprobs"})
     unit = "group"

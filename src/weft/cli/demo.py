@@ -20,6 +20,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from weft.algorithms.advantages import GAEAdvantages
+from weft.algorithms.reward import RewardLoss
 from weft.cli import demo_task as task
 from weft.cli.parsing import CommandParser
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
@@ -224,7 +226,7 @@ def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
     # Centre the scores, so that the critic need not learn a separate level for each problem.
-    config.rw.center = 0.01
+    config.rw.loss = RewardLoss(center=0.01)
     config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
     result = demo.run_stage(config)
@@ -257,7 +259,7 @@ def train_ppo(demo: Demo, model: Path, reward: Path) -> Path:
     config.ppo.gen.max_new_tokens = 5
     config.ppo.ppo_n_minibatches = 2
     # Without a strong KL penalty PPO would exploit errors of the reward model.
-    config.ppo.kl_ctl = 0.3
+    config.ppo.advantages = GAEAdvantages(kl_ctl=0.3)
     return demo.run_stage(config).checkpoint("actor")
 
 
@@ -266,7 +268,7 @@ def train_grpo(demo: Demo, model: Path) -> Path:
 
     Returns the path of the policy's checkpoint.
     """
-    config = GRPOConfig(**demo.build_options("grpo", max_steps=80))
+    config = GRPOConfig(**demo.build_options("grpo", max_steps=80, reward="gsm8k"))
     for role in (config.actor, config.ref):
         role.path = str(model)
     config.actor.optimizer.lr = 1e-4
@@ -278,7 +280,6 @@ def train_grpo(demo: Demo, model: Path) -> Path:
     config.grpo.group_size = 8
     config.grpo.ppo_n_minibatches = 2
     config.grpo.gen.max_new_tokens = 5
-    config.reward = "gsm8k"
     return demo.run_stage(config).checkpoint("actor")
 
 

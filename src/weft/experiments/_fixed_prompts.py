@@ -5,8 +5,6 @@ The only node of the graph is a call that answers the user's prompts at every ev
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.experiment import Evaluation, Experiment
@@ -14,6 +12,7 @@ from weft.experiments._lengths import read_model_context
 from weft.experiments.common import RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Offload
+from weft.options import to_mapping
 
 NODE = "eval_prompts"
 NEW_TOKENS = 128  # default answer length in a run that samples nothing else
@@ -58,14 +57,8 @@ def build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation
             "lower it"
         )
     # Sample greedily, with default options except for COPIED_OPTIONS.
-    plain = asdict(GenerationSpec())
-    names = []
-    for each in fields(GenerationSpec):
-        if not each.metadata.get("hidden"):
-            names.append(each.name)
-    args = {}
-    for name in names:
-        args[name] = given.get(name, plain[name]) if name in COPIED_OPTIONS else plain[name]
+    args = to_mapping(GenerationSpec())
+    args |= {name: given[name] for name in COPIED_OPTIONS if name in given}
     call = MFCDef(
         NODE,
         role,

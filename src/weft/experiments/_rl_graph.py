@@ -6,7 +6,7 @@ The nodes sample completions, compute rewards and log-probs, train models and ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -27,6 +27,7 @@ from weft.experiments._roles import build_critic, build_reference, with_lr
 from weft.experiments._services import build_service_notes, check_shared_options
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
+from weft.options import to_mapping
 
 SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT_KEYS = ("support", "support_counts")
@@ -114,14 +115,9 @@ class RLGraphBuilder:
         return has_reward_model(self.config)
 
     @property
-    def has_function(self) -> bool:
-        """True if reward functions contribute to the reward."""
-        return self.config.reward is not None or self.config.reward_column is not None
-
-    @property
     def token_reward_keys(self) -> tuple[str, ...]:
         """Key of the per-token rewards, as a tuple; empty if the run has no such rewards."""
-        if self.config.reward_by_token or self.config.rew_step is not None:
+        if self.config.rewards.by_token or self.config.rew_step is not None:
             return ("token_rewards",)
         return ()
 
@@ -129,14 +125,14 @@ class RLGraphBuilder:
     def reward_weights(self) -> list[float]:
         """Weights of the reward functions, then the weight of the reward model if there is one."""
         return [
-            *(part.weight for part in parse_reward(self.config.reward)),
-            *([self.config.rew_weight] * self.has_model),
+            *(part.weight for part in parse_reward(self.config.rewards.reward)),
+            *([self.config.rewards.scores_weight] * self.has_model),
         ]
 
     @property
     def correction_keys(self) -> tuple[str, ...]:
         """Keys that the loss needs to correct for off-policy samples; empty without correction."""
-        if _has_option(self.options, "correction"):
+        if _has_option(self.options, "correction_method"):
             return ("old_logprobs", "sampler_weights")
         return ()
 
@@ -236,10 +232,6 @@ class RLGraphBuilder:
         sampling options that replace those of the run.
         """
         spec = replace(self.gen, **gen)
-        args = {}
-        for f in fields(spec):
-            if f.name in SAMPLING_OPTIONS:
-                args[f.name] = getattr(spec, f.name)
         outputs = (*SAMPLE_KEYS, *(SUPPORT_KEYS if spec.record_support else ()))
         return MFCDef(
             name=name,
@@ -250,7 +242,7 @@ class RLGraphBuilder:
             input_keys=("prompt",),
             output_keys=outputs,
             output_key_remap={key: prefix + key for key in outputs} if prefix else {},
-            args={**args, "samples_per_prompt": samples},
+            args={**build_sampling_args(spec), "samples_per_prompt": samples},
         )
 
     def build_rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
@@ -266,17 +258,17 @@ class RLGraphBuilder:
         if self.has_model:
             nodes.append(
                 _build_reward_model(
-                    config, size, prefix, "scores" if self.has_function else "rewards"
+                    config, size, prefix, "scores" if config.rewards.given else "rewards"
                 )
             )
         # Add the reward function.
-        if self.has_function:
+        if config.rewards.given:
             remap = {}
             for key in ("completion", *(("scores",) if self.has_model else ())):
                 remap[key] = prefix + key
             output_keys = (
                 "rewards",
-                *(("token_rewards",) if config.reward_by_token else ()),
+                *(("token_rewards",) if config.rewards.by_token else ()),
                 *(("reward_parts",) if parts else ()),
             )
             reward = HostFunction(
@@ -287,7 +279,7 @@ class RLGraphBuilder:
                 output_keys=output_keys,
                 input_key_remap=remap if prefix else {},
                 output_key_remap={key: prefix + key for key in output_keys} if prefix else {},
-                args=_build_reward_args(config, parts),
+                args=asdict(replace(config.rewards, keep_parts=parts)),
                 tokenizer_role="actor",
             )
             nodes.append(reward)
@@ -327,11 +319,7 @@ class RLGraphBuilder:
             input_keys=("prompt", "completion", "logprobs", "old_logprobs"),
             optional_keys=("loss_mask",),
             output_keys=("sampler_weights",),
-            args={
-                "correction": options.correction,
-                "high": options.sampler_correction_high,
-                "low": options.sampler_correction_low,
-            },
+            args=asdict(options.correction),
         )
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
@@ -343,9 +331,6 @@ class RLGraphBuilder:
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.covariance_keys:
             return []
-        args: dict[str, Any] = {"method": options.covariance, "share": options.covariance_share}
-        if options.covariance == "clip":
-            args |= {"low": options.clip_cov_low, "high": options.clip_cov_high}
         return [
             HostFunction(
                 name="high_covariance",
@@ -354,7 +339,7 @@ class RLGraphBuilder:
                 input_keys=("prompt", "completion", "logprobs", "advantages"),
                 optional_keys=("loss_mask",),
                 output_keys=("high_covariance",),
-                args=args,
+                args=asdict(options.high_covariance),
             )
         ]
 
@@ -405,18 +390,18 @@ class RLGraphBuilder:
         For each validation prompt, `eval_samples` completions are sampled as in training.
         """
         size = self.dataset.valid_bs_n_seqs or 0
-        count = self.options.eval_samples
-        rates = HostFunction(
+        rates = self.options.pass_rates
+        node = HostFunction(
             name="pass_rates",
             function="pass_rates",
             batch_size=size,
             input_keys=("rewards",),
-            args={"count": count, "pass_reward": self.options.pass_reward},
+            args=asdict(rates),
         )
         return [
-            self.build_generation(size, count, record_support=False),
+            self.build_generation(size, rates.count, record_support=False),
             *self.build_rewards(size),
-            rates,
+            node,
         ]
 
     def _build_syncs(self) -> list[ParamSync]:
@@ -426,22 +411,6 @@ class RLGraphBuilder:
         """
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
-
-
-def _build_reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """Return the arguments of the host function `reward`; `parts` is passed as `keep_parts`."""
-    chosen = {
-        "column": config.reward_column,
-        "by_token": config.reward_by_token or None,
-        "keep_parts": parts or None,
-        "scores_weight": config.rew_weight if has_reward_model(config) else None,
-    }
-    args = {
-        "reward": config.reward,
-        "timeout_s": config.reward_timeout_s,
-        "on_timeout": config.reward_on_timeout,
-    }
-    return args | {name: value for name, value in chosen.items() if value is not None}
 
 
 def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
@@ -473,11 +442,9 @@ def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: 
     )
 
 
-SAMPLING_OPTIONS = tuple(
-    spec.name
-    for spec in fields(GenerationSpec)
-    if spec.name == "record_support" or not spec.metadata.get("hidden")
-)
+def build_sampling_args(spec: GenerationSpec) -> dict[str, Any]:
+    """Return the arguments of the interface `generate` that say how completions are sampled."""
+    return {**to_mapping(spec), "record_support": spec.record_support}
 
 
 def format_epochs(count: int) -> str:
@@ -561,8 +528,8 @@ def _build_staleness_notes(options: SamplingOptions) -> list[str]:
         return []
     return [
         f"sampling: up to {options.max_staleness} steps ahead of training; the loss corrects for "
-        f"older weights by {options.correction}, with correction weights of at most "
-        f"{options.sampler_correction_high:g}"
+        f"older weights by {options.correction.correction}, with correction weights of at most "
+        f"{options.correction.high:g}"
     ]
 
 
@@ -573,24 +540,25 @@ def has_reward_model(config: SamplingConfig) -> bool:
 
 def _check_rewards(config: SamplingConfig) -> None:
     """Raise `ConfigError` if there is no source of rewards, or if reward options have no effect."""
-    functions = config.reward is not None or config.reward_column is not None
+    rewards = config.rewards
+    functions = rewards.given
     if not functions and not has_reward_model(config):
         raise ConfigError(
             "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "
             "reward function (or "
             "reward_column), or both"
         )
-    if config.rew_weight != 1.0 and not (functions and has_reward_model(config)):
+    if rewards.scores_weight != 1.0 and not (functions and has_reward_model(config)):
         raise ConfigError(
-            f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set "
+            f"rew_weight={rewards.scores_weight} weighs a reward model against a reward function; set "
             f"both, or leave it out"
         )
-    if config.reward_by_token and not functions:
+    if rewards.by_token and not functions:
         raise ConfigError(
             "reward_by_token=true applies to reward functions only; set reward, or leave it out"
         )
     if config.rew_step is not None and (
-        not has_reward_model(config) or config.reward_by_token or not config.rew_step
+        not has_reward_model(config) or rewards.by_token or not config.rew_step
     ):
         raise ConfigError(
             f"rew_step={config.rew_step!r}: makes the reward model score every step that ends "

@@ -11,10 +11,10 @@ log-prob minus the student's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.distill import GKDLoss
+from weft.algorithms.distill import GKDLoss, TeacherAdvantages
 from weft.data.spec import DatasetSpec
 from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
@@ -30,11 +30,11 @@ from weft.experiments._assemble import (
     fill_batch_sizes,
 )
 from weft.experiments._lengths import SampleLengths, compute_max_length, with_answers
-from weft.experiments._rl_graph import SAMPLING_OPTIONS, SUPPORT_KEYS, build_pass_notes
+from weft.experiments._rl_graph import SUPPORT_KEYS, build_pass_notes, build_sampling_args
 from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.options import option
+from weft.options import include, option, to_mapping
 from weft.registry import register_quickstart
 
 # Outputs of `actor_gen` that are also its inputs; a node cannot write a key that it reads.
@@ -62,30 +62,14 @@ class DistillOptions:
         at_least=0.0,
         at_most=1.0,
     )
-    divergence_beta: float = option(
-        GKDLoss.divergence_beta,
-        "gkd: 0 is forward KL (teacher to student), 1 is reverse KL, values between them are "
-        "generalised Jensen-Shannon",
-        at_least=0.0,
-        at_most=1.0,
-    )
+    loss: GKDLoss = include(GKDLoss)
     top_k: int = option(
         64,
         "gkd: number of the teacher's likeliest ids at each token; all others are one event, so "
         "divergences are lower bounds",
         at_least=1,
     )
-    sft_coef: float = option(
-        GKDLoss.sft_coef,
-        "gkd: weight of the cross-entropy of the rows' own completions",
-        at_least=0.0,
-    )
-    discount: float = option(
-        0.0,
-        "reverse_kl: discount of the rewards of later tokens; 0: only the token's own reward",
-        at_least=0.0,
-        at_most=1.0,
-    )
+    advantages: TeacherAdvantages = include(TeacherAdvantages)
     eps_clip: float = option(
         0.2,
         "reverse_kl: clip the importance ratio to 1 - eps_clip .. 1 + eps_clip",
@@ -296,7 +280,7 @@ class _DistillationGraphBuilder:
             *(["logprobs"] if reverse else []),
             *(SUPPORT_KEYS if self.gen.record_support else ()),
         ]
-        args = {name: getattr(self.gen, name) for name in SAMPLING_OPTIONS}
+        args = build_sampling_args(self.gen)
         if mixed:
             args["share"] = self.share
         return MFCDef(
@@ -350,7 +334,7 @@ class _DistillationGraphBuilder:
                 *self._mask_keys,
             ),
             output_keys=("advantages",),
-            args={"discount": self.options.discount},
+            args=asdict(self.options.advantages),
         )
 
     def _build_gkd(self) -> MFCDef:
@@ -359,10 +343,12 @@ class _DistillationGraphBuilder:
         The loss also includes the cross-entropy of the dataset's completions, unless the student
         samples all completions.
         """
-        sft = self.options.sft_coef if self.share < 1.0 else 0.0
-        keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))
-        loss_args = {"divergence_beta": self.options.divergence_beta, "sft_coef": sft}
-        return self._build_training("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
+        loss = self.options.loss
+        if self.share == 1.0:
+            loss = replace(loss, sft_coef=0.0)
+        sampled = ("sampled",) if loss.sft_coef and self.share else ()
+        keys = ("given_ids", "teacher_logprobs", *sampled)
+        return self._build_training("gkd", asdict(loss), keys, {"given_ids": "teacher_ids"})
 
     def _build_policy_gradient(self) -> MFCDef:
         """Return the training call for reverse KL.
@@ -469,7 +455,7 @@ def _check_options(options: DistillOptions) -> None:
         _refuse(options, ("samples_per_prompt",), unused)
         _refuse(
             options.gen,
-            [name for name in SAMPLING_OPTIONS if name != "temperature"],
+            [name for name in to_mapping(options.gen) if name != "temperature"],
             unused,
             "distill.gen.",
         )

@@ -5,18 +5,12 @@ The call `ref_inf` computes log-probs with the reference, then `actor_train` tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import (
-    DEFAULTS,
-    LOSS_TYPES,
-    REFERENCE_FREE,
-    build_preference_loss,
-    find_default_beta,
-)
+from weft.algorithms.dpo import REFERENCE_FREE, PreferenceOptions, build_preference_loss
 from weft.algorithms.labelled import LABELLED
-from weft.algorithms.preferences import DIVERGENCES
 from weft.algorithms.transport import TRANSPORTED
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
@@ -35,7 +29,7 @@ from weft.experiments._lengths import with_answers
 from weft.experiments._roles import build_reference, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.options import option
+from weft.options import include, option
 from weft.registry import register_quickstart
 
 
@@ -43,59 +37,10 @@ from weft.registry import register_quickstart
 class DPOOptions:
     """Options of DPO and related losses (`dpo.*`)."""
 
-    loss_type: str = option(
-        "sigmoid",
-        "the loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
-        "pair as one labelled answer, aot and aot_unpaired compare the sorted scores of a whole "
-        "batch",
-        choices=LOSS_TYPES,
-    )
-    beta: float | None = option(
-        None,
-        "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: "
-        "0.1, or 2 for simpo",
-    )
-    label_smoothing: float = option(
-        DEFAULTS["label_smoothing"],
-        "share of labels assumed to be wrong; cDPO if set with sigmoid; required by robust; "
-        "exo_pair replaces 0 by 0.001",
-    )
-    simpo_gamma: float = option(
-        DEFAULTS["simpo_gamma"], "target margin of simpo, in units of beta times the score"
-    )
-    discopop_tau: float = option(
-        DEFAULTS["discopop_tau"], "discopop: temperature of the switch from one loss to the other"
-    )
-    rpo_alpha: float = option(
-        DEFAULTS["rpo_alpha"],
-        "weight of the chosen answer's cross-entropy, added to the loss (RPO)",
-        at_least=0.0,
-    )
-    f_divergence: str = option(
-        DEFAULTS["f_divergence"],
-        "divergence between actor and reference (f-DPO); only for losses of the difference of two "
-        "scores",
-        choices=DIVERGENCES,
-    )
-    f_alpha: float = option(DEFAULTS["f_alpha"], "alpha of f_divergence=alpha; 1 is reverse_kl")
-    desirable_weight: float = option(
-        DEFAULTS["desirable_weight"], "kto, bco: weight of desirable completions", at_least=0.0
-    )
-    undesirable_weight: float = option(
-        DEFAULTS["undesirable_weight"], "kto, bco: weight of undesirable completions", at_least=0.0
-    )
+    loss: PreferenceOptions = include(PreferenceOptions)
     cache_ref_logprobs: bool = option(
         False, "compute the reference's log-probs once for each id and keep them on disk"
     )
-
-    def build_loss_args(self) -> dict[str, Any]:
-        """Return the arguments of the loss `dpo`."""
-        beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
-        return {
-            "loss_type": self.loss_type,
-            "beta": beta,
-            **{name: getattr(self, name) for name in DEFAULTS},
-        }
 
 
 @register_quickstart("dpo")
@@ -152,11 +97,11 @@ class DPOConfig(RunConfig):
         """
         config = check_config(self)
         dataset = with_answers(config, fill_batch_sizes(config.dataset))
-        if config.dpo.loss_type == "kto":
+        if config.dpo.loss.loss_type == "kto":
             _check_kto(dataset)
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
-        if config.dpo.loss_type not in REFERENCE_FREE:
+        if config.dpo.loss.loss_type not in REFERENCE_FREE:
             roles["ref"], init_from = build_reference(config.ref, config.actor)
         nodes = self._build_nodes(get_batch_size(dataset))
         return assemble(
@@ -177,7 +122,8 @@ class DPOConfig(RunConfig):
 
     def _build_nodes(self, size: int) -> list[Node]:
         # Build the training call, and check the options of its loss.
-        kind = self.dpo.loss_type
+        kind = self.dpo.loss.loss_type
+        loss_args = self.dpo.loss.build_args()
         if kind in LABELLED:
             wants = ("label", LABELLED[kind])
         else:
@@ -190,11 +136,9 @@ class DPOConfig(RunConfig):
             batch_size=size,
             input_keys=("prompt", "completion", *wants),
             optional_keys=("comparison", "loss_mask"),
-            args={"loss": "dpo", "loss_args": self.dpo.build_loss_args()},
+            args={"loss": "dpo", "loss_args": loss_args},
         )
-        build_preference_loss(
-            **self.dpo.build_loss_args()
-        )  # raises ConfigError if options exclude each other
+        build_preference_loss(**loss_args)  # raises ConfigError if options exclude each other
         if kind in REFERENCE_FREE:
             return [train]
         # Add the reference's scores, and the nodes of losses that compare the whole batch.
@@ -206,38 +150,38 @@ class DPOConfig(RunConfig):
         if kind == "kto":
             return [*_build_baseline(size), *nodes]
         if kind == "bco" or kind in TRANSPORTED:
-            return [*nodes[:1], *self._build_comparison(size), *nodes[1:]]
+            return [*nodes[:1], *_build_comparison(kind, loss_args, size), *nodes[1:]]
         return nodes
 
-    def _build_comparison(self, size: int) -> list[Node]:
-        """Return the nodes that compute the actor's log-probs and batch statistics for BCO or AOT.
 
-        The log-probs are computed before the actor is updated. From the log-probs of the whole
-        batch, a host function computes the reward shift of BCO or, for AOT, the value with which
-        each completion is compared.
-        """
-        kind = self.dpo.loss_type
-        scored = replace(
-            _build_scoring("actor_inf", "actor", size),
-            output_key_remap={"logprobs": "old_logprobs"},
-        )
-        bco = kind == "bco"
-        whole = HostFunction(
-            name="bco_shift" if bco else "optimal_transport",
-            function="bco_shift" if bco else "optimal_transport",
-            batch_size=size,
-            input_keys=(
-                "prompt",
-                "completion",
-                "old_logprobs",
-                "ref_logprobs",
-                "label" if bco else "rank",
-            ),
-            optional_keys=("loss_mask",) if bco else ("loss_mask", "comparison"),
-            output_keys=(LABELLED[kind] if bco else "partner",),
-            args={"beta": self.dpo.build_loss_args()["beta"]} if bco else {"loss_type": kind},
-        )
-        return [scored, whole]
+def _build_comparison(kind: str, loss_args: Mapping[str, Any], size: int) -> list[Node]:
+    """Return the nodes that compute the actor's log-probs and batch statistics for BCO or AOT.
+
+    The log-probs are computed before the actor is updated. From the log-probs of the whole
+    batch, a host function computes the reward shift of BCO or, for AOT, the value with which
+    each completion is compared.
+    """
+    scored = replace(
+        _build_scoring("actor_inf", "actor", size),
+        output_key_remap={"logprobs": "old_logprobs"},
+    )
+    bco = kind == "bco"
+    whole = HostFunction(
+        name="bco_shift" if bco else "optimal_transport",
+        function="bco_shift" if bco else "optimal_transport",
+        batch_size=size,
+        input_keys=(
+            "prompt",
+            "completion",
+            "old_logprobs",
+            "ref_logprobs",
+            "label" if bco else "rank",
+        ),
+        optional_keys=("loss_mask",) if bco else ("loss_mask", "comparison"),
+        output_keys=(LABELLED[kind] if bco else "partner",),
+        args={"beta": loss_args["beta"]} if bco else {"loss_type": kind},
+    )
+    return [scored, whole]
 
 
 def _check_kto(dataset: DatasetSpec) -> None:

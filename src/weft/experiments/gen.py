@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
@@ -20,7 +20,7 @@ from weft.experiments._assemble import (
 from weft.experiments._lengths import SampleLengths, compute_max_length
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
-from weft.options import option
+from weft.options import option, to_mapping
 from weft.registry import register_quickstart
 
 
@@ -62,12 +62,7 @@ class GenConfig(RunConfig):
             config, fill_batch_sizes(config.dataset), config.gen, "gen"
         )
         dataset = lengths.dataset
-        # Pass the sampling options that users can set.
-        gen = asdict(lengths.gen)
-        names = []
-        for spec in fields(GenerationSpec):
-            if not spec.metadata.get("hidden"):
-                names.append(spec.name)
+        sampling = {name: getattr(lengths.gen, name) for name in to_mapping(GenerationSpec())}
         node = MFCDef(
             "gen",
             "model",
@@ -76,10 +71,7 @@ class GenConfig(RunConfig):
             get_batch_size(dataset),
             input_keys=("prompt",),
             output_keys=("completion", "logprobs", "versions", "finished"),
-            args={
-                **{name: gen[name] for name in names},
-                "samples_per_prompt": config.gen.samples_per_prompt,
-            },
+            args={**sampling, "samples_per_prompt": config.gen.samples_per_prompt},
         )
         return assemble(
             config,

@@ -13,37 +13,22 @@ two completions with equal rewards as the better one; in weft they form no pair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, build_preference_loss, find_default_beta
+from weft.algorithms.dpo import REFERENCE_FREE, PairOptions, build_preference_loss
 from weft.algorithms.labelled import LABELLED
-from weft.algorithms.preferences import KINDS
+from weft.algorithms.preferences import PreferencesByReward
 from weft.algorithms.transport import TRANSPORTED
 from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions
 from weft.experiments._rl_graph import RLGraphBuilder
-from weft.experiments.dpo import DPOOptions
 from weft.graph.mfc import HostFunction, Node
-from weft.options import option
+from weft.options import include, option
 from weft.registry import register_quickstart
 
-LOSS_OPTIONS = (
-    "label_smoothing",
-    "simpo_gamma",
-    "discopop_tau",
-    "rpo_alpha",
-    "f_divergence",
-    "f_alpha",
-)
-SHAPING_OPTIONS = (
-    "max_reward_clip",
-    "reward_output_scaling",
-    "reward_output_bias",
-    "missing_eos_penalty",
-)
 # Losses of `dpo` that are not losses of a single pair, with the reason why they are refused.
 REFUSED_OPTIONS = {
     **dict.fromkeys(
@@ -57,15 +42,6 @@ REFUSED_OPTIONS = {
         "completions of equal reward are in none; sigmoid is the default loss",
     ),
 }
-
-
-def _copy_dpo_option(name: str) -> Any:
-    """Return a copy of the dataclass field of the DPO option `name`.
-
-    With the copy, online DPO has the same option, including its default, help text and rule.
-    """
-    own = next(spec for spec in fields(DPOOptions) if spec.name == name)
-    return field(default=own.default, metadata=own.metadata)
 
 
 @dataclass
@@ -83,42 +59,20 @@ class OnlineDPOOptions(SamplingOptions):
         at_least=2,
         at_most=MOST_SAMPLES,
     )
-    pairs: str = option(
-        "best_worst",
-        "pairs of a prompt's completions: only the best and the worst (best_worst), or all pairs "
-        "(all); completions of equal reward form no pair",
-        choices=("best_worst", "all"),
-    )
-    loss_type: str = option(
-        "sigmoid",
-        "loss of a pair, as in dpo.loss_type; simpo and orpo have no reference model",
-        choices=tuple(KINDS),
-    )
-    beta: float | None = _copy_dpo_option("beta")
-    label_smoothing: float = _copy_dpo_option("label_smoothing")
-    simpo_gamma: float = _copy_dpo_option("simpo_gamma")
-    discopop_tau: float = _copy_dpo_option("discopop_tau")
-    rpo_alpha: float = _copy_dpo_option("rpo_alpha")
-    f_divergence: str = _copy_dpo_option("f_divergence")
-    f_alpha: float = _copy_dpo_option("f_alpha")
+    preferences: PreferencesByReward = include(PreferencesByReward)
+    loss: PairOptions = include(PairOptions)
 
     def __post_init__(self) -> None:
-        if self.loss_type in REFUSED_OPTIONS:
-            raise ConfigError(
-                f"online_dpo.loss_type={self.loss_type!r}: {REFUSED_OPTIONS[self.loss_type]}"
-            )
+        kind = self.loss.loss_type
+        if kind in REFUSED_OPTIONS:
+            raise ConfigError(f"online_dpo.loss_type={kind!r}: {REFUSED_OPTIONS[kind]}")
 
     def build_loss_args(self) -> dict[str, Any]:
         """Return the arguments of the loss `dpo`.
 
         Raises `ConfigError` if options are mutually exclusive.
         """
-        beta = find_default_beta(self.loss_type) if self.beta is None else self.beta
-        args = {
-            "loss_type": self.loss_type,
-            "beta": beta,
-            **{name: getattr(self, name) for name in LOSS_OPTIONS},
-        }
+        args = self.loss.build_args()
         try:
             build_preference_loss(**args)
         except ConfigError as error:
@@ -165,7 +119,7 @@ class OnlineDPOConfig(SamplingConfig):
             self, options, "online_dpo", options.samples_per_prompt
         )
         _check_options(options, policy)
-        loss = f"online_dpo.loss_type={options.loss_type}"
+        loss = f"online_dpo.loss_type={options.loss.loss_type}"
         roles, copied = policy.build_roles(reference_removed_by=None if self._has_ref else loss)
         return policy.build_experiment(
             roles, copied, self._build_nodes(policy), _build_note(options)
@@ -173,7 +127,7 @@ class OnlineDPOConfig(SamplingConfig):
 
     @property
     def _has_ref(self) -> bool:
-        return self.online_dpo.loss_type not in REFERENCE_FREE
+        return self.online_dpo.loss.loss_type not in REFERENCE_FREE
 
     def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
         options = self.online_dpo
@@ -184,7 +138,7 @@ class OnlineDPOConfig(SamplingConfig):
             batch_size=size,
             input_keys=("completion", "rewards", "finished"),
             output_keys=("rank", "comparison"),
-            args={name: getattr(options, name) for name in ("pairs", *SHAPING_OPTIONS)},
+            args=asdict(options.preferences),
         )
         references = [policy.build_reference()] if self._has_ref else []
         keys = ("rank", "comparison", *(("ref_logprobs",) if self._has_ref else ()))
@@ -205,10 +159,10 @@ def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
             "none is better than another; "
             "leave it out"
         )
-    if options.loss_type in REFERENCE_FREE and options.ref_ema_eta:
+    if options.loss.loss_type in REFERENCE_FREE and options.ref_ema_eta:
         raise ConfigError(
             "online_dpo.ref_ema_eta updates the reference, but "
-            f"online_dpo.loss_type={options.loss_type} has none; leave the first out or choose "
+            f"online_dpo.loss_type={options.loss.loss_type} has none; leave the first out or choose "
             "another loss"
         )
     size = options.mini_batch_size
@@ -230,7 +184,7 @@ def _check_options(options: OnlineDPOOptions, policy: RLGraphBuilder) -> None:
 def _build_note(options: OnlineDPOOptions) -> str:
     """Return a line about the pairs, for the plan that is printed before the run."""
     count = options.samples_per_prompt
-    if options.pairs == "all":
+    if options.preferences.pairs == "all":
         return (
             f"preferences: {count * (count - 1) // 2} pairs per prompt, without those of equal "
             f"rewards"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
+from weft.algorithms.advantages import GAEAdvantages
+from weft.algorithms.ppo import PPOActorLoss, PPOCriticLoss
 from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.experiment import Experiment
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.experiments._rl_graph import RLGraphBuilder
 from weft.graph.mfc import HostFunction, MFCDef, Node
-from weft.options import option
+from weft.options import include, option
 from weft.registry import register_quickstart
 
 
@@ -19,64 +21,13 @@ from weft.registry import register_quickstart
 class PPOOptions(PolicyOptions):
     """Options of PPO (`ppo.*`).
 
-    They set clipping, the KL penalty, advantage estimation (GAE) and the critic.
+    Those of the losses and of the advantages are defined next to the formulas.
     """
 
-    eps_clip: float = option(0.2, "clip the importance ratio to 1 - eps_clip .. 1 + eps_clip")
-    eps_clip_high: float | None = option(
-        None, "upper bound 1 + eps_clip_high in place of 1 + eps_clip (clip-higher)"
-    )
+    loss: PPOActorLoss = include(PPOActorLoss)
+    value_loss: PPOCriticLoss = include(PPOCriticLoss)
+    advantages: GAEAdvantages = include(GAEAdvantages)
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
-    max_reward_clip: float | None = option(
-        20.0, "bound of the absolute reward, after scaling and bias; null: no bound", at_least=0.0
-    )
-    kl_ctl: float = option(
-        0.05,
-        "weight of the KL penalty in the reward; 0: no penalty and no reference model",
-        at_least=0.0,
-    )
-    kl_estimator: str = option(
-        "k1", "estimator of the KL in the reward", choices=("k1", "k2", "k3")
-    )
-    use_adaptive_kl_ctl: bool = option(
-        False, "adapt kl_ctl so that the KL of a completion approaches adaptive_kl_target"
-    )
-    adaptive_kl_target: float = option(
-        6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0
-    )
-    adaptive_kl_horizon: float = option(
-        10_000.0,
-        "time constant of the adaptive kl_ctl, in completions; larger is slower",
-        at_least=1.0,
-    )
-    discount: float = option(1.0, "discount per token (gamma)", at_least=0.0, at_most=1.0)
-    gae_lambda: float = option(
-        0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0
-    )
-    adv_norm: bool = option(True, "whiten advantages over the whole batch")
-    value_eps_clip: float | None = option(
-        0.2, "maximum difference of a new value from the old one; null: no bound"
-    )
-    value_norm: bool = option(
-        True, "train the critic on returns normalised by their running mean and standard deviation"
-    )
-    value_norm_type: str = option(
-        "exp",
-        "running statistics of returns: exponential average (exp) or mean over all so far (ma)",
-        choices=("exp", "ma"),
-    )
-    value_norm_beta: float = option(
-        0.99995, "decay of the exponential average", at_least=0.0, at_most=1.0
-    )
-    value_norm_eps: float = option(
-        1e-5, "minimum variance of returns in the division", at_least=0.0
-    )
-    truncated: str = option(
-        "score",
-        "for completions that hit the length limit: use their reward (score), or no reward but "
-        "the critic's value of the missing rest (bootstrap)",
-        choices=("score", "bootstrap"),
-    )
     critic_init: str | None = option(
         None,
         "initial weights of the critic if critic.path is absent: rew (default if it reads the "
@@ -147,17 +98,16 @@ class PPOConfig(PolicyConfig):
 
     @property
     def _has_ref(self) -> bool:
-        return self.ppo.kl_ctl > 0
+        return self.ppo.advantages.kl_ctl > 0
 
     def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
         ppo = self.ppo
         size = policy.num_prompts
         actor_loss = policy.build_training(
-            "actor_train", "actor", "ppo_actor", ppo.clip_args(), ("logprobs", "advantages")
+            "actor_train", "actor", "ppo_actor", asdict(ppo.loss), ("logprobs", "advantages")
         )
-        critic_args = {"value_eps_clip": ppo.value_eps_clip}
         critic_loss = policy.build_training(
-            "critic_train", "critic", "ppo_critic", critic_args, ("values", "returns")
+            "critic_train", "critic", "ppo_critic", asdict(ppo.value_loss), ("values", "returns")
         )
         critic_inf = MFCDef(
             name="critic_inf",
@@ -183,35 +133,13 @@ class PPOConfig(PolicyConfig):
         ]
 
     def _build_advantages(self, policy: RLGraphBuilder) -> HostFunction:
-        ppo = self.ppo
-        size = policy.num_prompts
-        same = (
-            "kl_ctl",
-            "kl_estimator",
-            "discount",
-            "gae_lambda",
-            "adv_norm",
-            "value_norm",
-            "value_norm_type",
-            "value_norm_beta",
-            "value_norm_eps",
-            "max_reward_clip",
-            "reward_output_scaling",
-            "reward_output_bias",
-            "missing_eos_penalty",
-            "truncated",
-            "use_adaptive_kl_ctl",
-            "adaptive_kl_target",
-            "adaptive_kl_horizon",
-        )
-        args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
         more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.token_reward_keys)
         return HostFunction(
             name="advantages",
             function="gae_advantages",
-            batch_size=size,
+            batch_size=policy.num_prompts,
             input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *more),
             optional_keys=("loss_mask",),
             output_keys=("advantages", "returns"),
-            args=args,
+            args=asdict(self.ppo.advantages),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from weft.algorithms.reward import RewardLoss
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
@@ -21,7 +22,7 @@ from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
-from weft.options import option
+from weft.options import include, option
 from weft.registry import register_quickstart
 
 
@@ -29,20 +30,7 @@ from weft.registry import register_quickstart
 class RWOptions:
     """Options of the loss for reward models."""
 
-    score_l2: float = option(
-        0.0, "weight of the squared scores, which keeps them small", at_least=0.0
-    )
-    center: float = option(
-        0.0,
-        "weight of the squared sum of a pair's scores, which keeps their mean at 0",
-        at_least=0.0,
-    )
-    loss_type: str = option(
-        "ranking",
-        "ranking: equal weight for every ranking, of any length; classification: equal weight for "
-        "every pair",
-        choices=("ranking", "classification"),
-    )
+    loss: RewardLoss = include(RewardLoss)
 
 
 @register_quickstart("rw")
@@ -81,14 +69,7 @@ class RWConfig(RunConfig):
             batch_size=get_batch_size(dataset),
             input_keys=("prompt", "completion", "rank"),
             optional_keys=("comparison", "margin"),
-            args={
-                "loss": "rw",
-                "loss_args": {
-                    "score_l2": config.rw.score_l2,
-                    "center": config.rw.center,
-                    "loss_type": config.rw.loss_type,
-                },
-            },
+            args={"loss": "rw", "loss_args": asdict(config.rw.loss)},
         )
         return assemble(
             config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from weft.algorithms.sft import SFTLoss
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
@@ -21,7 +22,7 @@ from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.mfc import MFCDef
-from weft.options import option
+from weft.options import include, option
 from weft.registry import register_quickstart
 
 
@@ -29,17 +30,7 @@ from weft.registry import register_quickstart
 class SFTOptions:
     """Options of the loss for supervised fine-tuning."""
 
-    average: str = option(
-        "token",
-        "unit of equal weight in the loss: every trained token, or every answer",
-        choices=("token", "sequence"),
-    )
-    loss_type: str = option(
-        "cross_entropy",
-        "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
-        choices=("cross_entropy", "poly"),
-    )
-    poly_eps: float = option(1.0, "weight of the additional term of loss_type=poly", at_least=0.0)
+    loss: SFTLoss = include(SFTLoss)
 
 
 @register_quickstart("sft")
@@ -70,7 +61,7 @@ class SFTConfig(RunConfig):
             batch_size=get_batch_size(dataset),
             input_keys=("prompt", "completion"),
             optional_keys=("loss_mask",),
-            args={"loss": "sft", "loss_args": asdict(config.sft)},
+            args={"loss": "sft", "loss_args": asdict(config.sft.loss)},
         )
         return assemble(
             config,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.algorithms.advantages import compute_segment_sums, compute_starts
+from weft.algorithms.advantages import RewardShaping, compute_segment_sums, compute_starts
 from weft.algorithms.base import to_host_array
 from weft.algorithms.kl import estimate_kl
 from weft.data.sample import SequenceSample
@@ -129,29 +129,19 @@ class CompletionRows:
         )
 
 
-@dataclass(frozen=True)
-class RewardShape:
-    """Shaping of rewards: clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty.
+def shape_rewards(
+    shaping: RewardShaping, rewards: Vector, finished: Vector, context: HostContext
+) -> Vector:
+    """Return the shaped rewards [S]; `finished` [S] is 0 for truncated completions.
 
-    The penalty is subtracted only from the rewards of truncated completions. If `clip` is None, the
-    rewards are not clipped.
+    Records the metric `reward_clipped_fraction` if rewards are clipped.
     """
-
-    clip: float | None
-    scaling: float
-    bias: float
-    missing_eos_penalty: float
-
-    def __call__(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
-        """Return the shaped rewards [S]; `finished` [S] is 0 for truncated completions.
-
-        Records the metric `reward_clipped_fraction` if `clip` is set.
-        """
-        shaped = (rewards - self.bias) * self.scaling
-        if self.clip is not None:
-            context.record("reward_clipped_fraction", float((np.abs(shaped) > self.clip).mean()))
-            shaped = np.clip(shaped, -self.clip, self.clip)
-        return shaped - self.missing_eos_penalty * (finished == 0.0)
+    shaped = (rewards - shaping.reward_output_bias) * shaping.reward_output_scaling
+    clip = shaping.max_reward_clip
+    if clip is not None:
+        context.record("reward_clipped_fraction", float((np.abs(shaped) > clip).mean()))
+        shaped = np.clip(shaped, -clip, clip)
+    return shaped - shaping.missing_eos_penalty * (finished == 0.0)
 
 
 def compute_kl_rows(

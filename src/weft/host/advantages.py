@@ -5,14 +5,15 @@ The KL controller and the running statistics of values are part of the state of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.advantages import (
+    GAEAdvantages,
+    GroupAdvantages,
     compute_decoupled_advantages,
     compute_discounted_sums,
     compute_gae,
@@ -36,14 +37,13 @@ from weft.algorithms.kl import (
 )
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
-from weft.host._rows import CompletionRows, RewardShape, Vector, compute_kl_rows
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host._rows import CompletionRows, Vector, compute_kl_rows, shape_rewards
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
 
 
 @register_function("gae_advantages")
-@dataclass
-class GAEAdvantages:
+class GAEFunction(ConfiguredHostFunction):
     """Host function that computes PPO's `advantages` and `returns` for each completion token.
 
     The reward of token t is
@@ -75,39 +75,23 @@ class GAEAdvantages:
     are converted to the critic's units.
     """
 
-    kl_ctl: float = 0.05
-    kl_estimator: str = "k1"
-    use_adaptive_kl_ctl: bool = False
-    adaptive_kl_target: float = 6.0
-    adaptive_kl_horizon: float = 10_000.0
-    discount: float = 1.0
-    gae_lambda: float = 0.95
-    adv_norm: bool = True
-    value_norm: bool = True
-    value_norm_type: str = "exp"
-    value_norm_beta: float = 0.99995
-    value_norm_eps: float = 1e-5
-    max_reward_clip: float | None = 20.0
-    reward_output_scaling: float = 1.0
-    reward_output_bias: float = 0.0
-    missing_eos_penalty: float = 0.0
-    truncated: str = "score"
-    controller: KLController = field(init=False)
-    normalizer: ValueNormalizer = field(init=False)
+    options_class = GAEAdvantages
 
-    def __post_init__(self) -> None:
-        if self.truncated not in ("bootstrap", "score"):
-            raise ConfigError(f"truncated={self.truncated!r} must be bootstrap or score")
+    def __init__(self, options: GAEAdvantages) -> None:
+        if options.truncated not in ("bootstrap", "score"):
+            raise ConfigError(f"truncated={options.truncated!r} must be bootstrap or score")
+        self.options = options
         adaptive = AdaptiveKLController(
-            self.kl_ctl, self.adaptive_kl_target, self.adaptive_kl_horizon
+            options.kl_ctl, options.adaptive_kl_target, options.adaptive_kl_horizon
         )
-        if self.use_adaptive_kl_ctl:
+        self.controller: KLController
+        if options.use_adaptive_kl_ctl:
             self.controller = adaptive
         else:
-            self.controller = FixedKLController(self.kl_ctl)
-        estimate_kl(np.zeros(0), np.zeros(0), self.kl_estimator)  # raises for an unknown name
+            self.controller = FixedKLController(options.kl_ctl)
+        estimate_kl(np.zeros(0), np.zeros(0), options.kl_estimator)  # raises for an unknown name
         self.normalizer = ValueNormalizer(
-            self.value_norm_type, self.value_norm_beta, self.value_norm_eps**0.5
+            options.value_norm_type, options.value_norm_beta, options.value_norm_eps**0.5
         )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
@@ -117,7 +101,7 @@ class GAEAdvantages:
         finished = rows.read_sequences("finished")
         kl = self._compute_kl_penalty(rows, mask, context)
         values, after = self._read_values(rows)
-        ended = (finished != 0.0) | (self.truncated == "score")
+        ended = (finished != 0.0) | (self.options.truncated == "score")
         rewards = self._compute_token_rewards(rows, mask, kl, ended, context)
 
         # Estimate advantages over the trained tokens only: tokens that the policy did not write are
@@ -130,17 +114,17 @@ class GAEAdvantages:
             values[trained],
             last_values,
             counts,
-            discount=self.discount,
-            lam=self.gae_lambda,
+            discount=self.options.discount,
+            lam=self.options.gae_lambda,
         )
         advantages, returns = (_scatter(each, trained) for each in estimates)
         # Record metrics, and normalise returns and advantages.
         context.record("advantage_std", float(np.std(estimates[0])) if len(estimates[0]) else 0.0)
         context.record("return", float(np.mean(estimates[1])) if len(estimates[1]) else 0.0)
-        if self.value_norm:
+        if self.options.value_norm:
             self.normalizer.update(returns, mask)
             returns = self.normalizer.normalize(returns) * trained
-        if self.adv_norm:
+        if self.options.adv_norm:
             advantages = whiten(advantages, trained.astype(np.float64))
         return rows.build_token_sample(advantages=advantages, returns=returns)
 
@@ -153,13 +137,13 @@ class GAEAdvantages:
         and the reference's log-probs are missing.
         """
         if "ref_logprobs" not in rows.batch.data:
-            if self.kl_ctl > 0:
+            if self.options.kl_ctl > 0:
                 raise DataError(
-                    f"kl_ctl={self.kl_ctl} needs the key ref_logprobs; add it to the node or set "
+                    f"kl_ctl={self.options.kl_ctl} needs the key ref_logprobs; add it to the node or set "
                     f"kl_ctl=0"
                 )
             return np.zeros_like(mask)
-        kl = compute_kl_rows(rows, mask, self.kl_estimator, context)
+        kl = compute_kl_rows(rows, mask, self.options.kl_estimator, context)
         by_completion = float(compute_segment_sums(kl, rows.lengths).mean())
         context.record("kl_coef", self.controller.value)
         penalty = kl * self.controller.value
@@ -179,7 +163,7 @@ class GAEAdvantages:
                 "key 'values' must have one value per completion token and one after the last"
             )
         values = to_host_array(rows.batch.data["values"]).astype(np.float64)
-        if self.value_norm:
+        if self.options.value_norm:
             values = self.normalizer.denormalize(values)
         last = np.cumsum(lengths + 1) - 1
         return np.delete(values, last), values[last]
@@ -197,7 +181,7 @@ class GAEAdvantages:
         A token's reward is its value in the key `token_rewards` (0 if it has none) times
         `reward_output_scaling`, minus its KL `penalty`. The last trained token of a completion also
         gets the remainder of the completion's reward: the reward minus the sum of the token
-        rewards, shaped by `RewardShape`.
+        rewards, shaped by `RewardShaping`.
 
         If `ended` is false for a completion, its last trained token does not get the remainder.
         Instead, `missing_eos_penalty` is subtracted from the reward of this token.
@@ -207,17 +191,15 @@ class GAEAdvantages:
         by_token = np.zeros_like(mask)
         if "token_rewards" in rows.batch.data:
             by_token = np.nan_to_num(rows.read_tokens("token_rewards")) * mask
-        shape = RewardShape(
-            self.max_reward_clip,
-            self.reward_output_scaling,
-            self.reward_output_bias,
-            self.missing_eos_penalty,
+        outcome = shape_rewards(
+            self.options, raw - compute_segment_sums(by_token, rows.lengths), finished, context
         )
-        outcome = shape(raw - compute_segment_sums(by_token, rows.lengths), finished, context)
-        rewards = by_token * self.reward_output_scaling - penalty
+        rewards = by_token * self.options.reward_output_scaling - penalty
         last = _find_last_trained(mask, rows.lengths)
         held = last >= 0
-        np.add.at(rewards, last[held], np.where(ended, outcome, -self.missing_eos_penalty)[held])
+        np.add.at(
+            rewards, last[held], np.where(ended, outcome, -self.options.missing_eos_penalty)[held]
+        )
         context.record("reward", float(raw.mean()))
         context.record("reward_after_kl", float(compute_segment_sums(rewards, rows.lengths).mean()))
         context.record("truncated_fraction", float((finished == 0.0).mean()))
@@ -254,8 +236,7 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 
 
 @register_function("group_advantages")
-@dataclass
-class GroupAdvantages(StatelessHostFunction):
+class GroupFunction(ConfiguredHostFunction):
     """Host function that computes advantages within groups (GRPO and related algorithms).
 
     A group consists of the completions of one prompt. The function outputs the key `advantages`,
@@ -303,36 +284,22 @@ class GroupAdvantages(StatelessHostFunction):
     - `reward_parts` [1, parts], if `part_weights` is set
     """
 
-    baseline: str = "group"
-    scale: str = "group"
-    whiten: bool = False
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    max_new_tokens: int | None = None
-    mask_truncated: bool = False
-    max_reward_clip: float | None = None
-    reward_output_scaling: float = 1.0
-    reward_output_bias: float = 0.0
-    missing_eos_penalty: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "k1"
-    rescale_informative: bool = False
-    pass_k: int | None = None
-    pass_reward: float = 0.5
-    part_weights: Sequence[float] | None = None
+    options_class = GroupAdvantages
 
-    def __post_init__(self) -> None:
-        if self.overlong_buffer and not self.overlong_buffer <= (self.max_new_tokens or 0):
+    def __init__(self, options: GroupAdvantages) -> None:
+        if options.overlong_buffer and not options.overlong_buffer <= (options.max_new_tokens or 0):
             raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} must be at most max_new_tokens "
-                f"({self.max_new_tokens}), because the buffer is the end of a completion; set "
+                f"overlong_buffer={options.overlong_buffer} must be at most max_new_tokens "
+                f"({options.max_new_tokens}), because the buffer is the end of a completion; set "
                 f"max_new_tokens to the maximum number of tokens of a completion"
             )
+        self.options = options
+        self.scale = options.scale or "group"
         pair = np.arange(2.0)
         # Raise for unknown names
-        subtract_baseline(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))
+        subtract_baseline(pair, np.zeros(2, np.int64), options.baseline, pair, np.ones(2))
         scale_advantages(pair, pair, np.zeros(2, np.int64), self.scale)
-        estimate_kl(np.zeros(0), np.zeros(0), self.kl_estimator)
+        estimate_kl(np.zeros(0), np.zeros(0), options.kl_estimator)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
@@ -342,7 +309,7 @@ class GroupAdvantages(StatelessHostFunction):
         context.record("reward", float(raw.mean()))
         # Select the trained tokens.
         trained = (mask != 0.0).astype(np.float64)
-        if self.mask_truncated:
+        if self.options.mask_truncated:
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
         # Split the rewards of steps off from those of completions.
         if "token_rewards" in batch.data:
@@ -353,29 +320,31 @@ class GroupAdvantages(StatelessHostFunction):
             by_token = np.where(mask != 0.0, by_token, np.nan)
             raw = raw - compute_segment_sums(np.nan_to_num(by_token), rows.lengths)
         # Subtract the KL penalty, from completions or (without a baseline) from single tokens.
-        if self.kl_coef:
-            penalty = self.kl_coef * compute_kl_rows(rows, mask, self.kl_estimator, context)
+        if self.options.kl_coef:
+            penalty = self.options.kl_coef * compute_kl_rows(
+                rows, mask, self.options.kl_estimator, context
+            )
         else:
             penalty = np.zeros_like(mask)
-        if self.baseline == "none":
+        if self.options.baseline == "none":
             charged = np.zeros(len(raw))
         else:
             charged = compute_segment_sums(penalty, rows.lengths)
         each = self._compute_completion_advantages(rows, raw, finished, charged, context)
         context.record("advantage_std", float(each.std()))
         advantages = np.repeat(each, rows.lengths)
-        if self.baseline == "none":
+        if self.options.baseline == "none":
             advantages = advantages - compute_discounted_sums(penalty, rows.lengths, 1.0)
         if by_token is not None:
             advantages = advantages + compute_step_advantages(
                 by_token, rows.lengths, rows.group, self.scale
             )
-        if self.whiten:
+        if self.options.whiten:
             advantages = whiten(advantages, trained)
         else:
             advantages = advantages * trained
         keys = {"advantages": advantages}
-        if self.mask_truncated:
+        if self.options.mask_truncated:
             return rows.build_token_sample(**keys, loss_mask=mask * trained)
         return rows.build_token_sample(**keys)
 
@@ -395,30 +364,37 @@ class GroupAdvantages(StatelessHostFunction):
         """
         overlong = self._compute_overlong_penalty(rows.lengths)
         group = rows.group
-        if self.overlong_buffer:
+        if self.options.overlong_buffer:
             context.record("overlong_penalty", float(-overlong.mean()))
-        if self.pass_k is not None:
-            passed = (raw > self.pass_reward).astype(np.float64)
+        if self.options.pass_k is not None:
+            passed = (raw > self.options.pass_reward).astype(np.float64)
             context.record(
-                f"pass@{self.pass_k}", float(compute_pass_at_k(passed, group, self.pass_k).mean())
+                f"pass@{self.options.pass_k}",
+                float(compute_pass_at_k(passed, group, self.options.pass_k).mean()),
             )
-            return compute_pass_at_k_advantages(passed, group, self.pass_k)
-        if self.part_weights is not None:
-            penalties = overlong - charged - self.missing_eos_penalty * (finished == 0.0)
+            return compute_pass_at_k_advantages(passed, group, self.options.pass_k)
+        if self.options.part_weights is not None:
+            penalties = overlong - charged - self.options.missing_eos_penalty * (finished == 0.0)
             parts = to_host_array(rows.batch.data["reward_parts"]).astype(np.float64)
             return compute_decoupled_advantages(
-                np.column_stack([parts, penalties]), np.array([*self.part_weights, 1.0]), group
+                np.column_stack([parts, penalties]),
+                np.array([*self.options.part_weights, 1.0]),
+                group,
             )
         rewards = self._shape_rewards(raw, finished, context) + overlong - charged
-        given = self._compute_baseline_rewards(rows, context) if self.baseline == "given" else None
+        given = (
+            self._compute_baseline_rewards(rows, context)
+            if self.options.baseline == "given"
+            else None
+        )
         lengths = compute_segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
         each = scale_advantages(
-            subtract_baseline(rewards, group, self.baseline, given, lengths),
+            subtract_baseline(rewards, group, self.options.baseline, given, lengths),
             rewards,
             group,
             self.scale,
         )
-        if self.rescale_informative:
+        if self.options.rescale_informative:
             return each * compute_informative_factor(rewards, group)
         return each
 
@@ -437,17 +413,12 @@ class GroupAdvantages(StatelessHostFunction):
         )
 
     def _shape_rewards(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
-        return RewardShape(
-            self.max_reward_clip,
-            self.reward_output_scaling,
-            self.reward_output_bias,
-            self.missing_eos_penalty,
-        )(rewards, finished, context)
+        return shape_rewards(self.options, rewards, finished, context)
 
     def _compute_overlong_penalty(self, lengths: npt.NDArray[np.int64]) -> Vector:
         """Return DAPO's soft overlong penalty (0 or negative) for the given lengths [S]."""
-        if not (self.overlong_buffer and self.max_new_tokens):
+        if not (self.options.overlong_buffer and self.options.max_new_tokens):
             return np.zeros(len(lengths))
-        return self.overlong_penalty * compute_overlong_penalty(
-            lengths, self.max_new_tokens, self.overlong_buffer
+        return self.options.overlong_penalty * compute_overlong_penalty(
+            lengths, self.options.max_new_tokens, self.options.overlong_buffer
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
@@ -113,6 +113,22 @@ class StatelessHostFunction:
         return None
 
 
+class ConfiguredHostFunction(StatelessHostFunction):
+    """Base class of host functions whose options are part of the configuration.
+
+    The node's arguments are the fields of `options_class`, a dataclass; the function gets an
+    instance of it. A function with a state overrides `state_dict` and `load_state_dict`.
+    """
+
+    options_class: ClassVar[type[Any]]
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None:
+        raise NotImplementedError
+
+
 @runtime_checkable
 class ShortHostFunction(Protocol):
     """Interface of builders that make a host function from a plain function.
@@ -146,6 +162,9 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     if isinstance(thing, ShortHostFunction):
         return thing.build(args)
     is_class = inspect.isclass(thing)
+    if is_class and issubclass(thing, ConfiguredHostFunction):
+        check_arguments(f"host function {name!r}", thing.options_class, args, given=0)
+        return thing(thing.options_class(**args))
     check_arguments(f"host function {name!r}", thing, args, given=0 if is_class else 2)
     host_function = thing(**args) if is_class else PlainFunction(thing, dict(args))
     if not isinstance(host_function, HostCallable):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from weft import randomness
-from weft.algorithms.covariance import compute_covariances, select_clip_cov_rows, select_kl_cov_rows
+from weft.algorithms.covariance import (
+    HighCovariance,
+    compute_covariances,
+    select_clip_cov_rows,
+    select_kl_cov_rows,
+)
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.host._rows import CompletionRows, Vector
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
 
 
 @register_function("high_covariance")
-@dataclass
-class HighCovariance(StatelessHostFunction):
+class HighCovarianceFunction(ConfiguredHostFunction):
     """Host function that selects the tokens on which Clip-Cov or KL-Cov acts.
 
     The output key `high_covariance` is 1 for selected completion tokens and 0 for all others.
@@ -29,30 +31,31 @@ class HighCovariance(StatelessHostFunction):
     and `prompt` if present.
     """
 
-    method: str
-    share: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
+    options_class = HighCovariance
 
-    def __post_init__(self) -> None:
-        if self.method not in ("clip", "kl"):
-            raise build_unknown_name_error("covariance control", self.method, ("clip", "kl"))
-        if not 0.0 < self.share <= 1.0 or self.low >= self.high:
+    def __init__(self, options: HighCovariance) -> None:
+        if options.method not in ("clip", "kl"):
+            raise build_unknown_name_error("covariance control", options.method, ("clip", "kl"))
+        empty = options.method == "clip" and options.low >= options.high
+        if not 0.0 < options.share <= 1.0 or empty:
             raise ConfigError(
-                f"high_covariance: share={self.share} must be in (0, 1], and low={self.low} must "
-                f"be below high={self.high}"
+                f"high_covariance: share={options.share} must be in (0, 1], and low={options.low} "
+                f"must be below high={options.high}"
             )
+        self.options = options
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
         covariance = compute_covariances(
             rows.read_tokens("logprobs"), rows.read_tokens("advantages"), rows.mask
         )
-        if self.method == "clip":
+        if self.options.method == "clip":
             order = self._draw_random_order(batch, rows, context)
-            chosen = select_clip_cov_rows(covariance, self.share, self.low, self.high, order)
+            chosen = select_clip_cov_rows(
+                covariance, self.options.share, self.options.low, self.options.high, order
+            )
         else:
-            chosen = select_kl_cov_rows(covariance, self.share)
+            chosen = select_kl_cov_rows(covariance, self.options.share)
         trained = np.isfinite(covariance)
         if trained.any():
             context.record("covariance", float(covariance[trained].mean()))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from weft.algorithms.advantages import compute_pass_at_k
+from weft.algorithms.advantages import PassRates, compute_pass_at_k
 from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
 
 
 @register_function("pass_rates")
-@dataclass
-class PassRates(StatelessHostFunction):
+class PassRatesFunction(ConfiguredHostFunction):
     """Host function that records avg@k and pass@k as metrics, and outputs no keys.
 
     The metrics are computed over prompts with `count` = k completions each. `avg@k` is the mean
@@ -26,14 +23,13 @@ class PassRates(StatelessHostFunction):
     Input key: `rewards` [1] of each completion.
     """
 
-    count: int
-    pass_reward: float = 0.5
+    options_class = PassRates
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> None:
         rewards = to_host_array(batch.data["rewards"]).astype(np.float64)
         group = batch.group_of("rewards")
-        passed = (rewards > self.pass_reward).astype(np.float64)
+        passed = (rewards > self.options.pass_reward).astype(np.float64)
         first = np.unique(group, return_index=True)[1]
-        context.record(f"avg@{self.count}", float(rewards.mean()))
-        for k in {1, self.count}:
+        context.record(f"avg@{self.options.count}", float(rewards.mean()))
+        for k in {1, self.options.count}:
             context.record(f"pass@{k}", float(compute_pass_at_k(passed, group, k)[first].mean()))

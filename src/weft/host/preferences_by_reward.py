@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from weft.algorithms.preferences import (
+    PAIRS,
+    PreferencesByReward,
+    compare_best_and_worst,
+    rank_by_reward,
+)
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, build_unknown_name_error
-from weft.host._rows import CompletionRows, RewardShape, Vector
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host._rows import CompletionRows, Vector, shape_rewards
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
-
-PAIRS = ("best_worst", "all")
-Index = npt.NDArray[np.int64]
 
 
 @register_function("preferences_by_reward")
-@dataclass
-class PreferencesByReward(StatelessHostFunction):
+class PreferencesFunction(ConfiguredHostFunction):
     """Host function that ranks the sampled completions of each prompt by reward to form pairs.
 
     It outputs the keys `rank` and `comparison`, with one value per completion. `RowBatch.pairs`
@@ -31,7 +31,7 @@ class PreferencesByReward(StatelessHostFunction):
     - "all": any two completions of a prompt.
 
     In both settings, completions with equal rewards form no pair. The rewards are first shaped by
-    `RewardShape`: bias, scale, clip, and a penalty for truncated completions.
+    `RewardShaping`: bias, scale, clip, and a penalty for truncated completions.
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792,
     use two completions; Dong et al. 2024, "RLHF Workflow", arXiv 2405.07863, compare the best of 8
@@ -49,35 +49,23 @@ class PreferencesByReward(StatelessHostFunction):
       equal
     """
 
-    pairs: str = "best_worst"
-    max_reward_clip: float | None = None
-    reward_output_scaling: float = 1.0
-    reward_output_bias: float = 0.0
-    missing_eos_penalty: float = 0.0
+    options_class = PreferencesByReward
 
-    def __post_init__(self) -> None:
-        if self.pairs not in PAIRS:
-            raise build_unknown_name_error("way to make pairs", self.pairs, PAIRS)
+    def __init__(self, options: PreferencesByReward) -> None:
+        if options.pairs not in PAIRS:
+            raise build_unknown_name_error("way to make pairs", options.pairs, PAIRS)
+        self.options = options
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
         raw = rows.read_sequences("rewards")
         counts = np.diff(batch.offsets["completion"])
         _check_rewards(batch, rows, raw, counts)
-        shape = RewardShape(
-            self.max_reward_clip,
-            self.reward_output_scaling,
-            self.reward_output_bias,
-            self.missing_eos_penalty,
+        shaped = shape_rewards(self.options, raw, rows.read_sequences("finished"), context)
+        rank_group = (
+            compare_best_and_worst if self.options.pairs == "best_worst" else rank_by_reward
         )
-        groups = np.split(
-            shape(raw, rows.read_sequences("finished"), context), np.cumsum(counts)[:-1]
-        )
-        rankings = []
-        for rewards in groups:
-            rankings.append(
-                (compare_best_and_worst if self.pairs == "best_worst" else rank_by_reward)(rewards)
-            )
+        rankings = [rank_group(rewards) for rewards in np.split(shaped, np.cumsum(counts)[:-1])]
         margins = np.concatenate([margins for _, _, margins in rankings])
         context.record("reward", float(raw.mean()))
         context.record("tied_fraction", float((margins == 0.0).mean()))
@@ -88,37 +76,6 @@ class PreferencesByReward(StatelessHostFunction):
             rank=np.concatenate([rank for rank, _, _ in rankings]),
             comparison=np.concatenate([comparison for _, comparison, _ in rankings]),
         )
-
-
-def compare_best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return ranks [n], comparison indices [n] and the margin [1] of one prompt's completions.
-
-    This implements the setting "best_worst". The best completion has rank 0, and the worst one has
-    rank 1. Both have comparison index 0, so that they form a pair. Every other completion has a
-    comparison index of its own, so it belongs to no pair. The margin is the reward of the best
-    completion minus that of the worst. If all rewards are equal, the margin and all ranks are 0,
-    and there is no pair.
-    """
-    rank = np.zeros(len(rewards), np.int64)
-    comparison = np.arange(1, len(rewards) + 1)
-    best = int(rewards.argmax())
-    worst = len(rewards) - 1 - int(rewards[::-1].argmin())
-    comparison[[best, worst]] = 0
-    rank[worst] = int(rewards[best] > rewards[worst])
-    return rank, comparison, rewards[[best]] - rewards[[worst]]
-
-
-def rank_by_reward(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """Return ranks [n], comparison indices [n] and margins [C(n, 2)] of one prompt's completions.
-
-    This implements the setting "all". All completions have comparison index 0, so that any two of
-    them with different ranks form a pair. The completion with the highest reward has rank 0, and
-    equal rewards have equal ranks. The margins are the absolute differences of the rewards of any
-    two completions, including those with equal rewards.
-    """
-    rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
-    one, other = np.triu_indices(len(rewards), 1)
-    return rank, np.zeros_like(rank), np.abs(rewards[one] - rewards[other])
 
 
 def _check_rewards(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,8 @@ from weft.host._pool import RewardPool, RewardReply
 from weft.host._results import MOST_REWARD, Value
 from weft.host._routes import RewardRoute, RewardRoutes
 from weft.host._texts import CompletionTexts
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.base import ConfiguredHostFunction, HostContext
+from weft.host.spec import RewardOptions
 from weft.host.verifiers._sandbox import describe_protections, find_protections
 from weft.registry import register_function
 
@@ -37,8 +38,7 @@ CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
 @register_function("reward")
-@dataclass
-class RewardFunction(StatelessHostFunction):
+class RewardFunction(ConfiguredHostFunction):
     """Host function that computes rewards as weighted sums of reward functions.
 
     It outputs the key `rewards`, one value per completion. If the batch has the `scores` of a
@@ -92,32 +92,24 @@ class RewardFunction(StatelessHostFunction):
     numbers and None; the message has the function's name and the samples' ids.
     """
 
-    reward: Any = None
-    timeout_s: float = 60.0
-    on_timeout: float | None = None
-    num_workers: int | None = None
-    chunk_size: int | None = None
-    scores_weight: float = 1.0
-    column: str | None = None
-    by_token: bool = False
-    keep_parts: bool = False
-    pool: RewardPool = field(init=False, repr=False)
+    options_class = RewardOptions
     begins_with: ClassVar[Sequence[str]] = ("prompt", "completion")
     keeps_all: ClassVar[Literal[True]] = True
 
-    def __post_init__(self) -> None:
+    def __init__(self, options: RewardOptions) -> None:
         for name in ("timeout_s", "num_workers", "chunk_size"):
-            value = getattr(self, name)
+            value = getattr(options, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"reward: {name}={value} must be above 0")
-        self.routes = RewardRoutes(self.reward, self.column, by_token=self.by_token)
-        if self.keep_parts and self.column is not None:
+        self.options = options
+        self.routes = RewardRoutes(options.reward, options.column, by_token=options.by_token)
+        if options.keep_parts and options.column is not None:
             raise ConfigError(
                 f"reward: keep_parts needs the same parts in all rows, but with "
-                f"column={self.column!r} rows can have different ones"
+                f"column={options.column!r} rows can have different ones"
             )
         self.pool = RewardPool(
-            self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+            self.routes.targets, options.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
         )
         self.pool.start()
         self.notes: Sequence[str] = ()
@@ -133,7 +125,7 @@ class RewardFunction(StatelessHostFunction):
 
         Does nothing if `chunk_size` is set, because the calls are then formed from the whole batch.
         """
-        if self.chunk_size is not None:
+        if self.options.chunk_size is not None:
             return
         texts = CompletionTexts.from_batch(batch, context.require_tokenizer("reward"))
         routes = self.routes.find_routes(texts.columns, batch.ids)
@@ -149,7 +141,9 @@ class RewardFunction(StatelessHostFunction):
         self.pool.start()
         calls = self._collect_calls(texts, batch.ids)
         replies = iter(
-            self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s)
+            self.pool.collect(
+                [reply for call in calls for reply in call.replies], self.options.timeout_s
+            )
         )
         # Add up the weighted rewards; each call has one reply per function of its route.
         sums = RewardSums(texts, self.routes.labels)
@@ -163,7 +157,7 @@ class RewardFunction(StatelessHostFunction):
                 sums.add_metrics(use.target, metrics)
                 sums.timeouts += len(call.positions) if reply.status == "timeout" else 0
         rewards = self._add_scores(sums, batch, context)
-        if self.on_timeout is not None:
+        if self.options.on_timeout is not None:
             context.record("timeouts", sums.timeouts)
         self._check_size(rewards, texts)
         record_rewards(rewards, texts.group, context)
@@ -173,7 +167,7 @@ class RewardFunction(StatelessHostFunction):
         self, rewards: Vector, sums: RewardSums, batch: SequenceSample
     ) -> SequenceSample:
         single = {"rewards": rewards}
-        if self.keep_parts:
+        if self.options.keep_parts:
             if "scores" in batch.data:
                 scores = [to_host_array(batch.data["scores"])]
             else:
@@ -182,7 +176,7 @@ class RewardFunction(StatelessHostFunction):
         sample = batch.one_per(
             "completion", **{key: values.astype(np.float32) for key, values in single.items()}
         )
-        if self.by_token:
+        if self.options.by_token:
             sample = sample.update(
                 batch.like("completion", token_rewards=sums.by_token.astype(np.float32))
             )
@@ -237,7 +231,7 @@ class RewardFunction(StatelessHostFunction):
         )
         # Submit the remaining prompts in chunks.
         left = sum(len(prompts) for prompts in rest.values())
-        size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
+        size = self.options.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
         for route, prompts in rest.items():
             chunks = (prompts[n : n + size] for n in range(0, len(prompts), size))
             for chunk in chunks:
@@ -289,14 +283,14 @@ class RewardFunction(StatelessHostFunction):
                 f"reward {label!r} failed on {where}: its process was killed by signal "
                 f"{-reply.value}; it may need more memory"
             )
-        if self.on_timeout is None:
+        if self.options.on_timeout is None:
             raise UserError(
-                f"reward {label!r} did not finish within reward_timeout_s={self.timeout_s:g} "
+                f"reward {label!r} did not finish within reward_timeout_s={self.options.timeout_s:g} "
                 f"seconds on {where}; make it "
                 "faster, raise reward_timeout_s, or set reward_on_timeout to the reward that such "
                 "completions get"
             )
-        return [self.on_timeout] * len(names), {}
+        return [self.options.on_timeout] * len(names), {}
 
     def _add_scores(self, sums: RewardSums, batch: SequenceSample, context: HostContext) -> Vector:
         """Return each completion's total reward: the weighted sum of its rewards and its score.
@@ -313,7 +307,7 @@ class RewardFunction(StatelessHostFunction):
                     f"key 'scores' has {len(scores)} values for {len(sums.total)} completions"
                 )
             context.record("reward/model", float(scores.mean()))
-            return sums.total + self.scores_weight * scores
+            return sums.total + self.options.scores_weight * scores
         names = sums.texts.names
         without = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
         if without:

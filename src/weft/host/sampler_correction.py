@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from weft.algorithms.sampler import CORRECTIONS, compute_sampler_weights
+from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection, compute_sampler_weights
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.host._rows import CompletionRows
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
 
 
 @register_function("sampler_correction")
-@dataclass
-class SamplerCorrection(StatelessHostFunction):
+class SamplerCorrectionFunction(ConfiguredHostFunction):
     """Host function that computes `sampler_weights`, importance weights for the policy loss.
 
     The weights correct for differences between the log-probs of the sampler and those of the
@@ -33,20 +30,19 @@ class SamplerCorrection(StatelessHostFunction):
     - `effective_fraction`: (sum of weights)^2 / (tokens * sum of squared weights)
     """
 
-    correction: str = "token_truncate"
-    high: float = 2.0
-    low: float | None = None
+    options_class = SamplerCorrection
 
-    def __post_init__(self) -> None:
-        if self.correction not in CORRECTIONS:
-            raise build_unknown_name_error("sampler correction", self.correction, CORRECTIONS)
-        if not self.high >= 1.0 or not 0.0 <= (self.low or 0.0) <= 1.0:
+    def __init__(self, options: SamplerCorrection) -> None:
+        if options.correction not in CORRECTIONS:
+            raise build_unknown_name_error("sampler correction", options.correction, CORRECTIONS)
+        if not options.high >= 1.0 or not 0.0 <= (options.low or 0.0) <= 1.0:
             raise ConfigError(
-                f"sampler_correction: high={self.high} must be at least 1 and low={self.low} "
+                f"sampler_correction: high={options.high} must be at least 1 and low={options.low} "
                 f"between 0 and 1, so that a "
                 f"ratio of 1 "
                 "is not changed"
             )
+        self.options = options
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
@@ -54,7 +50,13 @@ class SamplerCorrection(StatelessHostFunction):
         trainer = rows.read_tokens("old_logprobs")
         sampler = rows.read_tokens("logprobs")
         weights, ratio = compute_sampler_weights(
-            trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low
+            trainer,
+            sampler,
+            mask,
+            rows.lengths,
+            self.options.correction,
+            self.options.high,
+            self.options.low,
         )
         trained = mask != 0.0
         trained_weights = weights[trained]

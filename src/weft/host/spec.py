@@ -1,4 +1,4 @@
-"""Parsing and validation of the option `reward`, which is given as plain values.
+"""Options of rewards; parsing and validation of `reward`, which is given as plain values.
 
 This module has no slow imports.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, build_unknown_name_error, find_nearest
+from weft.options import option
 from weft.registry import verifiers
 
 FORM = (
@@ -59,6 +60,59 @@ class RewardTarget:
     args: Mapping[str, Any]
     verifier: bool = False
     by_token: bool = False
+
+
+def _find_problem(reward: Any) -> str | None:
+    try:
+        for part in parse_reward(reward):
+            locate(part)
+    except ConfigError as error:
+        return str(error).removeprefix("reward: ")
+    return None
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """Options of the host function `reward`, which describes them in full.
+
+    `num_workers` and `chunk_size` say how the functions are called, and `keep_parts` is set by the
+    experiment.
+    """
+
+    reward: Any = option(
+        None,
+        "reward function: a verifier (gsm8k, math, exact, format, ifeval, length, code, judge), "
+        "module:function, "
+        "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of "
+        "[name, weight] or of "
+        "{name, weight, args}; added to the reward model's score if both are set",
+        check=_find_problem,
+    )
+    column: str | None = option(
+        None,
+        "column that names each row's verifier, in the forms of reward; rows without one get "
+        "reward",
+    )
+    by_token: bool = option(
+        False, "allow reward functions to return a reward for each token or step of a completion"
+    )
+    timeout_s: float = option(
+        60.0, "maximum seconds of a reward function for a batch", at_least=0.001
+    )
+    on_timeout: float | None = option(
+        None, "reward of completions whose function has timed out; absent: the run stops"
+    )
+    scores_weight: float = option(
+        1.0, "weight of the reward model's score if there is also a reward function"
+    )
+    num_workers: int | None = None
+    chunk_size: int | None = None
+    keep_parts: bool = False
+
+    @property
+    def given(self) -> bool:
+        """True if reward functions contribute to the reward."""
+        return self.reward is not None or self.column is not None
 
 
 def parse_reward(reward: Any) -> list[RewardPart]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from weft.algorithms.advantages import compute_discounted_sums, compute_segment_sums
+from weft.algorithms.distill import TeacherAdvantages
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError
 from weft.host._rows import CompletionRows
-from weft.host.base import HostContext, StatelessHostFunction
+from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.registry import register_function
 
 
 @register_function("teacher_advantages")
-@dataclass
-class TeacherAdvantages(StatelessHostFunction):
+class TeacherFunction(ConfiguredHostFunction):
     """Host function that computes advantages from a teacher's log-probs of the sampled tokens.
 
     The reward of a token is log pi_teacher(token) - log pi_student(token), where pi_teacher and
@@ -55,11 +53,12 @@ class TeacherAdvantages(StatelessHostFunction):
     - `advantage_std`: standard deviation of the advantages
     """
 
-    discount: float = 0.0
+    options_class = TeacherAdvantages
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.discount <= 1.0:
-            raise ConfigError(f"discount={self.discount} must be at least 0 and at most 1")
+    def __init__(self, options: TeacherAdvantages) -> None:
+        if not 0.0 <= options.discount <= 1.0:
+            raise ConfigError(f"discount={options.discount} must be at least 0 and at most 1")
+        self.options = options
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = CompletionRows(batch)
@@ -68,7 +67,7 @@ class TeacherAdvantages(StatelessHostFunction):
         # Trained tokens only: tokens that the policy did not write are skipped and take no time
         # step.
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
-        trained_advantages = compute_discounted_sums(-apart, counts, self.discount)
+        trained_advantages = compute_discounted_sums(-apart, counts, self.options.discount)
         if len(apart):
             context.record("kl_k1", float(apart.mean()))
             context.record(
