@@ -472,7 +472,7 @@ def test_aot_refuses_rankings() -> None:
         "old_logprobs": [0.0] * 3,
     }
     with pytest.raises(DataError, match="id0: aot and aot_unpaired compare"):
-        optimal_transport(make_sample([(1, 1, 1)], keys), HostContext())
+        optimal_transport(make_sample([(1, 1, 1)], keys), HostContext(), "aot")
 
 
 def test_a_ranking_gives_all_its_pairs() -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import MISSING, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import pytest
 
 from tests.experiments.test_common_build import build, files
 from weft import registry
+from weft.algorithms.advantages import GAEAdvantages
+from weft.algorithms.dpo import PreferenceLossOptions
+from weft.algorithms.ppo import PPOActorLoss
 from weft.errors import ConfigError
 from weft.experiment import Control
-from weft.experiments import SFTConfig
+from weft.experiments import PPOConfig, SFTConfig
 from weft.graph.mfc import HostFunction, Node
-from weft.options import iterate_options
+from weft.host.base import ConfiguredHostFunction
+from weft.host.spec import RewardOptions
+from weft.options import IncludedComponent, iterate_options
 
 __all__ = ["files"]  # the folder that `build` finds its models in
 
@@ -119,12 +125,80 @@ OF_THEIR_OWN = {
 }
 
 
+SHIPPED = ("dpo", "distill", "gen", "grpo", "online_dpo", "ppo", "rw", "sft")
+
+
+def components_of(group: Any) -> list[IncludedComponent]:
+    """Return the components of a group of options, without those of its groups."""
+    names = {name for cls in type(group).__mro__ for name in vars(cls)}
+    parts = [inspect.getattr_static(type(group), name) for name in sorted(names)]
+    return [part for part in parts if isinstance(part, IncludedComponent)]
+
+
+def groups_of(config: Any) -> Iterator[Any]:
+    """Yield the configuration and all groups of options in it."""
+    yield config
+    for spec in fields(config):
+        if is_dataclass(value := getattr(config, spec.name)):
+            yield from groups_of(value)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_option_of_a_component_is_defined_there_alone(name: str) -> None:
+    for group in groups_of(registry.quickstarts.get(name)()):
+        defined: dict[str, Any] = {}
+        for part in components_of(group):
+            own = {spec.name for spec in fields(part.component)} - set(part.attributes)
+            there = {spec.name for spec in fields(group)}
+            assert own & there <= OF_THEIR_OWN.keys(), "an option's name with a second default"
+            for option_name, spec in part.options.items():
+                assert defined.setdefault(option_name, spec) is spec, "two definitions"
+        for spec in fields(group):
+            if spec.name in defined:
+                source = defined[spec.name]
+                assert (spec.default, spec.metadata) == (source.default, source.metadata)
+
+
+def test_losses_and_host_functions_have_no_defaults_beside_the_options() -> None:
+    """Each is configured by a component, or all its arguments are required."""
+    configs = [registry.quickstarts.get(name)() for name in SHIPPED]
+    parts = [part for each in configs for group in groups_of(each) for part in components_of(group)]
+    included = {part.component for part in parts}
+    for things in (registry.functions, registry.losses):
+        for name in things.load_all():
+            thing = things.get(name)
+            if inspect.isclass(thing) and issubclass(thing, ConfiguredHostFunction):
+                thing = thing.options_class
+            thing = getattr(thing, "function", thing)  # a filter
+            if thing in included or not thing.__module__.startswith("weft."):
+                continue
+            given = inspect.signature(thing).parameters.values()
+            defaults = {each.name: each.default for each in given if each.default is not each.empty}
+            known = {spec.name: spec.default for spec in fields(PreferenceLossOptions)}
+            allowed = known if name == "dpo" else {}  # a function that reads them from there
+            assert defaults.items() <= allowed.items(), name
+
+
+def test_components_are_attributes_with_the_values_of_the_options() -> None:
+    config = PPOConfig(reward="length", reward_timeout_s=5.0)
+    config.ppo.gae_lambda = 0.9
+    assert config.ppo.advantages == GAEAdvantages(gae_lambda=0.9)
+    assert config.rewards == RewardOptions("length", timeout_s=5.0)
+    config.ppo.loss = PPOActorLoss(eps_clip=0.1)
+    assert config.ppo.eps_clip == 0.1
+    config = replace(config, ppo=replace(config.ppo, kl_ctl=0.0))
+    assert (config.ppo.advantages.kl_ctl, config.ppo.advantages.gae_lambda) == (0.0, 0.9)
+    with pytest.raises(FrozenInstanceError):
+        config.ppo.loss.eps_clip = 0.3
+
+
 def own_defaults(node: Node) -> dict[str, Any]:
     """Return parameter -> default of what a node runs: its host function, or its interface and its
     loss.
     """
     if isinstance(node, HostFunction):
-        things = [registry.functions.get(node.function)]
+        function = registry.functions.get(node.function)
+        things = [getattr(function, "options_class", function)]
     else:
         things = [registry.interfaces.get(node.interface)]
         things += [registry.losses.get(node.args["loss"])] if "loss" in node.args else []

@@ -27,7 +27,7 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 
 @dataclass(frozen=True)
-class PairOptions:
+class PairLossOptions:
     """Options of the losses on pairs of completions, for online DPO."""
 
     loss_type: str = option(
@@ -67,7 +67,7 @@ class PairOptions:
 
 
 @dataclass(frozen=True)
-class PreferenceOptions(PairOptions):
+class PreferenceLossOptions(PairLossOptions):
     """Options of all preference losses, for DPO."""
 
     loss_type: str = option(
@@ -160,7 +160,7 @@ class PairwiseLoss(Loss):
 
 DEFAULTS: Mapping[str, Any] = {
     spec.name: spec.default
-    for spec in fields(PreferenceOptions)
+    for spec in fields(PreferenceLossOptions)
     if spec.name not in ("loss_type", "beta")
 }
 BETA = 0.1
@@ -188,8 +188,8 @@ def list_options(loss_type: str) -> set[str]:
 
 @register_loss("dpo")
 def build_preference_loss(
-    loss_type: str = PreferenceOptions.loss_type,
-    beta: float | None = PreferenceOptions.beta,
+    loss_type: str = PreferenceLossOptions.loss_type,
+    beta: float | None = PreferenceLossOptions.beta,
     **options: Any,
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
     """Return the preference loss `loss_type`, one of `LOSS_TYPES`.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, PreferenceOptions, build_preference_loss
+from weft.algorithms.dpo import REFERENCE_FREE, PreferenceLossOptions, build_preference_loss
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.transport import TRANSPORTED
 from weft.data.spec import DatasetSpec
@@ -37,7 +37,7 @@ from weft.registry import register_quickstart
 class DPOOptions:
     """Options of DPO and related losses (`dpo.*`)."""
 
-    loss: PreferenceOptions = include(PreferenceOptions)
+    loss: PreferenceLossOptions = include(PreferenceLossOptions)
     cache_ref_logprobs: bool = option(
         False, "compute the reference's log-probs once for each id and keep them on disk"
     )

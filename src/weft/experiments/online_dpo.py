@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, PairOptions, build_preference_loss
+from weft.algorithms.dpo import REFERENCE_FREE, PairLossOptions, build_preference_loss
 from weft.algorithms.labelled import LABELLED
 from weft.algorithms.preferences import PreferencesByReward
 from weft.algorithms.transport import TRANSPORTED
@@ -60,7 +60,7 @@ class OnlineDPOOptions(SamplingOptions):
         at_most=MOST_SAMPLES,
     )
     preferences: PreferencesByReward = include(PreferencesByReward)
-    loss: PairOptions = include(PairOptions)
+    loss: PairLossOptions = include(PairLossOptions)
 
     def __post_init__(self) -> None:
         kind = self.loss.loss_type

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from weft.algorithms.dpo import BETA
 from weft.data.sample import SequenceSample
 from weft.host._rows import CompletionRows
 from weft.host.base import HostContext
@@ -37,7 +36,7 @@ class BCOShift:
     - `loss_mask` and `prompt`, if present
     """
 
-    beta: float = BETA
+    beta: float
     # sums and counts of the undesirable and the desirable rewards
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)

@@ -21,7 +21,7 @@ Index = npt.NDArray[np.int64]
 
 @register_function("optimal_transport")
 def optimal_transport(
-    batch: SequenceSample, context: HostContext, loss_type: str = "aot"
+    batch: SequenceSample, context: HostContext, loss_type: str
 ) -> SequenceSample:
     """Return the key `partner` [1]: the number with which each completion's score is compared.
 
