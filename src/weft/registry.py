@@ -25,8 +25,10 @@ from weft.errors import ConfigError, UserError, build_unknown_name_error
 ROOT = Path(__file__).parent
 SHARED_MODULES = {
     "base",
+    "checks",
     "common",
     "keymap",
+    "models",
     "spec",
 }  # modules with shared code, which register no name
 

@@ -15,7 +15,7 @@ import yaml
 
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import DPOConfig, PPOConfig, SFTConfig
-from weft.experiments._models import find_option_role, resolve_models, resolve_roles
+from weft.experiments.models import find_option_role, resolve_models, resolve_roles
 from weft.options import to_mapping
 
 

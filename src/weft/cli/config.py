@@ -27,7 +27,7 @@ from weft.cli.stack import SectionStack, guess_quickstart, read_stack
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, qualify_error
-from weft.experiments._checks import check_dataset, check_local, find_file_problem
+from weft.experiments.checks import check_dataset, check_local, find_file_problem
 from weft.experiments.common import MFCOptions, RunConfig, parse_hooks
 from weft.graph.mfc import Call
 from weft.host.spec import locate, parse_reward

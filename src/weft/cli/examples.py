@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft import writing
+from weft.cli.common_options import EXAMPLES
 from weft.cli.ls import format_size
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
-from weft.experiments._common_options import EXAMPLES
 
 FIRST_COMMAND = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
 DESCRIPTIONS = {

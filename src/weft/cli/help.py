@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.cli.aliases import map_spellings
+from weft.cli.common_options import EXAMPLES, find_common_options
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, find_nearest
-from weft.experiments._common_options import EXAMPLES, find_common_options
 from weft.experiments.common import RunConfig
 from weft.options import OptionDescription, iterate_options
 

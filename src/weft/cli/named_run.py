@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._checks import check_names
+from weft.experiments.checks import check_names
 from weft.experiments.common import RunConfig, build_experiment
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs

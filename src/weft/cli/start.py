@@ -18,7 +18,7 @@ from weft.cli.quickstart import print_notes, print_start
 from weft.cli.real import ALLOCATIONS
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:

@@ -11,12 +11,12 @@ from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, allocate_layouts
 from weft.experiments._fixed_prompts import build_fixed_prompts
-from weft.experiments._models import RunConfigT, find_option_role, resolve_models
 from weft.experiments._placement import place_calls
 from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.models import RunConfigT, find_option_role, resolve_models
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate
@@ -127,7 +127,7 @@ def check_config(config: RunConfigT) -> RunConfigT:
     """Check the options that all experiments share, and resolve the models of the roles.
 
     In the returned configuration, each role's model is resolved to a directory and a backend
-    (`weft.experiments._models`). Each algorithm's `build` method calls this function before it
+    (`weft.experiments.models`). Each algorithm's `build` method calls this function before it
     checks the algorithm's own options.
     """
     validate(config)

@@ -8,7 +8,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine import rope_scaling
 from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments.common import RunConfig
 
 # Keys of config.json for the maximum number of positions, which differ by model family.

@@ -10,10 +10,9 @@ from weft.checkpoints.config_file import prefix_option
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, is_placed
 from weft.experiments._cost import CallWorkload, DecoderSizes
-from weft.experiments._models import find_option_role
 from weft.experiments._rates import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.experiments._search import (
     PlacementEstimate,
@@ -25,6 +24,7 @@ from weft.experiments._search import (
     search_placement,
 )
 from weft.experiments.common import RunConfig
+from weft.experiments.models import find_option_role
 from weft.graph.mfc import MFCDef
 from weft.topology import LETTERS, Layout, Mesh
 

@@ -14,7 +14,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments._assemble import (
     ExperimentParts,
     assemble,

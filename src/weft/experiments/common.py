@@ -13,7 +13,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import FLASH, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS

@@ -20,7 +20,7 @@ from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments import _checks as checks
+from weft.experiments import checks
 from weft.experiments._assemble import (
     ExperimentParts,
     assemble,

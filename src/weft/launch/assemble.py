@@ -35,7 +35,7 @@ from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._lengths import read_model_context
-from weft.experiments._models import find_option_role
+from weft.experiments.models import find_option_role
 from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
 from weft.launch.facts import predict_facts
 from weft.launch.memory import forecast, measure_held_memory

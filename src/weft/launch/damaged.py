@@ -7,7 +7,7 @@ from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.service_spec import NO_NETWORK
 from weft.errors import CheckpointError
 from weft.experiment import Experiment
-from weft.experiments._models import find_option_role
+from weft.experiments.models import find_option_role
 
 
 def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:

@@ -13,7 +13,7 @@ from weft.data import hub
 from weft.data.sources import check_available
 from weft.data.spec import list_source_specs
 from weft.experiment import Experiment
-from weft.experiments._models import find_option_role
+from weft.experiments.models import find_option_role
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:

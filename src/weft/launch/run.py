@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
-from weft.experiments._models import resolve_roles
 from weft.experiments.common import ExperimentConfig, build_experiment
+from weft.experiments.models import resolve_roles
 from weft.launch import other_launchers
 from weft.launch.restarting_run import RestartingRun
 from weft.observe.configuration import flatten_options, is_left_open
