@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weft.checkpoints.hf_io import compute_parameter_shapes
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
+from weft.parallel.tensor import narrow_config
 from weft.registry import families
 from weft.topology import (
     Layout,
@@ -37,7 +38,7 @@ def test_the_parts_are_the_whole_and_make_the_narrowed_network(family: str, t: i
     if config.num_heads % t:
         pytest.skip(f"{config.num_heads} heads")
     copies = max(1, t // config.num_kv_heads)
-    narrow = [compute_parameter_shapes(config.narrow_to_rank(t, rank)) for rank in range(t)]
+    narrow = [compute_parameter_shapes(narrow_config(config, t, rank)) for rank in range(t)]
     for name, shape in compute_parameter_shapes(config).items():
         held = np.zeros(shape, int)
         for rank in range(t):
@@ -104,7 +105,7 @@ def test_adapters_are_split_with_their_layer() -> None:
 @pytest.mark.parametrize(("t", "word"), [(3, "attention heads"), (8, "attention heads")])
 def test_heads_that_do_not_split(t: int, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        config_of("llama").narrow_to_rank(t, 0)
+        narrow_config(config_of("llama"), t, 0)
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

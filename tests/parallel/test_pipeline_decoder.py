@@ -26,6 +26,7 @@ from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
 from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
+from weft.parallel.pipeline import split_network
 from weft.parallel.pipeline_decoder import StagedDecoder
 from weft.parallel.schedule import Kind, build_placement
 from weft.topology import compute_stage
@@ -78,7 +79,7 @@ def decoder_of(case: Case, group: dist.ProcessGroup, host: dist.ProcessGroup) ->
     }
     held = [layer for run in runs.values() for layer in run]
     network = Transformer.build_empty(known.config, dtype=torch.float64, layers=held)
-    stages = dict(zip(runs, network.split(list(runs.values())), strict=True))
+    stages = dict(zip(runs, split_network(network, list(runs.values())), strict=True))
     values = {name: part.data for name, part in find_canonical_parameters(known).items()}
     for name, part in find_canonical_parameters(network).items():
         part.data.copy_(values[name])

@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 from weft.models.network.transformer import Transformer
 from weft.parallel import backward_halves
 from weft.parallel.mesh import ProcessGroups, RankMesh
-from weft.parallel.pipeline import Outputs, Pipeline
+from weft.parallel.pipeline import Outputs, Pipeline, split_network
 from weft.parallel.schedule import Kind
 from weft.parallel.shard import LocalShards, list_parameter_groups, shard
 from weft.topology import Layout, Mesh
@@ -87,7 +87,7 @@ def trained(case: Case, sums_once: bool) -> Seen:
         build(case),
         RankMesh(Mesh.on_first_devices(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups()),
     )
-    networks = dict(enumerate(whole_network.split([range(2), range(2, LAYERS)])))
+    networks = dict(enumerate(split_network(whole_network, [range(2), range(2, LAYERS)])))
     shard(networks.values(), mesh, torch.device("cpu"), WIDTH)
     sums, second, most, kept = Counter[torch.Tensor](), 0, 0, 0
     for parameter in whole_network.parameters():

@@ -153,7 +153,7 @@ def narrowed(case: Case) -> Run:
     """On each rank: a part of the heads, of the MLP's width and of the vocabulary."""
     known, rank, size = build(case), dist.get_rank(), dist.get_world_size()
     config = known.config
-    network = Transformer.build_empty(config.narrow_to_rank(size, rank))
+    network = Transformer.build_empty(tensor.narrow_config(config, size, rank))
     if case.form == "lora":
         adapt(network)
     network.recompute_every = known.recompute_every

@@ -41,7 +41,7 @@ def part_of(whole: Transformer, shares_rows: bool) -> Transformer:
     """This rank's part of a network, joined to the others'."""
     group, config = dist.group.WORLD, whole.config
     assert group is not None
-    narrow = config.narrow_to_rank(group.size(), group.rank())
+    narrow = tensor.narrow_config(config, group.size(), group.rank())
     network = Transformer.build_empty(narrow, whole.kind, whole.pooling, dtype=torch.float64)
     network.recompute_every, network.padding = whole.recompute_every, whole.padding
     values = {name: part.data for name, part in find_canonical_parameters(whole).items()}
@@ -302,9 +302,9 @@ def stretches(
         if count
         else replace(rows, is_contiguous=False)
     )
-    assert same_rows.max_rows == rows.max_rows and tensor.ConsecutiveRowSharing(group).count(
-        count
-    ) == len(rows.own_rows)
+    assert same_rows.max_rows == rows.max_rows and tensor.count_rows(count, group) == len(
+        rows.own_rows
+    )
     expected = (
         same_rows.local_indices.tolist(),
         same_rows.places.tolist(),

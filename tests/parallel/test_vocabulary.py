@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from weft.models.network.token_outputs import (
     SamplingSupport,
     compute_token_outputs,
 )
-from weft.parallel.vocabulary import GroupVocabularySplit
+from weft.models.network.vocabulary import WHOLE, Vocabulary
+from weft.parallel.vocabulary import SplitVocabulary
 from weft.topology import compute_vocabulary
 
 N, H, V = 9, 5, 11
@@ -76,17 +78,17 @@ def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
     weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype)
     if case.count == V:
         weights[:, -1] = 0.0  # there are no other ids
-    own, split = compute_vocabulary(V, size, rank), None
+    own, vocabulary = compute_vocabulary(V, size, rank), cast(Vocabulary, WHOLE)
     if size > 1:
         group = dist.group.WORLD
         assert group is not None
-        split = GroupVocabularySplit(own.start, V, group)
+        vocabulary = SplitVocabulary(own.start, V, group)
     leaves = {"hidden": hidden, "weight": weight[own].clone()} | (
         {"bias": bias[own].clone()} if case.bias else {}
     )
     for leaf in leaves.values():
         leaf.requires_grad_()
-    projection = OutputProjection(leaves["weight"], leaves.get("bias"), case.softcap, split)
+    projection = OutputProjection(leaves["weight"], leaves.get("bias"), case.softcap, vocabulary)
     top = compute_top_outputs(
         hidden, projection, TopIds(case.count, case.below), temperature=0.7, chunk=4
     )
@@ -136,17 +138,17 @@ def supported(size: int, dtype: torch.dtype) -> Values:
     kept = SamplingSupport(
         torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2)
     )
-    own, split, group = slice(0, V), None, dist.group.WORLD
+    own, vocabulary, group = slice(0, V), cast(Vocabulary, WHOLE), dist.group.WORLD
     if size > 1:
         assert group is not None
         own = compute_vocabulary(V, size, dist.get_rank())
-        split = GroupVocabularySplit(own.start, V, group)
+        vocabulary = SplitVocabulary(own.start, V, group)
     part = weight[own].clone().requires_grad_()
     want = frozenset[Output]({"logprobs", "entropy", "top1"})
     found = compute_token_outputs(
         hidden,
         labels,
-        OutputProjection(part, split=split),
+        OutputProjection(part, vocabulary=vocabulary),
         want,
         temperature=0.7,
         support=kept,

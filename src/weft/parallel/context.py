@@ -51,7 +51,8 @@ def join(network: Transformer, group: ProcessGroup) -> None:
     affected.
     """
     sharing = _TokenSharing(group)
-    network.register_forward_pre_hook(sharing.enter)
+    # Tensor parallelism, which can share the rows of a pass, then sees this rank's tokens.
+    network.register_forward_pre_hook(sharing.enter, prepend=True)
     network.register_forward_hook(sharing.leave)
     network.repeats_prefixes = True
 
@@ -165,13 +166,9 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
     attention = PackShard(x.attention, runs, partial(gather_rows, rows=tokens), last)
     aux_loss = x.aux_loss
     if aux_loss is not None:
-        aux_loss = MoEAuxLoss(
-            attention.dense.lengths,
-            aux_loss.num_layers,
-            aux_loss.layers,
-            whole=aux_loss.lengths,
-            reduce=partial(sum_forward, group=group),
-        )
+        lengths = attention.dense.lengths
+        average = partial(_average_over_tokens, lengths, whole=aux_loss.lengths, group=group)
+        aux_loss = MoEAuxLoss(lengths, aux_loss.num_layers, aux_loss.layers, average=average)
     return replace(
         x,
         tokens=x.tokens[tokens.own_rows],
@@ -179,6 +176,17 @@ def _build_shard(x: Packed, tokens: RowAssignment, last: Tensor) -> Packed:
         attention=attention,
         aux_loss=aux_loss,
     )
+
+
+def _average_over_tokens(
+    lengths: Tensor, values: Tensor, *, whole: Tensor, group: ProcessGroup
+) -> Tensor:
+    """Return the mean over all ranks' tokens of each sequence: this rank's [T, E] -> [S, E].
+
+    `lengths` [S] are the numbers of this rank's tokens, and `whole` [S] those of all ranks.
+    """
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    return sum_forward(sums, group) / whole[:, None]
 
 
 def draw_on_first_rank(

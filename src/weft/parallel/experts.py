@@ -15,7 +15,7 @@ experts again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from weft.kernels import RowGroups
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.moe import ExpertFunction, ExpertStack, MoE
+from weft.models.network.moe import Experts, ExpertStack
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
@@ -35,53 +35,66 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
     for the network's parameters.
     """
     for module in network.modules():
-        if isinstance(module, MoE):
-            for name, stack in module.experts.items():
+        if isinstance(module, Experts):
+            for name, stack in list(module.named_children()):
                 assert isinstance(stack, ExpertStack) and stack.adapter is None, (
                     "adapters are added afterwards"
                 )
                 num, outputs, inputs = stack.weight.shape
                 with stack.weight.device:
-                    module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(
-                        stack.weight.dtype
-                    )
-            module.exchange = GroupExpertExchange(group)
+                    own = ExpertStack(num // group.size(), inputs, outputs).to(stack.weight.dtype)
+                setattr(module, name, own)
+            exchange = _ExpertExchange(group)
+            module.register_forward_pre_hook(exchange.send_rows)
+            module.register_forward_hook(exchange.return_outputs)
 
 
-@dataclass(frozen=True)
-class GroupExpertExchange:
-    """Exchange of tokens between ranks that each have some of the experts.
+class _ExpertExchange:
+    """Hooks on `Experts` that exchange the rows between ranks that each have some of the experts.
 
-    Implements the protocol `ExpertExchange` (see `weft.models.network.moe`) for a process group.
+    Each row is sent to the rank that has the row's expert, and the output of the expert is sent
+    back. In between, the object stores how.
     """
 
-    group: ProcessGroup
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        # (numbers of rows sent to and received from each rank, order of the received rows)
+        self._sent: tuple[list[int], list[int], Tensor] | None = None
 
-    def __call__(
-        self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction
-    ) -> Tensor:
+    def send_rows(
+        self, experts: nn.Module, given: tuple[Tensor, RowGroups, TokenDropout | None]
+    ) -> tuple[Tensor, RowGroups, TokenDropout | None]:
+        """Replace the rows of this rank's tokens by the rows for this rank's experts."""
+        x, groups, dropout = given
         # Exchange the numbers of rows, which the host needs as split sizes.
-        counts = groups.counts.view(self.group.size(), -1)  # [ranks, experts of a rank]
+        counts = groups.counts.view(self._group.size(), -1)  # [ranks, experts of a rank]
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self.group)
+        dist.all_to_all_single(arriving, counts, group=self._group)
         of_all = counts.tolist()
         of_here = arriving.tolist()
         sent = [sum(row) for row in of_all]
         taken = [sum(row) for row in of_here]
         # Rows arrive sorted by source rank, then by expert; sort them by expert.
-        expert = torch.arange(arriving.shape[1], device=x.device).repeat(self.group.size())
+        expert = torch.arange(arriving.shape[1], device=x.device).repeat(self._group.size())
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(
             stable=True
         )
-        rows = _exchange_rows(x, sent, taken, self.group).index_select(0, order)
+        rows = _exchange_rows(x, sent, taken, self._group).index_select(0, order)
         if dropout is None:
             keys = None
         else:
             keys = self._exchange_dropout(dropout, sent, taken).select(order)
-        # Compute this rank's experts, and send the results back in the order of arrival.
+        self._sent = sent, taken, order
         here = RowGroups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
-        outputs = compute(rows, here, keys).index_select(0, order.argsort())
-        return _exchange_rows(outputs, taken, sent, self.group)
+        return rows, here, keys
+
+    def return_outputs(self, experts: nn.Module, given: object, outputs: Tensor) -> Tensor:
+        """Send the outputs back in the order in which the rows arrived."""
+        assert self._sent is not None
+        sent, taken, order = self._sent
+        self._sent = None
+        outputs = outputs.index_select(0, order.argsort())
+        return _exchange_rows(outputs, taken, sent, self._group)
 
     def _exchange_dropout(
         self, own: TokenDropout, sent: list[int], taken: list[int]
@@ -93,7 +106,7 @@ class GroupExpertExchange:
         `sent[r]` tokens are sent to rank r, and `taken[r]` tokens are received from it.
         """
         words = _all_to_all(
-            torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
+            torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self._group
         )
         return replace(own, keys=words[:, :2], positions=words[:, 2])
 

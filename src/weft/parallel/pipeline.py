@@ -54,6 +54,33 @@ StageLoss = Callable[[int, int], Tensor | None]
 TransferKey = tuple[int, int, int]
 
 
+def split_network(network: Transformer, runs: Sequence[range]) -> list[Transformer]:
+    """Split a network into one network for each run of consecutive layers in `runs`.
+
+    Together, the runs must cover all layers of the network. The new networks become submodules of
+    the network and share its parameters. Hooks on the network also run for the new networks.
+    """
+    parts = []
+    for run in runs:
+        with torch.device("meta"):
+            part = Transformer(network.config, network.kind, network.pooling, layers=run)
+        for name, _ in list(part.named_children()):
+            setattr(part, name, getattr(network, name))
+        part.blocks = nn.ModuleList(
+            network.blocks[network.held_layers.index(layer)] for layer in run
+        )
+        part.vocab_size = network.vocab_size
+        part.padding = network.padding
+        part.recompute_every = network.recompute_every
+        part.repeats_prefixes = network.repeats_prefixes
+        part._forward_pre_hooks.update(network._forward_pre_hooks)
+        part._forward_hooks.update(network._forward_hooks)
+        part._forward_hooks_always_called.update(network._forward_hooks_always_called)
+        parts.append(part.train(network.training))
+    network.stages = nn.ModuleList(parts)
+    return parts
+
+
 class Pipeline:
     """Part of a pipeline that runs on one rank.
 
@@ -77,8 +104,8 @@ class Pipeline:
             kind: Name of the schedule, such as "1f1b".
             group: Ranks of the pipeline in order, or None if this is the only rank.
             dtype: Dtype of the hidden states, by default that of the parameters.
-            count_of: Function from the number of tokens in a pack to the number that this rank has.
-                Needed only under context parallelism.
+            count_of: Function from the number of tokens in a pack to the number of rows that this
+                rank has. Needed only if context or sequence parallelism splits the tokens.
             sums_once: If False, sharded gradients are summed over the ranks after each backward
                 pass, so that a rank stores only the gradients of its own rows. If True, they are
                 summed only after a stage's last backward pass, which needs less communication but
@@ -119,12 +146,8 @@ class Pipeline:
 
         If several ranks split the tokens, only this rank's tokens are counted.
         """
-        sharing = next(iter(self.networks.values())).sharing
-        if self._count_of is None:
-            tokens = microbatch.num_tokens
-        else:
-            tokens = self._count_of(microbatch.num_tokens)
-        return tokens if sharing is None else sharing.count(tokens), self.width
+        tokens = microbatch.num_tokens
+        return tokens if self._count_of is None else self._count_of(tokens), self.width
 
     def train(
         self, microbatches: Sequence[Microbatch], loss: Loss, stage_loss: StageLoss | None = None
@@ -466,7 +489,7 @@ def _find_lending_stage(first: Transformer | None, last: Transformer | None) -> 
     return first if first.embed is last.embed else None
 
 
-def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
+def find_tied_copies(networks: Mapping[int, Transformer]) -> list[Tensor]:
     """Return the trained embeddings of the first and last stage that are copies of one tied matrix.
 
     Only copies on this rank are returned.
@@ -483,7 +506,7 @@ def find_tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
 
 
 def sum_tied_gradients(
-    copies: Sequence[nn.Parameter], group: ProcessGroup | None, device: torch.device
+    copies: Sequence[Tensor], group: ProcessGroup | None, device: torch.device
 ) -> None:
     """Set the gradient of each copy of a tied matrix to the sum of the gradients of all copies.
 

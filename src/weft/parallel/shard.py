@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from weft.models.network.moe import MoE
+from weft.models.network.moe import Experts
 from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
@@ -66,10 +66,10 @@ def shard(
         if apart is not None:
             stacks = []
             for module in network.modules():
-                if isinstance(module, MoE):
-                    stacks.append(module.experts)
+                if isinstance(module, Experts):
+                    stacks.append(module)
             for experts in stacks:
-                parts.append((list(experts.values()), apart))
+                parts.append((list(experts.children()), apart))
         for part in (*network.blocks, network):
             parts.append(([part], shards))
         for modules, within in parts:

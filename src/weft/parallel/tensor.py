@@ -1,6 +1,6 @@
 """Tensor parallelism: the ranks of a group split the heads, the MLPs' width and the vocabulary.
 
-    narrow = Transformer(config.narrow_to_rank(t, rank))  # its weights: `compute_tensor_slice`
+    narrow = Transformer(narrow_config(config, t, rank))    # its weights: `compute_tensor_slice`
     join(narrow, config, group, shares_rows=True)
     narrow(packed, want)                            # every rank gets the whole network's outputs
     # after the backward passes of a step:
@@ -12,7 +12,11 @@ et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). With sequence parallel
 Korthikanti et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2), the
 ranks also split the rows between attention and MLP: rows are gathered before each of the two, and
 their result is summed and scattered. The communication volume is the same, because an all-reduce is
-a reduce-scatter followed by an all-gather. Generation uses whole hidden states.
+a reduce-scatter followed by an all-gather. Only `forward` splits the rows: generation, which calls
+`compute_hidden`, uses whole hidden states.
+
+The network does not know of the other ranks. Hooks on its modules exchange the tensors, norms over
+heads of several ranks are replaced, and so is the head's vocabulary.
 `weft.topology.compute_tensor_slice` defines how weights are split.
 """
 
@@ -20,31 +24,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
+from weft import topology
 from weft.models.network import lora
-from weft.models.network.block import Block
+from weft.models.network.block import Block, BlockContext, Norm, ResidualStream
 from weft.models.network.config import TransformerConfig
+from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Linear
-from weft.models.network.moe import ExpertStack, MoE
+from weft.models.network.moe import MoE
+from weft.models.network.packed import Packed
 from weft.models.network.parameters import StoredParameter
-from weft.models.network.shared_rows import SharedRows
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import (
     RowAssignment,
     gather_from_ranks,
+    gather_replicated_rows,
+    gather_rows,
+    scatter_rows,
     sum_backward,
     sum_both_ways,
     sum_forward,
     sum_over_ranks,
 )
-from weft.parallel.vocabulary import GroupVocabularySplit
-from weft.topology import compute_heads, compute_vocabulary
+from weft.parallel.vocabulary import SplitVocabulary
 
 # Parameters that every rank holds whole but uses only for its own heads or width, so each rank has
 # only a part of their gradient.
@@ -64,6 +73,34 @@ COPIED = r"blocks\.\d+\.attention\.([kv]\.(weight|bias|lora_b)|prefix\.[kv])"
 COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 
 
+def narrow_config(config: TransformerConfig, t: int, rank: int) -> TransformerConfig:
+    """Return the configuration of one rank's part of a network.
+
+    `t` is the number of tensor-parallel ranks, and `rank` is the index of the rank among them. The
+    part has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if the
+    network cannot be split into `t` parts.
+    """
+    width = config.intermediate_size
+    experts = config.experts
+    ids = topology.compute_vocabulary(config.vocab_size, t, rank)
+    heads = topology.compute_heads(config, t, rank)
+    kv = topology.compute_kv_heads(config, t, rank)
+    if experts is not None:
+        inner = topology.shard((experts.intermediate_size,), 0, t, rank)[0]
+        experts = replace(experts, intermediate_size=inner.stop - inner.start)
+    if experts is None or experts.layers:
+        own = topology.shard((width,), 0, t, rank)[0]
+        width = own.stop - own.start
+    return replace(
+        config,
+        vocab_size=ids.stop - ids.start,
+        num_heads=heads.stop - heads.start,
+        num_kv_heads=kv.stop - kv.start,
+        intermediate_size=width,
+        experts=experts,
+    )
+
+
 def join(
     network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool
 ) -> None:
@@ -73,67 +110,248 @@ def join(
     sequence parallelism: outside of attention and MLP, each rank has the hidden states of only some
     tokens.
     """
-    rank = group.rank()
-    size = group.size()
-    leaves = partial(sum_forward, group=group)
-    first = compute_vocabulary(config.vocab_size, size, rank).start
+    network.vocab_size = config.vocab_size
+    _EndsConnection(network, config, group, shares_rows=shares_rows)
     for block in network.blocks:
         assert isinstance(block, Block)
-        _join_block(block, config, group)
-    if network.is_first_stage:
-        network.embed.first, network.embed.reduce = first, leaves
-    network.vocab_size = config.vocab_size
-    if network.is_last_stage and network.kind == "lm":
-        network.head.split = GroupVocabularySplit(first, config.vocab_size, group)
-        network.enter = partial(sum_backward, group=group)
-    network.sharing = ConsecutiveRowSharing(group) if shares_rows else None
+        _BlockConnection(block, config, group)
+
+
+def count_rows(length: int, group: ProcessGroup) -> int:
+    """Return the number of this rank's rows in a pack of `length` tokens whose rows are shared."""
+    most = -(-length // group.size())
+    return min(max(length - group.rank() * most, 0), most)
 
 
 @dataclass(frozen=True)
-class ConsecutiveRowSharing:
-    """Split of the tokens for sequence parallelism: each rank gets a run of consecutive tokens.
+class _SharedRows:
+    """Assignment of a pass's rows to the ranks.
 
-    Implements the protocol `RowSharing` (see `weft.models.network.shared_rows`).
+    Attributes:
+        tokens: Assignment of all tokens.
+        wanted: Assignment of the tokens whose final hidden states are needed.
+        wanted_tokens: Indices of this rank's wanted tokens among its tokens, int64.
     """
 
-    group: ProcessGroup
+    tokens: RowAssignment
+    wanted: RowAssignment
+    wanted_tokens: Tensor
 
-    def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        every = RowAssignment.from_equal_runs(len(tokens), self.group, tokens.device)
+    @classmethod
+    def from_pass(cls, x: Packed, rows: Tensor | None, group: ProcessGroup) -> _SharedRows:
+        """Assign consecutive tokens to each rank; `rows` are the wanted tokens, or None for all."""
+        tokens = RowAssignment.from_equal_runs(len(x.tokens), group, x.tokens.device)
         if rows is None:
-            return SharedRows(every, every, torch.arange(len(every.own_rows), device=tokens.device))
-        wanted = every.select(rows)
-        return SharedRows(every, wanted, every.local_indices[rows[wanted.own_rows]])
-
-    def count(self, length: int) -> int:
-        most = -(-length // self.group.size())
-        return min(max(length - self.group.rank() * most, 0), most)
+            own = torch.arange(len(tokens.own_rows), device=x.tokens.device)
+            return cls(tokens, tokens, own)
+        wanted = tokens.select(rows)
+        return cls(tokens, wanted, tokens.local_indices[rows[wanted.own_rows]])
 
 
-def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
-    leaves = partial(sum_forward, group=group)
-    block.enter = partial(sum_backward, group=group)
-    block.attention.o.reduce = leaves
-    heads = compute_heads(config, group.size(), group.rank())
-    block.attention.first_head = block.attention.layer * config.num_heads + heads.start
-    _set_first_channel(block.attention.o, heads.start * config.head_dim)
-    if isinstance(block.mlp, MoE):
-        block.mlp.reduce = leaves
-        down = block.mlp.experts["down"]
-        if isinstance(down, ExpertStack) and down.adapter is not None:
-            down.adapter.channel = group.rank() * down.weight.shape[-1]
-    else:
-        block.mlp.down.reduce = leaves
-        _set_first_channel(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
-    if config.qk_norm == "full":
-        copies = max(1, group.size() // config.num_kv_heads)
-        block.attention.q_norm.split_over_ranks(
-            config.num_heads * config.head_dim, partial(sum_both_ways, group=group)
+@dataclass(frozen=True)
+class _SharedPack(Packed):
+    """Input of a pass in which the ranks share the rows of hidden states."""
+
+    shared: _SharedRows | None = None
+
+
+class _EndsConnection:
+    """Hooks on a network and on its modules before the first and after the last block.
+
+    During a pass that shares rows, the object stores which rank has which row.
+    """
+
+    def __init__(
+        self,
+        network: Transformer,
+        config: TransformerConfig,
+        group: ProcessGroup,
+        *,
+        shares_rows: bool,
+    ) -> None:
+        self._group = group
+        self._first_id = topology.compute_vocabulary(
+            config.vocab_size, group.size(), group.rank()
+        ).start
+        self._shared: _SharedRows | None = None
+        self._has_id: Tensor | None = None  # [T]: whether this rank has a token's id
+        if shares_rows:
+            network.register_forward_pre_hook(self._begin_pass)
+            network.register_forward_hook(self._end_pass, always_call=True)
+        if network.is_first_stage:
+            network.embed.register_forward_pre_hook(self._find_own_ids)
+            network.embed.register_forward_hook(self._sum_embeddings)
+            network.embed_dropout.register_forward_pre_hook(self._select_dropout)
+            if config.learned_positions is not None:
+                network.positions.register_forward_pre_hook(self._select_positions)
+        if network.is_last_stage and network.kind == "lm":
+            network.head.vocabulary = SplitVocabulary(self._first_id, config.vocab_size, group)
+            network.head.register_forward_pre_hook(self._enter_head)
+        elif network.is_last_stage:
+            network.score.register_forward_hook(self._gather_values)
+
+    def _begin_pass(self, network: Transformer, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = given
+        shared = _SharedRows.from_pass(x, network.find_output_rows(x), self._group)
+        self._shared = shared
+        own = {field.name: getattr(x, field.name) for field in fields(x)}
+        return (_SharedPack(**own | {"shared": shared}), *rest)
+
+    def _end_pass(self, network: nn.Module, given: tuple[Any, ...], result: object) -> None:
+        self._shared = None
+
+    def _find_own_ids(self, embed: nn.Embedding, given: tuple[Tensor]) -> Tensor:
+        local = given[0] - self._first_id
+        self._has_id = (local >= 0) & (local < len(embed.weight))
+        return torch.where(self._has_id, local, 0)
+
+    def _sum_embeddings(self, embed: nn.Module, given: tuple[Tensor], states: Tensor) -> Tensor:
+        assert self._has_id is not None
+        states = states * self._has_id[:, None]
+        self._has_id = None
+        if self._shared is None:
+            return sum_forward(states, self._group)
+        return scatter_rows(states, self._shared.tokens)
+
+    def _select_positions(self, positions: nn.Module, given: tuple[Tensor]) -> Tensor:
+        return given[0] if self._shared is None else given[0][self._shared.tokens.own_rows]
+
+    def _select_dropout(
+        self, layer: nn.Module, given: tuple[Tensor, TokenDropout | None, float]
+    ) -> tuple[Tensor, TokenDropout | None, float]:
+        states, how, rate = given
+        if self._shared is not None and how is not None:
+            how = how.select(self._shared.tokens.own_rows)
+        return states, how, rate
+
+    def _enter_head(self, head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        states, *rest = given
+        if self._shared is None:
+            return (sum_backward(states, self._group), *rest)
+        return (gather_rows(states, self._shared.wanted), *rest)
+
+    def _gather_values(self, score: nn.Module, given: tuple[Tensor], values: Tensor) -> Tensor:
+        return (
+            values if self._shared is None else gather_replicated_rows(values, self._shared.wanted)
         )
-        block.attention.k_norm.split_over_ranks(
-            config.num_kv_heads * config.head_dim,
-            lambda squares: sum_both_ways(squares / copies, group),
-        )
+
+
+class _BlockConnection:
+    """Hooks on a block and on its modules: attention and MLP are split over the ranks.
+
+    During a pass that shares rows, the object stores which rank has which row of the inputs of
+    attention and of the outputs of attention and MLP. If a block is computed again in the backward
+    pass, so are these. The hooks are not compiled.
+    """
+
+    def __init__(self, block: Block, config: TransformerConfig, group: ProcessGroup) -> None:
+        self._group = group
+        self._inputs: RowAssignment | None = None
+        self._outputs: RowAssignment | None = None
+        attention = block.attention
+        block.register_forward_pre_hook(self._begin_block)
+        attention.qkv.register_forward_pre_hook(self._enter_attention)
+        self._sum_output(attention.o)
+        heads = topology.compute_heads(config, group.size(), group.rank())
+        attention.first_head = attention.layer * config.num_heads + heads.start
+        _set_first_channel(attention.o, heads.start * config.head_dim)
+        if config.qk_norm == "full":
+            copies = max(1, group.size() // config.num_kv_heads)
+            attention.register_module(
+                "q_norm",
+                _SplitNorm(attention.q_norm, config.num_heads * config.head_dim, group),
+            )
+            attention.register_module(
+                "k_norm",
+                _SplitNorm(attention.k_norm, config.num_kv_heads * config.head_dim, group, copies),
+            )
+        block.mlp.register_forward_pre_hook(self._enter_mlp)
+        if isinstance(block.mlp, MoE):
+            block.mlp.register_forward_hook(self._sum_outputs)
+            down = block.mlp.experts.down
+            if down.adapter is not None:
+                down.adapter.channel = group.rank() * down.weight.shape[-1]
+        else:
+            self._sum_output(block.mlp.down)
+            _set_first_channel(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
+
+    def _sum_output(self, layer: Linear) -> None:
+        """Sum the products of `layer` over the ranks before its bias is added."""
+        layer.register_forward_pre_hook(_leave_bias_out, with_kwargs=True)
+        layer.register_forward_hook(self._sum_outputs)
+        layer.register_forward_hook(_add_bias)
+
+    def _begin_block(
+        self, block: nn.Module, given: tuple[Tensor, BlockContext]
+    ) -> tuple[Tensor, BlockContext] | None:
+        x, at = given
+        shared = at.pack.shared if isinstance(at.pack, _SharedPack) else None
+        if shared is None:
+            self._inputs = self._outputs = None
+            return None
+        self._inputs = shared.tokens
+        self._outputs = shared.tokens if at.mlp_rows is None else shared.wanted
+        rows = None if at.rows is None else shared.wanted_tokens
+        dropout = at.mlp_dropout
+        if dropout is not None:
+            dropout = dropout.select(self._outputs.own_rows)
+        return x, replace(at, stream=ResidualStream(rows, dropout))
+
+    @_disable_dynamo
+    def _enter_attention(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._gather(given, self._inputs)
+
+    @_disable_dynamo
+    def _enter_mlp(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._gather(given, self._outputs)
+
+    def _gather(self, given: tuple[Any, ...], rows: RowAssignment | None) -> tuple[Any, ...]:
+        x, *rest = given
+        return (sum_backward(x, self._group) if rows is None else gather_rows(x, rows), *rest)
+
+    @_disable_dynamo
+    def _sum_outputs(self, layer: nn.Module, given: tuple[Any, ...], y: Tensor) -> Tensor:
+        if self._outputs is None:
+            return sum_forward(y, self._group)
+        return scatter_rows(y, self._outputs)
+
+
+def _leave_bias_out(
+    layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return given, named | {"biased": False}
+
+
+def _add_bias(layer: Linear, given: tuple[Any, ...], y: Tensor) -> Tensor:
+    return y if layer.bias is None else y + layer.bias
+
+
+class _SplitNorm(nn.Module):
+    """RMS norm over `whole` elements that are split over the ranks of a group.
+
+    `norm` is this rank's part of the norm. If `copies` ranks hold the same elements, these are
+    counted once.
+    """
+
+    def __init__(self, norm: Norm, whole: int, group: ProcessGroup, copies: int = 1) -> None:
+        super().__init__()
+        assert norm.kind != "layer", "the statistics of a layer norm are not summed over ranks"
+        assert norm.weight is not None
+        self.weight = norm.weight
+        self.eps = norm.eps
+        self._offset = 0.0 if norm.kind == "rms" else 1.0
+        self._whole = whole
+        self._group = group
+        self._copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        if self._copies > 1:
+            squares = squares / self._copies
+        squares = sum_both_ways(squares, self._group)
+        normed = wide * torch.rsqrt(squares / self._whole + self.eps)
+        return (normed * (self.weight + self._offset)).to(x.dtype)
 
 
 def _set_first_channel(layer: Linear, channel: int) -> None:

@@ -97,11 +97,20 @@ def adapted_down(network: Transformer) -> None:
 
 
 def reduced(network: Transformer) -> None:
-    network.blocks[0].attention.o.reduce = lambda part: 2 * part
+    network.blocks[0].attention.o.register_forward_hook(lambda _, __, part: 2 * part)
+
+
+class DoubledEmbedding(torch.nn.Module):
+    def __init__(self, embed: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.nn.functional.embedding(tokens, self.weight)
 
 
 def embedded_by_ranks(network: Transformer) -> None:
-    network.embed.reduce = lambda part: 2 * part
+    network.embed = DoubledEmbedding(network.embed)
 
 
 def hidden(network: Transformer, through: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

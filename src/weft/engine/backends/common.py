@@ -18,7 +18,6 @@ from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.errors import CheckpointError, ConfigError
 from weft.extras import install
 from weft.models.network import quantized
-from weft.models.network.transformer import Embedding
 from weft.parallel.schedule import SPLIT_BACKWARD_KINDS
 from weft.topology import Layout
 
@@ -262,7 +261,7 @@ def count_product_parameters(network: nn.Module, embedding: nn.Module, *, tied: 
     looked_up = sum(
         p.numel()
         for m in network.modules()
-        if isinstance(m, nn.Embedding | Embedding)
+        if isinstance(m, nn.Embedding)
         for p in m.parameters(recurse=False)
     )
     return matrices - looked_up + (sum(p.numel() for p in embedding.parameters()) if tied else 0)

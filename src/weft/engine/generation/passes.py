@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft import kernels
 from weft.kernels import (
@@ -301,19 +301,17 @@ class DecoderPasses:
 def _supports_network(network: Decoder) -> bool:
     """Return whether the CPU kernel can compute whole forward passes of the network.
 
-    Returns False for a network with hooks, adapters or quantized layers, and for one whose results
-    have to be reduced over ranks.
+    Returns False for a network with hooks, replaced modules, adapters or quantized layers.
     """
     if not isinstance(network, Transformer) or not supports_config(network.config):
         return False
     for module in network.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if getattr(module, "reduce", None) is not None or (
-            isinstance(module, Linear) and (len(module.adapters) or module.is_quantized)
-        ):
+        if isinstance(module, Linear) and (len(module.adapters) or module.is_quantized):
             return False
-    return network.is_first_stage and network.is_last_stage
+    whole = network.is_first_stage and network.is_last_stage
+    return whole and type(network.embed) is nn.Embedding
 
 
 def _collect_weights(network: Transformer, cache: KVCache) -> NetworkWeights:
@@ -321,7 +319,7 @@ def _collect_weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     drawn = None
     if network.kind == "lm" and config.final_softcap is None:
         projection = network.projection
-        if projection.weight.shape == network.embed.weight.shape and projection.split is None:
+        if projection.weight.shape == network.embed.weight.shape:
             drawn = LinearWeights(projection.weight, projection.bias)
     blocks = [block for block in network.blocks if isinstance(block, Block)]
     stored = zip(blocks, cache.keys, cache.values, strict=True)

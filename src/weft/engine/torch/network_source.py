@@ -96,7 +96,7 @@ class NetworkSource:
             layout = mesh.layout
             at = mesh.coordinates
             if layout.tensor > 1:
-                config = config.narrow_to_rank(layout.tensor, at.tensor)
+                config = tensor.narrow_config(config, layout.tensor, at.tensor)
             if layout.pipeline > 1:
                 layers = []
                 for run in self.list_stages(mesh).values():
@@ -250,7 +250,7 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
             f"layout={layout}: pipeline_schedule={spec.pipeline_schedule} needs torch 2.13, and "
             f"{torch.__version__} is installed; write 1f1b or interleaved_1f1b"
         )
-    config.narrow_to_rank(layout.tensor, 0)
+    tensor.narrow_config(config, layout.tensor, 0)
     topology.compute_stage(config.num_layers, layout.pipeline, 0)
     count = layout.placement.num_stages
     kind = spec.pipeline_schedule

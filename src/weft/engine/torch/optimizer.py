@@ -23,7 +23,6 @@ from weft.engine.torch.update_rules import SGD, AdamW, Lion
 from weft.errors import CheckpointError
 from weft.kernels import CopyQueue
 from weft.models.network.parameters import StoredParameter, find_canonical_parameters
-from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
 # elements updated at once if states or new values are copied while others are updated
@@ -75,7 +74,7 @@ def list_embedding_names(network: nn.Module) -> frozenset[str]:
     """Return the canonical names of embeddings, and of heads tied to an embedding."""
     parameter_ids = set()
     for m in network.modules():
-        if isinstance(m, nn.Embedding | Embedding):
+        if isinstance(m, nn.Embedding):
             for parameter in m.parameters(recurse=False):
                 parameter_ids.add(id(parameter))
     return frozenset(

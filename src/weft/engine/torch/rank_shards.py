@@ -30,9 +30,9 @@ from weft.models.network import lora, quantized
 from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.prefix import list_prefixes
 from weft.models.network.transformer import Transformer
-from weft.parallel import context, shard
+from weft.parallel import context, shard, tensor
 from weft.parallel.mesh import RankMesh
-from weft.parallel.pipeline import Pipeline
+from weft.parallel.pipeline import Pipeline, split_network
 from weft.parallel.pipeline_decoder import StagedDecoder
 from weft.parallel.schedule import Kind
 from weft.parallel.shard import LocalShards
@@ -93,16 +93,12 @@ def build_rank_shard(
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[choose_dtype(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
-            if mesh.count_ranks("context") > 1:
-                count_of = partial(context.count_tokens, group=mesh.get_group("context"))
-            else:
-                count_of = None
             staged = Pipeline(
                 stages,
                 kind,
                 mesh.get_group("pipeline"),
                 own if half else None,
-                count_of,
+                partial(_count_rows, mesh, source.spec.sequence_parallel),
                 sums_once=sums_once,
             )
         return MeshCollectives(
@@ -144,11 +140,20 @@ def _list_stages(
     runs = source.list_stages(mesh)
     if len(runs) == 1:
         return dict.fromkeys(runs, network)
-    parts = network.split(list(runs.values()))
+    return dict(zip(runs, split_network(network, list(runs.values())), strict=True))
+
+
+def _count_rows(mesh: RankMesh, shares_rows: bool, length: int) -> int:
+    """Return the number of rows of hidden states that this rank has in a pack of `length` tokens.
+
+    Outside of attention and MLP, context-parallel ranks and, with `shares_rows`, tensor-parallel
+    ranks divide the rows.
+    """
     if mesh.count_ranks("context") > 1:
-        for part in parts:
-            context.join(part, mesh.get_group("context"))
-    return dict(zip(runs, parts, strict=True))
+        length = context.count_tokens(length, mesh.get_group("context"))
+    if shares_rows and mesh.count_ranks("tensor") > 1:
+        length = tensor.count_rows(length, mesh.get_group("tensor"))
+    return length
 
 
 def build_copy_shard(network: nn.Module, mesh: RankMesh, device: torch.device) -> RankShard:

@@ -39,26 +39,22 @@ class MoEAuxLoss:
         num_layers: int | None = None,
         layers: list[Tensor] | None = None,
         *,
-        whole: Tensor | None = None,
-        reduce: Callable[[Tensor], Tensor] | None = None,
+        average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Create a loss for the sequences of a pack.
 
         Args:
-            lengths: Number of tokens of each sequence, int64 [S]. If the sequences are split over
-                ranks, only this rank's tokens are counted.
+            lengths: Number of tokens of each sequence, int64 [S].
             num_layers: Number of layers with experts in the whole network. Needed only if the pass
                 computes only some of the layers.
             layers: List to which each layer's values are added, by default a new list.
-            whole: Number of tokens of each whole sequence, int64 [S]. Needed only if the sequences
-                are split over ranks.
-            reduce: Function that sums a tensor over these ranks.
+            average: Function that returns the mean over the tokens of each sequence, [T, E] -> [S,
+                E]; by default that of a pack with all tokens of its sequences.
         """
         self.lengths = lengths
         self.num_layers = num_layers
         self.layers = [] if layers is None else layers
-        self.whole = whole
-        self.reduce = reduce
+        self._average = average
 
     def add(self, probabilities: Tensor, chosen: Tensor) -> None:
         """Add the loss of one layer's router.
@@ -67,8 +63,9 @@ class MoEAuxLoss:
         each token is sent.
         """
         used = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
-        shares = self._average_over_tokens(used)
-        means = self._average_over_tokens(probabilities)
+        average = self._average or self._average_over_tokens
+        shares = average(used)
+        means = average(probabilities)
         self.layers.append(probabilities.shape[1] * (shares * means).sum(-1))
 
     def compute_by_sequence(self) -> Tensor:
@@ -82,8 +79,7 @@ class MoEAuxLoss:
     def _average_over_tokens(self, values: Tensor) -> Tensor:
         """Return the mean over the tokens of each sequence: [T, E] -> [S, E]."""
         sums = torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
-        sums = sums if self.reduce is None else self.reduce(sums)
-        return sums / (self.lengths if self.whole is None else self.whole)[:, None]
+        return sums / self.lengths[:, None]
 
 
 def choose_aux_loss_weight(config: TransformerConfig, coefficient: float | None) -> float:

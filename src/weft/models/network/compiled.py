@@ -22,12 +22,12 @@ def compile_blocks(
     For matrices in compiled parts, autograd computes the gradients as usual. These gradients are
     not added directly to master weights (see `weft.models.network.gradient_sums`).
 
-    If layers are split over ranks, the ranks communicate between the compiled parts, not in them.
-    With `fp8`, compiled products use fp8 if the sizes of the matrix allow this.
+    Hooks on modules of a block may call code that cannot be compiled; it then runs between the
+    compiled parts. With `fp8`, compiled products use fp8 if the sizes of the matrix allow this.
     """
     for block in network.blocks:
         assert isinstance(block, Block)
-        whole = block.enter is None
+        whole = not any(part._forward_pre_hooks or part._forward_hooks for part in block.modules())
         into, out = (
             kernels.compiled_by_rows(part, backend, whole=whole)
             for part in (Block.compute_heads, Block.compute_output)

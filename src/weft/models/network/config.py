@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from weft import topology
 from weft.kernels import Activation
 
 Norm = Literal["rms", "rms_plus_one", "layer"]  # rms_plus_one scales by 1 + weight (gemma)
@@ -166,38 +165,6 @@ class TransformerConfig:
             + mlp
         )
 
-    def narrow_to_rank(self, t: int, rank: int) -> TransformerConfig:
-        """Return the configuration of one rank's part of the network under tensor parallelism.
-
-        `t` is the number of tensor-parallel ranks, and `rank` is the index of the rank among them.
-        The part has fewer heads, a narrower MLP and a smaller vocabulary. Raises `ConfigError` if
-        the network cannot be split into `t` parts.
-        """
-        width = self.intermediate_size
-        experts = self.experts
-        ids = topology.compute_vocabulary(self.vocab_size, t, rank)
-        heads = topology.compute_heads(self, t, rank)
-        kv = topology.compute_kv_heads(self, t, rank)
-        if experts is not None:
-            inner = experts.intermediate_size
-            experts = replace(
-                experts, intermediate_size=_count(topology.shard((inner,), 0, t, rank)[0])
-            )
-        if experts is None or experts.layers:
-            width = _count(topology.shard((width,), 0, t, rank)[0])
-        return replace(
-            self,
-            vocab_size=_count(ids),
-            num_heads=_count(heads),
-            num_kv_heads=_count(kv),
-            intermediate_size=width,
-            experts=experts,
-        )
-
     def with_dropout(self, rate: float) -> TransformerConfig:
         """Return a copy with `rate` as the dropout of embeddings, hidden states and attention."""
         return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
-
-
-def _count(part: slice) -> int:
-    return int(part.stop - part.start)

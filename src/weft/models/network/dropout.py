@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft import randomness
 
@@ -82,8 +82,8 @@ class TokenDropout:
         positions: Position of each token, int32 [T].
         layer: Index of the layer to which dropout is applied: an int, or a scalar integer tensor
             that compiled code takes as an input.
-        first_head: Index of the layer's first query head on this rank, where the query heads of all
-            layers and ranks are numbered consecutively.
+        first_head: Index of the layer's first query head, where the query heads of all layers are
+            numbered consecutively.
     """
 
     keys: Tensor
@@ -112,8 +112,7 @@ class TokenDropout:
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
         """Set elements of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
 
-        `channel` is the offset of x's first channel among all channels of the site; it is above 0
-        if the channels are split over ranks.
+        `channel` is the offset of x's first channel among all channels of the site.
         """
         if rate == 0.0:
             return x
@@ -144,6 +143,13 @@ class TokenDropout:
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
         words = torch.stack([first, second], dim=-1).flatten(-2)[..., :length]
         return torch.where(_is_kept(words, rate), weights / (1.0 - rate), 0.0)
+
+
+class EmbeddingDropout(nn.Module):
+    """Dropout of the sum of token and position embeddings, [T, hidden]."""
+
+    def forward(self, states: Tensor, how: TokenDropout | None, rate: float) -> Tensor:
+        return states if how is None else how.drop(states, rate, EMBEDDING)
 
 
 def with_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs
 from weft.models.network.packed import Packed, RowGradient, TopIds
-from weft.models.network.split import VocabularySplit, to_local_ids
 from weft.models.network.support import SamplingSupport
 from weft.models.network.token_outputs import OutputProjection, ProjectionGradients
+from weft.models.network.vocabulary import Vocabulary
 
 # the outputs that `_GivenLogprobs` returns, in this order
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")
@@ -99,6 +99,7 @@ def compute_top_outputs(
     rows. The log-probs are those of softmax(logits / temperature), in float32 (float64 for float64
     networks), without a gradient.
     """
+    vocabulary = projection.vocabulary
     size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -106,32 +107,11 @@ def compute_top_outputs(
     logprobs = hidden.new_empty(len(hidden), count + 1, dtype=dtype)
     for rows in token_outputs.split_rows(len(hidden), chunk or projection.count_chunk_rows()):
         logits, _ = _compute_logits(hidden[rows], projection, temperature)
-        likeliest = _find_likeliest(logits, count, top.below, projection.split)
+        likeliest = vocabulary.find_likeliest(logits, count, top.below)
         ids[rows] = likeliest
-        own = to_local_ids(likeliest, logits.shape[1], projection.split)
-        logprobs[rows] = _EventLogprobs.from_logits(logits, own, projection.split).logprobs
+        columns = vocabulary.find_columns(likeliest, logits.shape[1])
+        logprobs[rows] = _EventLogprobs.from_logits(logits, columns, vocabulary).logprobs
     return {"top_ids": ids, "top_logprobs": logprobs}
-
-
-def _find_likeliest(
-    logits: Tensor, count: int, below: int | None, split: VocabularySplit | None
-) -> Tensor:
-    """Return the ids with the largest logits in the whole vocabulary, int64 [R, count].
-
-    Only ids less than `below` are considered. If the vocabulary is split over ranks, the logits [R,
-    V] are those of this rank's ids.
-    """
-    if split is None:
-        return logits[:, :below].topk(count, dim=1).indices
-    if below is None:
-        here = logits.shape[1]
-    else:
-        here = min(max(below - split.first_id, 0), logits.shape[1])
-    best = logits[:, :here].topk(min(count, here), dim=1)
-    lacking = (0, count - best.values.shape[1])  # every rank must send equally many
-    values = split.gather_candidates(nn.functional.pad(best.values, lacking, value=float("-inf")))
-    ids = split.gather_candidates(nn.functional.pad(best.indices + split.first_id, lacking))
-    return ids.gather(1, values.topk(count, dim=1).indices)
 
 
 def compute_given_outputs(
@@ -157,10 +137,9 @@ def compute_given_outputs(
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.count_chunk_rows()
-    split = projection.split
     sums = projection.gradient_sum
     settings = _EventSettings(
-        labels, projection.softcap, temperature, rows, labelled, known, split, sums
+        labels, projection.softcap, temperature, rows, labelled, known, projection.vocabulary, sums
     )
     given, logprobs = _GivenLogprobs.apply(
         hidden, projection.weight, projection.bias, ids, settings
@@ -180,11 +159,11 @@ class _EventSettings:
     chunk: int
     labelled: bool
     gradient: RowGradient | None
-    split: VocabularySplit | None
+    vocabulary: Vocabulary
     gradient_sum: kernels.GradientSum | None
 
     def build_projection(self, weight: Tensor, bias: Tensor | None) -> OutputProjection:
-        return OutputProjection(weight, bias, self.softcap, self.split)
+        return OutputProjection(weight, bias, self.softcap, self.vocabulary)
 
 
 def _compute_logits(
@@ -192,11 +171,10 @@ def _compute_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return two tensors [R, V]: the logits divided by the temperature, and the undivided logits.
 
-    V is the size of this rank's part of the vocabulary. The caller may overwrite the first tensor.
-    The second is needed only for the gradient of a soft cap. Without a soft cap, the first tensor
-    is returned twice.
+    The caller may overwrite the first tensor. The second is needed only for the gradient of a soft
+    cap. Without a soft cap, the first tensor is returned twice.
     """
-    capped = projection.compute_local_logits(hidden)
+    capped = projection.compute_columns(hidden)
     if projection.softcap is not None:
         return capped / temperature, capped
     return capped if temperature == 1.0 else capped.div_(temperature), capped
@@ -216,22 +194,19 @@ class _EventLogprobs:
     others: Tensor  # [R]: log-sum-exp of the logits of other ids
 
     @classmethod
-    def from_logits(
-        cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None
-    ) -> _EventLogprobs:
-        """Return the log-probs of each of the given `ids`, int64 [R, K], and of "any other id".
+    def from_logits(cls, logits: Tensor, columns: Tensor, vocabulary: Vocabulary) -> _EventLogprobs:
+        """Return the log-probs of each of K given ids, and of "any other id".
 
-        `ids` are column indices of `logits` [R, V]; they are negative for ids in another rank's
-        part of the vocabulary. The logits of the given ids are overwritten with minus infinity, so
-        that the log-sum-exp of a row is that of the other ids.
+        `columns`, int64 [R, K], are the columns of the ids in `logits` [R, V], or -1. The logits of
+        the given ids are overwritten with minus infinity, so that the log-sum-exp of a row is that
+        of the other ids.
         """
-        own = _gather_logits(logits, ids, split)
-        _scatter_values(logits, ids, torch.full_like(own, float("-inf")), split)
-        if ids.shape[1] == (logits.shape[1] if split is None else split.vocab_size):
+        own = vocabulary.gather(logits, columns)
+        vocabulary.scatter(logits, columns, torch.full_like(own, float("-inf")))
+        if columns.shape[1] == vocabulary.count_ids(logits.shape[1]):
             others = logits.new_full((len(logits),), float("-inf"))
         else:
-            others = kernels.statistics(logits).lse
-            others = others if split is None else split.logsumexp(others)
+            others = vocabulary.logsumexp(kernels.statistics(logits).lse)
         each = torch.cat([own, others[:, None]], dim=1)
         lse = each.logsumexp(dim=1)
         return cls(each - lse[:, None], lse, others)
@@ -239,11 +214,11 @@ class _EventLogprobs:
     def compute_logits_gradient(
         self,
         logits: Tensor,
-        ids: Tensor,
+        columns: Tensor,
         grad_event: Tensor,
         labels: Tensor,
         grad_label: Tensor | None,
-        split: VocabularySplit | None,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 
@@ -268,28 +243,11 @@ class _EventLogprobs:
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         grad_logits = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
         # This also overwrites the NaN that results if there are no other ids.
-        _scatter_values(grad_logits, ids, grad_event[:, :-1], split)
+        vocabulary.scatter(grad_logits, columns, grad_event[:, :-1])
         if grad_label is None:
             return grad_logits
         own = torch.where(labels >= 0, grad_label, torch.zeros_like(grad_label))
         return grad_logits.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None])
-
-
-def _gather_logits(logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> Tensor:
-    """Return the logits [R, K] of `ids`, collected from the ranks that have them."""
-    if split is None:
-        return logits.gather(1, ids)
-    own = logits.gather(1, ids.clamp_min(0))
-    return split.sum(torch.where(ids >= 0, own, torch.zeros_like(own)))
-
-
-def _scatter_values(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) -> None:
-    """Write `values` [R, K] to x [R, V] at the ids that are in this rank's part of the vocabulary."""
-    if split is None:
-        x.scatter_(1, ids, values)
-        return
-    row, which = (ids >= 0).nonzero(as_tuple=True)
-    x[row, ids[row, which]] = values[row, which]
 
 
 class _EventChunk:
@@ -310,12 +268,12 @@ class _EventChunk:
         logits, self._capped = _compute_logits(hidden, projection, temperature)
         self._projection = projection
         self._temperature = temperature
-        split = projection.split
-        self._ids, self._labels = (
-            to_local_ids(each, logits.shape[1], split) for each in (ids.long(), labels)
+        vocabulary = projection.vocabulary
+        self._columns, self._labels = (
+            vocabulary.find_columns(each, logits.shape[1]) for each in (ids.long(), labels)
         )
-        own = _gather_logits(logits, self._labels[:, None], split)[:, 0]
-        self.events = _EventLogprobs.from_logits(logits, self._ids, split)
+        own = vocabulary.gather(logits, self._labels[:, None])[:, 0]
+        self.events = _EventLogprobs.from_logits(logits, self._columns, vocabulary)
         self.logprobs = own - self.events.lse
         self._logits = logits
 
@@ -329,7 +287,12 @@ class _EventChunk:
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
         grad_logits = self.events.compute_logits_gradient(
-            self._logits, self._ids, grad_event, self._labels, grad_label, self._projection.split
+            self._logits,
+            self._columns,
+            grad_event,
+            self._labels,
+            grad_label,
+            self._projection.vocabulary,
         )
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
         total.add(

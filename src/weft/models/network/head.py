@@ -13,9 +13,9 @@ from weft.models.attention.contexts import AttentionContext
 from weft.models.network import event_outputs
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
-from weft.models.network.split import VocabularySplit
 from weft.models.network.support import SamplingSupport
 from weft.models.network.token_outputs import OutputProjection
+from weft.models.network.vocabulary import WHOLE, Vocabulary
 
 Pooling = Literal["last", "mean"]
 
@@ -39,7 +39,7 @@ class LMHead(nn.Module):
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(config.vocab_size))
         else:
             self.bias = None
-        self.split: VocabularySplit | None = None
+        self.vocabulary: Vocabulary = WHOLE
         self.gradient_sum: kernels.GradientSum | None = (
             None  # gradient sum of the head's own matrix, or of the embedding's if tied
         )
@@ -48,7 +48,7 @@ class LMHead(nn.Module):
         """Return the output projection; `tied` is the embedding's matrix, used if `weight` is None."""
         weight = tied if self.weight is None else self.weight
         assert weight is not None, "a head without a matrix of its own reads the embedding's"
-        return OutputProjection(weight, self.bias, self.softcap, self.split, self.gradient_sum)
+        return OutputProjection(weight, self.bias, self.softcap, self.vocabulary, self.gradient_sum)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ The parameter with the canonical name `attention.q.weight` is then rows 0 to 511
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from weft.kernels import Activation, GradientSum, NarrowProduct
 from weft.models.network import quantized
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.quantized import Quantized
-from weft.models.network.shared_rows import RowShare
 
 # Sums to which the gradients of A and B are added, instead of their `grad`.
 Sums = tuple[GradientSum | None, GradientSum | None]
@@ -35,9 +34,8 @@ class Adapter(nn.Module):
         """Create an adapter for `weight` [out, in], or [experts, out, in] for a stack of experts.
 
         `r` is the rank of the adapter, and `rate` is its dropout rate. `place` is the index of the
-        adapter's dropout among all dropouts of the layer (see `weft.models.network.dropout`). If
-        ranks split the layer's input channels, the attribute `channel` must be set to the index of
-        this rank's first channel.
+        adapter's dropout among all dropouts of the layer (see `weft.models.network.dropout`). The
+        attribute `channel` is the index of the first input channel in the masks of this dropout.
         """
         super().__init__()
         self.channel = 0
@@ -83,11 +81,6 @@ def apply_adapter(
 class Linear(nn.Module):
     """One linear layer, or several fused layers with the same input: [T, in] -> [T, sum of out].
 
-    If the columns of the matrix are split over ranks, `reduce` sums the results over the ranks
-    before the bias is added. With sequence parallelism, `forward` gets a `share` (a `RowShare`).
-    The sum is then computed by `share.scatter`, which returns only the rows that belong to this
-    rank.
-
     Attributes:
         parts: Output size of each fused layer, by the name of the layer.
         adapters: Adapter of each fused layer that has one, by the name of the layer.
@@ -95,7 +88,6 @@ class Linear(nn.Module):
             torch computes it.
         gradient_sum: Sum to which the weight's gradient is added; None if the gradient is added to
             the weight's `grad` as usual.
-        reduce: Function that sums a tensor over the ranks; None if the columns are not split.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -107,20 +99,20 @@ class Linear(nn.Module):
         self.adapters = nn.ModuleDict()
         self.narrow: NarrowProduct | None = None
         self.gradient_sum: GradientSum | None = None
-        self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def forward(
-        self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
+        self, x: Tensor, dropout: TokenDropout | None = None, *, biased: bool = True
     ) -> Tensor:
-        bias = self.bias if self.reduce is None else None
+        """Return the output [T, out] for x [T, in]; without `biased`, the bias is left out."""
+        bias = self.bias if biased else None
         if len(self.adapters):
-            return self._reduce_output(self._apply_adapters(x, bias, dropout), share)
+            return self._apply_adapters(x, bias, dropout)
         if self.narrow is not None and torch.compiler.is_compiling():
             output = self.narrow(x, self.weight)
-            return self._reduce_output(output if bias is None else output + bias, share)
+            return output if bias is None else output + bias
         if self.is_quantized:
-            return self._reduce_output(quantized.linear(x, self.weight, bias), share)
-        return self._reduce_output(kernels.linear(x, self.weight, bias, self.gradient_sum), share)
+            return quantized.linear(x, self.weight, bias)
+        return kernels.linear(x, self.weight, bias, self.gradient_sum)
 
     @property
     def is_quantized(self) -> bool:
@@ -138,12 +130,6 @@ class Linear(nn.Module):
         adapter = self.adapters[part] if part in self.adapters else None  # noqa: SIM401 - a ModuleDict has no `get`
         assert adapter is None or isinstance(adapter, Adapter)
         return adapter
-
-    def _reduce_output(self, y: Tensor, share: RowShare | None) -> Tensor:
-        if self.reduce is None:
-            return y
-        y = self.reduce(y) if share is None else share.scatter(y)
-        return y if self.bias is None else y + self.bias
 
     def _apply_adapters(
         self, x: Tensor, bias: Tensor | None, dropout: TokenDropout | None
@@ -189,27 +175,24 @@ class DownLinear(Linear):
         self.activation = activation
 
     def forward(
-        self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
+        self, x: Tensor, dropout: TokenDropout | None = None, *, biased: bool = True
     ) -> Tensor:
-        """Return the output of the MLP, [T, out].
+        """Return the output of the MLP, [T, out]; without `biased`, the bias is left out.
 
         x is the input of the activation function: up [T, in] or, with a gate, gate and up side by
-        side [T, 2 in]. If the layer is split over ranks, the output is summed over the ranks. With
-        `share`, only the rows that it assigns to this rank are returned.
+        side [T, 2 in].
         """
         if (
             len(self.adapters)
             or self.is_quantized
             or (self.narrow is not None and torch.compiler.is_compiling())
         ):
-            return super().forward(
-                kernels.activated(x, self.gated, self.activation), dropout, share
-            )
-        bias = self.bias if self.reduce is None else None
-        output = kernels.activated_linear(
+            activated = kernels.activated(x, self.gated, self.activation)
+            return super().forward(activated, dropout, biased=biased)
+        bias = self.bias if biased else None
+        return kernels.activated_linear(
             x, self.gated, self.weight, bias, self.activation, self.gradient_sum
         )
-        return self._reduce_output(output, share)
 
 
 class _AdaptedLinear(torch.autograd.Function):

@@ -5,39 +5,15 @@ Each token is sent to `top_k` experts, and no token is dropped for lack of capac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from weft import kernels
-from weft.kernels import RowGroups
+from weft.kernels import Activation, RowGroups
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
 from weft.models.network.linear import Adapter, Linear, apply_adapter
-from weft.models.network.shared_rows import RowShare
-
-ExpertFunction = Callable[[Tensor, RowGroups, TokenDropout | None], Tensor]
-
-
-class ExpertExchange(Protocol):
-    """Interface of functions that compute the outputs of experts that are distributed over ranks.
-
-    Such a function sends each input row to the rank that has the row's expert, and gets the
-    expert's output back.
-    """
-
-    def __call__(
-        self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None, compute: ExpertFunction
-    ) -> Tensor:
-        """Return the experts' outputs for x [rows, hidden], whose rows are sorted by expert.
-
-        `groups` has the number of rows of each expert, including experts on other ranks. `compute`
-        computes the outputs of the experts on this rank. All ranks must call this.
-        """
-        ...
 
 
 class ExpertStack(nn.Module):
@@ -73,7 +49,7 @@ class ExpertStack(nn.Module):
         for own, y, w, a, b in each:
             if len(own):
                 by_expert.append(apply_adapter(own, y, w, None, a, b, adapter.scale))
-        # Without rows, still use the parameters: all ranks of a sharded network must take part.
+        # Without rows, still use the parameters, so that their gradients are 0 and not missing.
         if not by_expert:
             return apply_adapter(
                 x,
@@ -87,17 +63,31 @@ class ExpertStack(nn.Module):
         return torch.cat(by_expert)
 
 
+class Experts(nn.Module):
+    """Feed-forward networks of all experts: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, num: int, hidden: int, inner: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate = ExpertStack(num, hidden, inner)
+        self.up = ExpertStack(num, hidden, inner)
+        self.down = ExpertStack(num, inner, hidden)
+
+    def forward(self, x: Tensor, groups: RowGroups, dropout: TokenDropout | None) -> Tensor:
+        """Return the output of each row's expert: [rows, hidden] -> [rows, hidden].
+
+        The rows are sorted by expert, and `groups` has the number of rows of each expert.
+        """
+        gate = self.gate(x, groups, dropout)
+        up = self.up(x, groups, dropout)
+        y: Tensor = self.down(kernels.activate(gate, self.activation) * up, groups, dropout)
+        return y
+
+
 class MoE(nn.Module):
     """Mixture of experts: [T, hidden] -> [T, hidden].
 
     The router's softmax is in float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
-
-    Attributes:
-        reduce: Function that sums the output over ranks, set if every expert is split over ranks.
-            With sequence parallelism, it is not used, and `forward` returns only this rank's rows
-            of the sum.
-        exchange: Function that sends each row to the rank with the expert chosen for it, and gets
-            the expert's output back. Set if the experts are distributed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -107,24 +97,11 @@ class MoE(nn.Module):
         hidden = config.hidden_size
         self.top_k = experts.top_k
         self.normalize = experts.normalize
-        self.activation = config.activation
         self.router = Linear(hidden, {"router": experts.num}, bias=False)
-        self.experts = nn.ModuleDict(
-            {
-                "gate": ExpertStack(experts.num, hidden, experts.intermediate_size),
-                "up": ExpertStack(experts.num, hidden, experts.intermediate_size),
-                "down": ExpertStack(experts.num, experts.intermediate_size, hidden),
-            }
-        )
-        self.reduce: Callable[[Tensor], Tensor] | None = None
-        self.exchange: ExpertExchange | None = None
+        self.experts = Experts(experts.num, hidden, experts.intermediate_size, config.activation)
 
     def forward(
-        self,
-        x: Tensor,
-        dropout: TokenDropout | None,
-        aux_loss: MoEAuxLoss | None = None,
-        share: RowShare | None = None,
+        self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None
     ) -> Tensor:
         # Choose each token's experts.
         logits = self.router(x)
@@ -145,24 +122,7 @@ class MoE(nn.Module):
         groups = RowGroups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
-        # Compute the experts, on other ranks too if these have some of them.
-        if self.exchange is None:
-            outputs = self._compute_experts(inputs, groups, keys)
-        else:
-            outputs = self.exchange(inputs, groups, keys, self._compute_experts)
+        outputs = self.experts(inputs, groups, keys)
         # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
-        y = torch.zeros_like(x).index_add(0, token, weighted)
-        if self.reduce is None:
-            return y
-        return self.reduce(y) if share is None else share.scatter(y)
-
-    def _compute_experts(self, x: Tensor, groups: RowGroups, keys: TokenDropout | None) -> Tensor:
-        """Return the outputs of this rank's experts, [rows, hidden].
-
-        The rows of `x` are sorted by expert.
-        """
-        gate = self.experts["gate"](x, groups, keys)
-        up = self.experts["up"](x, groups, keys)
-        y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)
-        return y
+        return torch.zeros_like(x).index_add(0, token, weighted)

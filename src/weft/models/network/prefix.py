@@ -6,14 +6,15 @@ sequence.
 
     with lora.disable_adapters(network): ...    # without the prefix
 
-In a pack of whole sequences, each layer inserts the prefix before every sequence for its attention,
-and removes it afterwards (`InsertedPrefix`). If keys and values are cached, a sequence begins with
-placeholder tokens, and their keys and values are replaced by those of the prefix
-(`OverwrittenPrefix`).
+A layer's prefix wraps its attention (`PrefixKeysValues.wrap`). In a pack of whole sequences, it is
+inserted before every sequence, and removed afterwards (`InsertedPrefix`). If keys and values are
+cached, a sequence begins with placeholder tokens, and their keys and values are replaced by those
+of the prefix (`OverwrittenPrefix`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
+# Attention of a layer: (heads, rotation, context, dropout) -> outputs [T, heads x head_dim]
+Attend = Callable[[Tensor, Rotation | None, AttentionContext, TokenDropout | None], Tensor]
 
 
 class PrefixKeysValues(nn.Module):
@@ -47,6 +50,18 @@ class PrefixKeysValues(nn.Module):
         """
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
+
+    def wrap(
+        self, attend: Attend, placed: PlacedPrefix, heads: Tensor, dropout: TokenDropout | None
+    ) -> Tensor:
+        """Return attention outputs [T, width] in which all tokens attend to the prefix too.
+
+        `attend` is the attention of the layer, and `heads` are the layer's queries, keys and values
+        [T, heads + 2 kv_heads, head_dim].
+        """
+        dropout = None if dropout is None else placed.select_dropout(dropout)
+        wide = placed.insert_into(heads, self)
+        return placed.remove_from(attend(wide, placed.rotation, placed.attention, dropout))
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class InsertedPrefix:
     def remove_from(self, mixed: Tensor) -> Tensor:
         """Return the attention outputs without those of the inserted prefix tokens.
 
-        `mixed` [all, heads, dim] has the outputs of all tokens. The result is [T, heads, dim].
+        `mixed` [all, width] has the outputs of all tokens. The result is [T, width].
         """
         return mixed.index_select(0, self.pack_places)
 
@@ -147,7 +162,23 @@ class OverwrittenPrefix:
         return dropout
 
 
-def insert_prefix(
+PlacedPrefix = InsertedPrefix | OverwrittenPrefix
+
+
+def place_prefix(
+    context: AttentionContext, rotation: Rotation | None, positions: Tensor, count: int
+) -> PlacedPrefix | None:
+    """Return the placement of a prefix of `count` tokens in a pass, or None if the pass has none.
+
+    `context`, `rotation` and `positions` are those of the pass without the prefix.
+    """
+    if isinstance(context, Cached | Paged):
+        return _overwrite_prefix(context, rotation, positions, count)
+    assert isinstance(context, Dense | Prefixed), "the whole tokens of all sequences"
+    return _insert_prefix(context, rotation, len(positions), count)
+
+
+def _insert_prefix(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
 ) -> InsertedPrefix:
     """Return the pack with a prefix of `count` tokens before each of its sequences.
@@ -199,7 +230,7 @@ def insert_prefix(
     )
 
 
-def overwrite_prefix(
+def _overwrite_prefix(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> OverwrittenPrefix | None:
     """Return the placement of a prefix of `count` tokens in a pass over cached sequences.

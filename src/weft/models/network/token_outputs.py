@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network.packed import RowGradient
-from weft.models.network.split import VocabularySplit, to_local_ids
 from weft.models.network.support import SamplingSupport
+from weft.models.network.vocabulary import WHOLE, Vocabulary
 
 # Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
 # float32; an accelerator needs more rows to run at full speed.
@@ -35,23 +35,19 @@ class OutputProjection:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
-    split: VocabularySplit | None = None  # if the weight has only a part of the vocabulary
+    vocabulary: Vocabulary = WHOLE
     # sum to which the weight's gradient is added, instead of its `grad`
     gradient_sum: kernels.GradientSum | None = None
 
     @property
     def vocab_size(self) -> int:
         """Number of ids in the whole vocabulary."""
-        return self.weight.shape[0] if self.split is None else self.split.vocab_size
+        return self.vocabulary.count_ids(len(self.weight))
 
     def count_chunk_rows(self) -> int:
-        """Return the chunk size: the number of rows whose logits are computed together.
-
-        The number is the same on all ranks.
-        """
-        return count_chunk_rows(
-            self.weight.shape[0] if self.split is None else self.split.max_ids, self.weight.device
-        )
+        """Return the chunk size: the number of rows whose logits are computed together."""
+        columns = self.vocabulary.count_most_columns(len(self.weight))
+        return count_chunk_rows(columns, self.weight.device)
 
     def compute_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, V] of the whole vocabulary, not divided by a temperature.
@@ -59,11 +55,10 @@ class OutputProjection:
         The rows are not computed in chunks. `wide` is the result of `kernels.prepare_wide` for the
         weight.
         """
-        own = self.compute_local_logits(hidden, wide)
-        return own if self.split is None else self.split.gather(own)
+        return self.vocabulary.complete(self.compute_columns(hidden, wide))
 
-    def compute_local_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return logits as `compute_logits` does, but only for this rank's part of the vocabulary."""
+    def compute_columns(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Return logits as `compute_logits` does, but only for the ids of the weight's rows."""
         return _apply_softcap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
@@ -94,7 +89,7 @@ def compute_token_outputs(
     wanted = ("entropy" in want, "top1" in want)
     sums = projection.gradient_sum
     settings = _TokenOutputSettings(
-        projection.softcap, temperature, rows, *wanted, support, known, projection.split, sums
+        projection.softcap, temperature, rows, *wanted, support, known, projection.vocabulary, sums
     )
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
@@ -124,7 +119,7 @@ class _TokenOutputSettings:
     top1: bool
     support: SamplingSupport | None
     gradient: RowGradient | None
-    split: VocabularySplit | None
+    vocabulary: Vocabulary
     gradient_sum: kernels.GradientSum | None
 
 
@@ -231,7 +226,7 @@ class _RowSoftmax:
 
         A row times its factor is the gradient with respect to the row's logits before they are
         divided by the temperature. The attributes `logits` and `logp` may be overwritten, so this
-        can be called only once. A label below 0 is in another rank's part of the vocabulary.
+        can be called only once. `labels` are columns of the logits, or -1 if they have no column.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         # Weft's kernel computes the gradient from the statistics.
@@ -267,8 +262,7 @@ class _ChunkResults:
     Attributes:
         softmax: Data for computing the gradient: the logits, and either their log-sum-exp or the
             log-probs of all ids.
-        labels: Label of each row, relative to the first id of this rank's part of the vocabulary.
-            Negative if another rank has the label.
+        labels: Column of each row's label, or -1 if the label has no column.
         logprobs: Log-prob of each row's label.
         lse: Log-sum-exp of each row, or None if `softmax` contains log-probs instead.
         entropy: Entropy of each row, or None if not requested.
@@ -276,11 +270,11 @@ class _ChunkResults:
     """
 
     softmax: _RowSoftmax
-    labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
+    labels: Tensor
     logprobs: Tensor
     lse: Tensor | None = None
     entropy: Tensor | None = None
-    best: Tensor | None = None  # the most likely id of the whole vocabulary
+    best: Tensor | None = None
 
 
 def _compute_results(
@@ -291,11 +285,11 @@ def _compute_results(
     `logits` [R, V] are already divided by the temperature; `capped` are the logits before the
     division. `labels` is [R].
     """
-    if settings.split is not None:
-        return _compute_split_results(logits, capped, labels, settings, settings.split)
-    if kernels.serves(logits):
-        statistics = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
-        own = logits.gather(1, labels[:, None])[:, 0] - statistics.lse
+    labels = settings.vocabulary.find_columns(labels, logits.shape[1])
+    if settings.vocabulary.uses_statistics(logits):
+        own, statistics = settings.vocabulary.compute_statistics(
+            logits, labels, entropy=settings.entropy, best=settings.top1
+        )
         return _ChunkResults(
             _RowSoftmax(logits, capped, statistics, None),
             labels,
@@ -312,42 +306,6 @@ def _compute_results(
         entropy = None
     best = logp.argmax(-1) if settings.top1 else None
     return _ChunkResults(_RowSoftmax(logits, capped, None, logp), labels, own, None, entropy, best)
-
-
-def _compute_split_results(
-    logits: Tensor,
-    capped: Tensor,
-    labels: Tensor,
-    settings: _TokenOutputSettings,
-    split: VocabularySplit,
-) -> _ChunkResults:
-    """Compute the same results as `_compute_results` if the vocabulary is split over ranks.
-
-    Rank r has the log-sum-exp lse_r and the entropy H_r of its own logits. The log-sum-exp of all
-    logits is lse = logsumexp of lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse)
-    (lse_r - H_r).
-    """
-    labels = to_local_ids(labels, logits.shape[1], split)
-    statistics = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
-    lse = split.logsumexp(statistics.lse)
-    own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-    logprobs = split.sum(torch.where(labels >= 0, own, torch.zeros_like(own))) - lse
-    entropy = None
-    best = None
-    if statistics.entropy is not None:
-        share = (statistics.lse - lse).exp()
-        mean = torch.where(
-            share > 0, share * (statistics.lse - statistics.entropy), torch.zeros_like(share)
-        )
-        entropy = lse - split.sum(mean)
-    if statistics.best is not None:
-        best = split.argmax(
-            logits.gather(1, statistics.best[:, None])[:, 0], statistics.best + split.first_id
-        )
-    whole = kernels.SoftmaxStatistics(lse, entropy, None)
-    return _ChunkResults(
-        _RowSoftmax(logits, capped, whole, None), labels, logprobs, lse, entropy, best
-    )
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -456,14 +414,9 @@ def _recompute_softmax(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> tuple[_RowSoftmax, Tensor]:
-    """Return the softmax of rows whose statistics are known, and the labels of the rows.
-
-    As in `_ChunkResults.labels`, the returned labels are relative to this rank's part of the
-    vocabulary.
-    """
-    if settings.split is not None:
-        labels = to_local_ids(labels, logits.shape[1], settings.split)
-    if settings.split is not None or kernels.serves(logits):
+    """Return the softmax of rows whose statistics are known, and the columns of their labels."""
+    labels = settings.vocabulary.find_columns(labels, logits.shape[1])
+    if settings.vocabulary.uses_statistics(logits):
         return _RowSoftmax(
             logits, capped, kernels.SoftmaxStatistics(lse, entropy, None), None
         ), labels
@@ -545,6 +498,5 @@ def _apply_temperature(
             logits = logits / settings.temperature
     if settings.support is None:
         return logits
-    first = 0 if settings.split is None else settings.split.first_id
-    ids = slice(first, first + logits.shape[1])
+    ids = settings.vocabulary.find_ids(logits.shape[1])
     return logits.masked_fill(settings.support.find_outside(rows, labels[rows], ids), float("-inf"))

@@ -10,13 +10,10 @@
 Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks. The stage has
 the embedding if block 0 is included, and the last norm and the head if the last block is. A stage
 without the embedding reads hidden states `states` [T, hidden], and a stage without the head returns
-hidden states. If a rank has several runs of consecutive blocks, `split` creates a network for each
-run.
+hidden states.
 
-Under tensor parallelism, a rank's network has a configuration with fewer heads, a narrower MLP and
-a smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
-the blocks and the head. The ranks can also divide the rows of the hidden states outside attention
-and MLP (`sharing`), but only in `forward`: in generation, every rank has all rows.
+The modules of this package know nothing of other devices: `weft.parallel` wraps and replaces them
+from outside.
 
 The parameters have the following canonical names, in which `{i}` is the layer.
 `weft.models.network.parameters` finds where each parameter is stored.
@@ -34,7 +31,7 @@ The parameters have the following canonical names, in which `{i}` is the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -45,16 +42,14 @@ from torch.utils.checkpoint import checkpoint
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
-from weft.models.attention.contexts import Dense, Prefixed
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
-from weft.models.network import dropout, prefix, rope
+from weft.models.network import prefix, rope
 from weft.models.network.block import Block, BlockContext, Norm
 from weft.models.network.config import TransformerConfig
-from weft.models.network.dropout import TokenDropout
+from weft.models.network.dropout import EmbeddingDropout, TokenDropout
 from weft.models.network.head import LMHead, Pooling, ValueHead, average_scores, find_score_rows
 from weft.models.network.packed import Packed
-from weft.models.network.shared_rows import RowShare, RowSharing, SharedRows, gather_inputs
 from weft.models.network.support import SamplingSupport
 from weft.models.network.token_outputs import OutputProjection
 
@@ -64,30 +59,6 @@ OUTPUTS: dict[str, frozenset[Output]] = {
     "value": frozenset({"values"}),
     "score": frozenset({"scores"}),
 }
-
-
-class Embedding(nn.Module):
-    """Embedding matrix [V, width], which maps tokens, int64 [T], to hidden states [T, width].
-
-    If the vocabulary is split over ranks, `first` is the first id of this rank. Ids of other ranks
-    are mapped to zeros, and `reduce` sums the hidden states over the ranks. With sequence
-    parallelism, `reduce` is not used, and `forward` returns only the sums for this rank's tokens.
-    """
-
-    def __init__(self, size: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, width))
-        self.first = 0
-        self.reduce: Callable[[Tensor], Tensor] | None = None
-
-    def forward(self, tokens: Tensor, share: RowShare | None = None) -> Tensor:
-        if self.reduce is None:
-            return nn.functional.embedding(tokens, self.weight)
-        local = tokens - self.first
-        here = (local >= 0) & (local < len(self.weight))
-        states = nn.functional.embedding(torch.where(here, local, 0), self.weight)
-        states = states * here[:, None]
-        return self.reduce(states) if share is None else share.scatter(states)
 
 
 class Transformer(nn.Module):
@@ -108,17 +79,13 @@ class Transformer(nn.Module):
         self.config = config
         self.kind = head
         self.pooling = pooling
-        self.vocab_size = config.vocab_size  # whole vocabulary, also if this rank has only a part
+        self.vocab_size = config.vocab_size
         # Numbers of the local blocks in the whole network, in rising order.
         self.held_layers = range(config.num_layers) if layers is None else layers
         # Every n-th block is computed again in the backward pass; 0: none.
         self.recompute_every = 0
-        # True if ranks share the tokens of a pack: prefixes are then repeated per sequence.
+        # True if a prefix that sequences share must be computed again for each of them.
         self.repeats_prefixes = False
-        # Sums the gradients of the head's inputs over the ranks.
-        self.enter: Callable[[Tensor], Tensor] | None = None
-        # Set if ranks share the rows of the states of a pack.
-        self.sharing: RowSharing | None = None
         # Padding token: a sequence's score is read at its last other token.
         self.padding: int | None = None
         # Create the modules of this stage.
@@ -127,11 +94,13 @@ class Transformer(nn.Module):
         self.is_first_stage = self.held_layers[0] == 0
         self.is_last_stage = self.held_layers[-1] == config.num_layers - 1
         if self.is_first_stage or (self.is_last_stage and head == "lm" and config.tied):
-            self.embed = Embedding(config.vocab_size, width)
+            self.embed = nn.Embedding(config.vocab_size, width)
         if self.is_first_stage and config.learned_positions is not None:
             self.positions = nn.Embedding(config.learned_positions, hidden)
         if width != hidden and self.is_first_stage:
             self.embed_in = nn.Linear(width, hidden, bias=False)
+        if self.is_first_stage:
+            self.embed_dropout = EmbeddingDropout()
         if width != hidden and self.is_last_stage:
             self.embed_out = nn.Linear(hidden, width, bias=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in self.held_layers)
@@ -158,29 +127,6 @@ class Transformer(nn.Module):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
 
-    def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Split the network into one network for each run of consecutive layers in `runs`.
-
-        Together, the runs must cover all layers of this network. The new networks become submodules
-        of this one and share its parameters.
-        """
-        parts = []
-        for run in runs:
-            with torch.device("meta"):
-                part = Transformer(self.config, self.kind, self.pooling, layers=run)
-            for name, _ in list(part.named_children()):
-                setattr(part, name, getattr(self, name))
-            part.blocks = nn.ModuleList(self.blocks[self.held_layers.index(layer)] for layer in run)
-            part.vocab_size = self.vocab_size
-            part.padding = self.padding
-            part.recompute_every = self.recompute_every
-            part.repeats_prefixes = self.repeats_prefixes
-            part.enter = self.enter
-            part.sharing = self.sharing
-            parts.append(part.train(self.training))
-        self.stages = nn.ModuleList(parts)
-        return parts
-
     def forward(
         self,
         x: Packed,
@@ -194,50 +140,39 @@ class Transformer(nn.Module):
         The outputs of a language-model head are logprobs, entropy and top1 [N], and the log-probs
         of several ids per row (`weft.models.network.event_outputs`). The other heads compute values
         [N] or scores [S]. `states` are the hidden states from the previous stage, or None in the
-        first stage. If the ranks divide the rows of hidden states (`sharing`), `states` and the
-        returned hidden states contain only this rank's rows. Raises `ConfigError` for outputs that
-        the network's head cannot compute.
+        first stage. Raises `ConfigError` for outputs that the network's head cannot compute.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
-        # Choose the rows whose states are needed.
-        mean = self.kind == "score" and self.pooling == "mean"
-        rows: Tensor | None = None
-        if self.is_last_stage and not mean:
-            rows = find_score_rows(x, self.padding) if self.kind == "score" else x.rows
-        shared = None if self.sharing is None else self.sharing(x.tokens, rows)
-        hidden = self.compute_hidden(x, rows, states, shared)
+        hidden = self.compute_hidden(x, self.find_output_rows(x), states)
         if not self.is_last_stage:
             return hidden
         # Apply the head.
         if self.kind == "lm":
-            hidden = gather_inputs(
-                hidden, None if shared is None else shared.wanted_share, self.enter
-            )
             outputs: dict[Output, Tensor] = self.head(
                 hidden, x, want, self._tied_matrix, temperature, support
             )
             return outputs
         values: Tensor = self.score(hidden)
-        values = values if shared is None else shared.wanted_share.gather_replicated(values)
-        if mean:
+        if self.averages_scores:
             return {"scores": average_scores(values, x.attention)}
         return {"scores" if self.kind == "score" else "values": values}
 
+    def find_output_rows(self, x: Packed) -> Tensor | None:
+        """Return the tokens whose final hidden states `forward` reads, int64 [N]; None: all."""
+        if not self.is_last_stage or self.averages_scores:
+            return None
+        return find_score_rows(x, self.padding) if self.kind == "score" else x.rows
+
     def compute_hidden(
-        self,
-        x: Packed,
-        rows: Tensor | None = None,
-        states: Tensor | None = None,
-        shared: SharedRows | None = None,
+        self, x: Packed, rows: Tensor | None = None, states: Tensor | None = None
     ) -> Tensor:
         """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
 
         `states` are the hidden states from the previous stage, or None in the first stage. If this
-        is not the last stage, the result is the output of the last local block. If ranks divide the
-        rows (`shared`), the result contains only this rank's rows.
+        is not the last stage, the result is the output of the last local block.
         """
         assert self.is_first_stage != (states is not None), (
             "states are given if and only if there is no embedding"
@@ -249,12 +184,11 @@ class Transformer(nn.Module):
         if count and not isinstance(x.attention, Cached | Paged):
             x = replace(x, positions=x.positions + count)
         if states is None:
-            states = self._embed(x, keys, shared)
-        at = BlockContext(
-            x.attention, self._compute_rotation(x, states.dtype), keys, x.aux_loss, shared=shared
-        )
+            states = self._embed(x, keys)
+        at = BlockContext(x, self._compute_rotation(x, states.dtype), keys)
         if count:
-            at = replace(at, prefix=_place_prefix(x, at, count))
+            placed = prefix.place_prefix(x.attention, at.rotation, x.positions, count)
+            at = replace(at, prefix=placed)
         states = self._run_blocks(states, at, rows)
         if not self.is_last_stage:
             return states
@@ -286,8 +220,8 @@ class Transformer(nn.Module):
 
         `longest` is the number of tokens of the longest of these sequences, and `on` is the device
         of the computation, by default that of the parameters. The result is False if rotations
-        depend on the length of the sequence, if scores are the mean over all tokens, or if ranks
-        divide the tokens of a pack. It is also False if attention over shared prefixes does not
+        depend on the length of the sequence, if scores are the mean over all tokens, or if
+        `repeats_prefixes` is set. It is also False if attention over shared prefixes does not
         support the network's windows or soft cap, or the device.
         """
         config = self.config
@@ -297,12 +231,22 @@ class Transformer(nn.Module):
         by_length = (
             config.rope is not None and config.rope.scaling in rope.LENGTH_DEPENDENT_SCALINGS
         )
-        mean = self.kind == "score" and self.pooling == "mean"
         if device.type == "cpu":
             attends = config.attention_softcap is None
         else:
             attends = kernels.flex.serves(device, config.head_dim)
-        return whole and attends and not by_length and not mean and not self.repeats_prefixes
+        return (
+            whole
+            and attends
+            and not by_length
+            and not self.averages_scores
+            and not self.repeats_prefixes
+        )
+
+    @property
+    def averages_scores(self) -> bool:
+        """True if the score of a sequence is the mean over all its tokens."""
+        return self.kind == "score" and self.pooling == "mean"
 
     @property
     def prefix_tokens(self) -> int:
@@ -322,18 +266,10 @@ class Transformer(nn.Module):
     def _tied_matrix(self) -> Tensor | None:
         return self.embed.weight if self.config.tied else None
 
-    def _embed(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
-        """Return the sum of token and position embeddings, [T, hidden].
-
-        If the ranks divide the rows (`shared`), only this rank's rows are returned.
-        """
+    def _embed(self, x: Packed, keys: TokenDropout | None) -> Tensor:
+        """Return the sum of token and position embeddings, [T, hidden]."""
         config = self.config
-        share = None if shared is None else shared.token_share
-        positions = x.positions
-        states: Tensor = self.embed(x.tokens, share)
-        if share is not None:
-            positions = positions[share.own_rows]
-            keys = None if keys is None else keys.select(share.own_rows)
+        states: Tensor = self.embed(x.tokens)
         if config.embed_scale is not None:
             states = states * torch.full(
                 (), config.embed_scale, dtype=states.dtype, device=states.device
@@ -341,20 +277,17 @@ class Transformer(nn.Module):
         if config.embed_dim not in (None, config.hidden_size):
             states = self.embed_in(states)
         if config.learned_positions is not None:
-            states = states + self.positions(positions + config.position_offset)
-        if keys is None:
-            return states
-        return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
+            states = states + self.positions(x.positions + config.position_offset)
+        dropped: Tensor = self.embed_dropout(states, keys, config.embed_dropout)
+        return dropped
 
     def _run_blocks(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
         """Run the local blocks and return their output [T, hidden].
 
         If `rows` is given, only the output at these N rows is returned, [N, hidden].
         """
-        # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
-        last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
-            around = last if number == len(self.blocks) else at
+            around = replace(at, rows=rows) if number == len(self.blocks) else at
             again = (
                 self.recompute_every
                 and (self.held_layers[number - 1] + 1) % self.recompute_every == 0
@@ -365,10 +298,7 @@ class Transformer(nn.Module):
                 )
             else:
                 states = block(states, around)
-        applied = len(self.blocks) > 0 and last.rows is rows
-        if rows is None or applied:
-            return states
-        return replace(at, rows=rows).select_residual(states)
+        return states
 
     def _compute_rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
@@ -380,15 +310,3 @@ class Transformer(nn.Module):
         if changing and not isinstance(x.attention, Cached | Paged):
             lengths = lengths + self.prefix_tokens
         return rope.compute_rotation(settings, x.positions, lengths, dtype)
-
-
-def _place_prefix(
-    x: Packed, at: BlockContext, count: int
-) -> prefix.InsertedPrefix | prefix.OverwrittenPrefix | None:
-    """Return the placement of the `count` prefix tokens in a pass, or None if the pass has none."""
-    if isinstance(x.attention, Cached | Paged):
-        return prefix.overwrite_prefix(x.attention, at.rotation, x.positions, count)
-    assert isinstance(x.attention, Dense | Prefixed), (
-        "ranks that share the tokens of a pack have no prefix"
-    )
-    return prefix.insert_prefix(x.attention, at.rotation, len(x.tokens), count)
