@@ -14,8 +14,7 @@ from tests.engine.common import batch_of
 from tests.engine.prefixes import CONFIG, network_of
 from tests.engine.test_rows_prefixes import check
 from weft.models.attention import accelerator, dispatch
-from weft.models.attention.contexts import Prefixed
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Prefixed
 
 GROUPS = [(33, [20, 1, 7]), (5, [4]), (140, [9, 30])]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.models.common import sequences, tiny
 from weft import kernels
 from weft.kernels.fp8 import MULTIPLE, RECIPES
-from weft.models.network.compiled import compile_blocks
 from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
+from weft.models.network.training import compile_blocks
 
 SIZES = {
     "hidden_size": 64,

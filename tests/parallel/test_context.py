@@ -21,11 +21,10 @@ from tests.parallel.test_tensor import Run
 from tests.ranks import Ranks
 from weft.kernels.cpu import library
 from weft.models.network import lora
-from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import Packed, TopIds, pack
+from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.packed import Packed, SamplingSupport, TopIds, pack
 from weft.models.network.parameters import find_canonical_values
-from weft.models.network.support import SamplingSupport
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context
 

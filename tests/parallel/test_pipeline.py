@@ -19,12 +19,11 @@ from tests.models.common import sequences, tiny
 from tests.ranks import Ranks
 from weft.errors import ConfigError, RunError
 from weft.models.network import lora
-from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import pack
+from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.packed import Microbatch, pack
 from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
-from weft.parallel.microbatch import Microbatch
 from weft.parallel.pipeline import Outputs, Pipeline, find_tied_copies, sum_tied_gradients
 from weft.parallel.schedule import Kind, build_placement
 from weft.topology import compute_stage, find_stages

@@ -23,7 +23,7 @@ from weft.models.network.token_outputs import (
     SamplingSupport,
     compute_token_outputs,
 )
-from weft.models.network.vocabulary import WHOLE, Vocabulary
+from weft.models.network.vocabulary import WHOLE, OutputVocabulary
 from weft.parallel.vocabulary import SplitVocabulary
 from weft.topology import compute_vocabulary
 
@@ -78,7 +78,7 @@ def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
     weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype)
     if case.count == V:
         weights[:, -1] = 0.0  # there are no other ids
-    own, vocabulary = compute_vocabulary(V, size, rank), cast(Vocabulary, WHOLE)
+    own, vocabulary = compute_vocabulary(V, size, rank), cast(OutputVocabulary, WHOLE)
     if size > 1:
         group = dist.group.WORLD
         assert group is not None
@@ -138,7 +138,7 @@ def supported(size: int, dtype: torch.dtype) -> Values:
     kept = SamplingSupport(
         torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2)
     )
-    own, vocabulary, group = slice(0, V), cast(Vocabulary, WHOLE), dist.group.WORLD
+    own, vocabulary, group = slice(0, V), cast(OutputVocabulary, WHOLE), dist.group.WORLD
     if size > 1:
         assert group is not None
         own = compute_vocabulary(V, size, dist.get_rank())

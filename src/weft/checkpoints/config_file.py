@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import CheckpointError, find_nearest
-from weft.models.limits import LAYERS, MOST, MOST_LAYERS
+from weft.models.families import LAYERS, MOST, MOST_LAYERS
 from weft.reading import read_object, shorten
 from weft.registry import families
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from weft.algorithms.base import Output
 from weft.data.sample import SequenceSample
 from weft.engine.rows import PackLayout, SampleRows
-from weft.parallel.microbatch import Microbatch, connect_outputs
+from weft.models.network.packed import Microbatch
+from weft.parallel.collectives import connect_outputs
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

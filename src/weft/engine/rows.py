@@ -26,8 +26,7 @@ from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import DataError
 from weft.kernels import put
 from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
-from weft.models.network.packed import Packed
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import Packed, SamplingSupport
 
 Index = npt.NDArray[np.int64]
 

@@ -28,11 +28,9 @@ from torch.distributed import ProcessGroup
 
 from weft.models.attention.contexts import Dense
 from weft.models.attention.pack_shards import PackShard
-from weft.models.network.aux_loss import MoEAuxLoss
-from weft.models.network.head import find_score_rows
-from weft.models.network.packed import Packed
-from weft.models.network.support import SamplingSupport
-from weft.models.network.transformer import Transformer
+from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.packed import Packed, SamplingSupport
+from weft.models.network.transformer import Transformer, find_score_rows
 from weft.parallel.collectives import (
     RowAssignment,
     gather_replicated_rows,

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from weft.kernels import RowGroups
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.moe import Experts, ExpertStack
+from weft.models.network.moe import ExpertMLP, ExpertStack
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
@@ -35,7 +35,7 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
     for the network's parameters.
     """
     for module in network.modules():
-        if isinstance(module, Experts):
+        if isinstance(module, ExpertMLP):
             for name, stack in list(module.named_children()):
                 assert isinstance(stack, ExpertStack) and stack.adapter is None, (
                     "adapters are added afterwards"
@@ -50,7 +50,7 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
 
 
 class _ExpertExchange:
-    """Hooks on `Experts` that exchange the rows between ranks that each have some of the experts.
+    """Hooks on `ExpertMLP` that exchange the rows between ranks that each have some of the experts.
 
     Each row is sent to the rank that has the row's expert, and the output of the expert is sent
     back. In between, the object stores how.

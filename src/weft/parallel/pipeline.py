@@ -26,10 +26,10 @@ from torch.distributed import ProcessGroup
 
 from weft.algorithms.base import Output
 from weft.errors import ConfigError, RunError
+from weft.models.network.packed import Microbatch
 from weft.models.network.transformer import Transformer
 from weft.parallel.backward_halves import Group, compute_input_half, compute_weight_half
-from weft.parallel.collectives import sum_over_ranks
-from weft.parallel.microbatch import Microbatch, connect_outputs
+from weft.parallel.collectives import connect_outputs, sum_over_ranks
 from weft.parallel.schedule import (
     Action,
     ComputeAction,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from weft.models.network.moe import Experts
+from weft.models.network.moe import ExpertMLP
 from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
@@ -66,7 +66,7 @@ def shard(
         if apart is not None:
             stacks = []
             for module in network.modules():
-                if isinstance(module, Experts):
+                if isinstance(module, ExpertMLP):
                     stacks.append(module)
             for experts in stacks:
                 parts.append((list(experts.children()), apart))

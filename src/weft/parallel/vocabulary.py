@@ -22,8 +22,8 @@ from weft.topology import compute_vocabulary
 class SplitVocabulary:
     """Vocabulary of which each rank of a process group has consecutive ids.
 
-    Implements the protocol `Vocabulary` (see `weft.models.network.vocabulary`). All ranks must call
-    the methods that combine tensors of the ranks.
+    Implements the protocol `OutputVocabulary` (see `weft.models.network.vocabulary`). All ranks
+    must call the methods that combine tensors of the ranks.
     """
 
     first_id: int  # this rank's first id

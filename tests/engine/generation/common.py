@@ -14,8 +14,7 @@ from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.models.network.config import Rope, TransformerConfig
-from weft.models.network.packed import Packed, pack
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import Packed, SamplingSupport, pack
 from weft.models.network.transformer import Transformer
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from weft.engine.generation.sampling import (
     select_support,
 )
 from weft.engine.spec import GenerationSpec
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import SamplingSupport
 from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
 
 LIMITS = [

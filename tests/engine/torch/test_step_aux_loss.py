@@ -17,7 +17,7 @@ from weft.engine.backends import common
 from weft.engine.base import DEFAULT_MAX_TOKENS
 from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
-from weft.models.network.aux_loss import MoEAuxLoss, choose_aux_loss_weight
+from weft.models.network.moe import MoEAuxLoss, choose_aux_loss_weight
 from weft.models.network.packed import pack
 
 SGD = OptimizerSpec(

@@ -15,8 +15,7 @@ from torch.testing import assert_close
 
 from weft.kernels import AttentionSpec, VarlenLengths, flash
 from weft.models.attention import accelerator, rectangles
-from weft.models.attention.contexts import Dense
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense
 
 from .varlen_contract import varlen_attn
 

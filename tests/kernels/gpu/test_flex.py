@@ -16,8 +16,7 @@ from torch.testing import assert_close
 
 from weft.kernels import AttentionSpec, flex
 from weft.models.attention import cascade, rectangles
-from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense, PrefixContinuation, Prefixed
 
 CUTS = [0, 150, 290, 301, 520, 700]
 JOINS = (PrefixContinuation((0, 150), (150, 301)), PrefixContinuation((301, 520), (520, 700)))

@@ -8,8 +8,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from weft.kernels import AttentionSpec, flex
 from weft.models.attention import accelerator
-from weft.models.attention.contexts import Dense
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from tests.models.common import sequences, tiny
 from weft.algorithms.base import Output
 from weft.errors import ConfigError
 from weft.models.network import token_outputs as by_token
-from weft.models.network.packed import RowGradient, pack
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import RowGradient, SamplingSupport, pack
 from weft.models.network.token_outputs import OutputProjection, compute_token_outputs
 
 N, H, V = 7, 5, 11

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
-from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import Packed, pack
 from weft.models.network.transformer import Transformer
 from weft.registry import families

@@ -25,8 +25,7 @@ from weft.engine.torch.engine import HOST, BuiltNetwork, RankShard, TorchEngine
 from weft.errors import ConfigError
 from weft.extras import install
 from weft.models.network.config import TransformerConfig
-from weft.models.network.head import Pooling
-from weft.models.network.transformer import Head
+from weft.models.network.transformer import Head, Pooling
 from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Mesh

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from weft.engine.hf.imported import AttentionInterface, AttentionMaskInterface
 from weft.kernels import AttentionSpec
-from weft.models.attention.contexts import AttentionContext
+from weft.models.attention.contexts import AttentionContext, AttentionInputs
 from weft.models.attention.dispatch import attend
-from weft.models.attention.inputs import AttentionInputs
 from weft.models.network.dropout import TokenDropout
 
 NAME = "weft_packed"

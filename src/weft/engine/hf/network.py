@@ -24,11 +24,16 @@ from weft.models.kv.slots import Cached
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import DropoutKeys, TokenDropout
 from weft.models.network.event_outputs import compute_outputs
-from weft.models.network.head import Pooling, average_scores, compute_row_values, find_score_rows
-from weft.models.network.packed import Packed, pack
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import Packed, SamplingSupport, pack
 from weft.models.network.token_outputs import OutputProjection
-from weft.models.network.transformer import OUTPUTS, Head
+from weft.models.network.transformer import (
+    OUTPUTS,
+    Head,
+    Pooling,
+    average_scores,
+    compute_row_values,
+    find_score_rows,
+)
 
 DIGIT_BITS = 7
 DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exactly

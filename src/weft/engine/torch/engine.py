@@ -41,7 +41,7 @@ from weft.engine.torch.step import (
 )
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import build_copy_queue
-from weft.models.network import gradient_sums
+from weft.models.network import training
 from weft.models.network.packed import TopIds
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
@@ -208,7 +208,7 @@ class TorchEngine:
             built.blocks,
         )
         if device.type == "cuda" and home is None and layout.pipeline == 1:
-            gradient_sums.add_to(self._network, self._masters.masters)
+            training.add_gradients_to(self._network, self._masters.masters)
         if part is None:
             self._collectives: Collectives = LocalCollectives()
         else:

@@ -19,14 +19,13 @@ from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
-from weft.models.network import frozen, lora, prefix, quantized
+from weft.models.network import lora, prefix, quantized, training
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
-from weft.models.network.head import Pooling
 from weft.models.network.linear import Linear
 from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.quantized import Kind
-from weft.models.network.transformer import Head, Transformer
+from weft.models.network.transformer import Head, Pooling, Transformer
 from weft.parallel import context, experts, tensor
 from weft.parallel.mesh import RankMesh
 from weft.parallel.schedule import SPLIT_BACKWARD_KINDS
@@ -111,17 +110,17 @@ class NetworkSource:
         if spec.dropout is not None:
             _set_dropout(network, spec.dropout)
         if spec.residual_dropout:
-            frozen.set_residual_dropout(
+            training.set_residual_dropout(
                 network, spec.residual_dropout, ramp=spec.residual_dropout_lima
             )
         network.recompute_every = spec.recomputed_layers
         network.requires_grad_(spec.trained)
-        first = frozen.count_frozen_layers(
+        first = training.count_frozen_layers(
             spec.freeze_layers, spec.train_last_layers, config.num_layers
         )
         if first is not None:
             dtype = DTYPES[choose_dtype(spec)]
-            frozen.freeze(network, first, dtype if dtype in HALF else None)
+            training.freeze(network, first, dtype if dtype in HALF else None)
         # Add adapters or a prefix on frozen weights.
         if spec.has_adapters:
             own = spec.lora
@@ -132,7 +131,7 @@ class NetworkSource:
             else:
                 prefix.freeze_all_but_prefix(network)
             if spec.trains_embeddings:
-                frozen.train_embeddings(network)
+                training.train_embeddings(network)
             if spec.mirrors:
                 network.requires_grad_(False)
         if spec.quantize is not None:

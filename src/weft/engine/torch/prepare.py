@@ -18,10 +18,9 @@ from weft.engine.collectives import Outputs, PreparedPass
 from weft.engine.generation.prefixes import STRIDE
 from weft.engine.rows import PackLayout, build_given_ids, build_support, pack, to_sample
 from weft.kernels import LEAST_SPARED_KEYS, put
-from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
-from weft.models.network.packed import RowGradient, TopIds, scatter_rows
-from weft.parallel.microbatch import Microbatch
+from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.packed import Microbatch, RowGradient, TopIds, scatter_rows
 
 Want = frozenset[Output]
 SCORED = ("logprobs", "ref_logprobs", "values")

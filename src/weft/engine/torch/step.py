@@ -26,7 +26,7 @@ from weft.engine.torch.optimizer import Optimizer
 from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
 from weft.errors import NotFinite
 from weft.kernels import put
-from weft.models.network.aux_loss import MoEAuxLoss
+from weft.models.network.moe import MoEAuxLoss
 
 Veto = Callable[[Mapping[str, float]], str | None]
 SHOWN = 8  # maximum number of sample ids in an error message

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from weft.kernels import AttentionSpec, VarlenLengths, flash, flex
 from weft.models.attention import rectangles
-from weft.models.attention.contexts import Dense, Prefixed
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense, Prefixed
 from weft.models.kv.pages import Paged
 
 

@@ -13,7 +13,7 @@ from weft import kernels
 from weft.kernels import AttentionSpec, AttentionState
 from weft.models.attention import rectangles
 from weft.models.attention.cascade import attend_to, merge_states
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs
 from weft.models.kv.slots import Cached, KVCache
 
 

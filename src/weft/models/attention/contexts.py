@@ -1,10 +1,10 @@
-"""Attention contexts, which define the keys to which each token of a pack attends.
+"""Inputs of attention: contexts, which define the keys to which each token of a pack attends.
 
 A pack is the concatenation of the tokens of several sequences. `Dense` is for whole sequences, and
 `Prefixed` is for sequences that share prefixes. For new tokens of cached sequences, the caches
 define the contexts `weft.models.kv.slots.Cached` and `weft.models.kv.pages.Paged`.
 `weft.models.attention.pack_shards.PackShard` is for packs whose tokens are split over ranks. All
-implement `AttentionContext`.
+implement `AttentionContext`. `AttentionInputs` are a layer's queries, keys and values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from weft.kernels import AttentionSpec
+from weft.models.network.dropout import TokenDropout
 
 # Largest share of padding in a bucket: more padding costs more than a saved kernel launch gains.
 PADDING_SHARE = 0.25
@@ -43,6 +46,28 @@ class AttentionContext(Protocol):
     def token_lengths(self) -> Tensor:
         """Length of the sequence to which each token belongs, int64 [T]."""
         ...
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Inputs of one layer's attention: queries, keys and values, and the parameters of attention.
+
+    `q` is [T, heads, dim]; `k` and `v` are [T, kv_heads, dim], and heads is a multiple of kv_heads.
+    Query head h uses key-value head h // (heads / kv_heads). Rotary positions are already applied
+    to `q` and `k`. `layer` is the index of the layer in the whole network.
+    """
+
+    q: Tensor  # [T, heads, dim]
+    k: Tensor  # [T, kv_heads, dim]
+    v: Tensor  # [T, kv_heads, dim]
+    spec: AttentionSpec
+    layer: int  # number in the whole network, from 0
+    dropout: TokenDropout | None = None
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if dropout is applied to attention weights in this pass."""
+        return self.dropout is not None and self.spec.dropout > 0.0
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from torch import Tensor
 from weft import kernels
 from weft.kernels import AttentionSpec, VarlenSegments
 from weft.models.attention import accelerator, cached, cascade, pack_shards, rectangles
-from weft.models.attention.contexts import AttentionContext, Dense, Prefixed
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionContext, AttentionInputs, Dense, Prefixed
 from weft.models.attention.pack_shards import PackShard
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached

@@ -18,8 +18,7 @@ from torch import Tensor
 from weft import kernels
 from weft.kernels import VarlenLengths, VarlenSegments, flash
 from weft.models.attention import accelerator, rectangles
-from weft.models.attention.contexts import Dense
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense
 
 # (first local row, rows, first key in the pack, keys); the last row sees all of the keys
 Piece = tuple[int, int, int, int]

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.kernels import AttentionSpec
-from weft.models.attention.contexts import Dense, SequenceBucket
-from weft.models.attention.inputs import AttentionInputs
+from weft.models.attention.contexts import AttentionInputs, Dense, SequenceBucket
 
 Drop = Callable[[SequenceBucket, Tensor], Tensor]
 

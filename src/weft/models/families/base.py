@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import CheckpointError
+from weft.models.families import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
 from weft.models.families.keymap import Key, KeyMap
-from weft.models.limits import LAYERS, MOST, MOST_EXPERTS, MOST_LAYERS, MOST_WEIGHTS
 from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import explain_read_errors
 

@@ -17,11 +17,10 @@ from weft.models.attention.dispatch import attend_heads
 from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network import dropout
-from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout, with_layer
 from weft.models.network.linear import DownLinear, Linear
-from weft.models.network.moe import MoE
+from weft.models.network.moe import MoE, MoEAuxLoss
 from weft.models.network.packed import Packed
 from weft.models.network.prefix import PlacedPrefix, PrefixKeysValues
 

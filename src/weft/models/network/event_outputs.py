@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from weft import kernels
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs
-from weft.models.network.packed import Packed, RowGradient, TopIds
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import Packed, RowGradient, SamplingSupport, TopIds
 from weft.models.network.token_outputs import OutputProjection, ProjectionGradients
-from weft.models.network.vocabulary import Vocabulary
+from weft.models.network.vocabulary import OutputVocabulary
 
 # the outputs that `_GivenLogprobs` returns, in this order
 OUTPUTS: tuple[Output, Output] = ("given_logprobs", "logprobs")
@@ -159,7 +158,7 @@ class _EventSettings:
     chunk: int
     labelled: bool
     gradient: RowGradient | None
-    vocabulary: Vocabulary
+    vocabulary: OutputVocabulary
     gradient_sum: kernels.GradientSum | None
 
     def build_projection(self, weight: Tensor, bias: Tensor | None) -> OutputProjection:
@@ -194,7 +193,9 @@ class _EventLogprobs:
     others: Tensor  # [R]: log-sum-exp of the logits of other ids
 
     @classmethod
-    def from_logits(cls, logits: Tensor, columns: Tensor, vocabulary: Vocabulary) -> _EventLogprobs:
+    def from_logits(
+        cls, logits: Tensor, columns: Tensor, vocabulary: OutputVocabulary
+    ) -> _EventLogprobs:
         """Return the log-probs of each of K given ids, and of "any other id".
 
         `columns`, int64 [R, K], are the columns of the ids in `logits` [R, V], or -1. The logits of
@@ -218,7 +219,7 @@ class _EventLogprobs:
         grad_event: Tensor,
         labels: Tensor,
         grad_label: Tensor | None,
-        vocabulary: Vocabulary,
+        vocabulary: OutputVocabulary,
     ) -> Tensor:
         """Return the gradient with respect to the logits [R, V]; overwrites `logits`.
 

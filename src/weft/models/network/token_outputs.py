@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from weft import kernels
 from weft.algorithms.base import Output
-from weft.models.network.packed import RowGradient
-from weft.models.network.support import SamplingSupport
-from weft.models.network.vocabulary import WHOLE, Vocabulary
+from weft.models.network.packed import RowGradient, SamplingSupport
+from weft.models.network.vocabulary import WHOLE, OutputVocabulary
 
 # Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
 # float32; an accelerator needs more rows to run at full speed.
@@ -35,7 +34,7 @@ class OutputProjection:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
-    vocabulary: Vocabulary = WHOLE
+    vocabulary: OutputVocabulary = WHOLE
     # sum to which the weight's gradient is added, instead of its `grad`
     gradient_sum: kernels.GradientSum | None = None
 
@@ -119,7 +118,7 @@ class _TokenOutputSettings:
     top1: bool
     support: SamplingSupport | None
     gradient: RowGradient | None
-    vocabulary: Vocabulary
+    vocabulary: OutputVocabulary
     gradient_sum: kernels.GradientSum | None
 
 

@@ -1,8 +1,8 @@
 """Vocabulary of an output layer: what is computed from logits over all of its ids.
 
-The columns of logits [R, V] are the ids of the vocabulary. `WholeVocabulary` is for an output layer
-that computes the logits of all ids. Other implementations of `Vocabulary` can be for an output
-layer that computes only the logits of consecutive ids: column 0 is then another id than 0.
+The columns of logits [R, V] are consecutive ids of the vocabulary. `WholeVocabulary` is for an
+output layer that computes the logits of all ids. Other implementations of `OutputVocabulary` can be
+for an output layer that computes only some of them: column 0 is then another id than 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft import kernels
 from weft.kernels import SoftmaxStatistics
 
 
-class Vocabulary(Protocol):
+class OutputVocabulary(Protocol):
     """Operations on logits [R, V] of V ids of a vocabulary.
 
     Ids are int64. A column is the index of an id among the V ids, or -1 for other ids.

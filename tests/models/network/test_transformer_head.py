@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.models.common import sequences, tiny
-from weft.models.network.head import ValueHead, compute_row_values
 from weft.models.network.packed import pack
+from weft.models.network.transformer import ValueHead, compute_row_values
 
 
 def test_two_thousand_rewards_have_as_many_values() -> None:

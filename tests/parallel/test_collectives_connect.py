@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.parallel.microbatch import connect_outputs
+from weft.parallel.collectives import connect_outputs
 
 
 def test_a_loss_that_no_output_counts_in_has_gradients_of_zero() -> None:

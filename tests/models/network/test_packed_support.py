@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.models.network.support import SamplingSupport
+from weft.models.network.packed import SamplingSupport
 
 IDS, COUNTS = torch.tensor([4, 1, 7, 2, 9]), torch.tensor([2, 0, 3])
 

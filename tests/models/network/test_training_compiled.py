@@ -15,9 +15,9 @@ from torch.testing import assert_close
 
 from tests.models.common import adapted, sequences, tiny
 from weft import kernels
-from weft.models.network.compiled import compile_blocks
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
+from weft.models.network.training import compile_blocks
 from weft.models.network.transformer import Transformer
 
 WANT: Any = frozenset({"logprobs"})

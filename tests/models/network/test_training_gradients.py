@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tests.models.common import adapted, sequences, tiny
-from weft.models.network import gradient_sums
+from weft.models.network import training
 from weft.models.network.packed import pack
 
 WANT = frozenset({"logprobs"})
@@ -18,7 +18,7 @@ WANT = frozenset({"logprobs"})
 def test_they_add_up_over_passes(tied: bool) -> None:
     plain, summed = (tiny("llama", tie_word_embeddings=tied).bfloat16() for _ in range(2))
     masters = {name: nn.Parameter(p.detach().float()) for name, p in summed.named_parameters()}
-    gradient_sums.add_to(summed, masters)
+    training.add_gradients_to(summed, masters)
     total: dict[str, torch.Tensor] = {}
     for seed in range(3):
         packed = pack(sequences([9, 4, 6], seed=seed))
@@ -60,7 +60,7 @@ def test_those_of_adapters_are_summed_in_float32_too() -> None:
         for name, p in summed.named_parameters()
         if p.requires_grad
     }
-    gradient_sums.add_to(summed, masters)
+    training.add_gradients_to(summed, masters)
     total: dict[str, torch.Tensor] = {}
     for seed in range(3):
         packed = pack(sequences([9, 4, 6], seed=seed))
