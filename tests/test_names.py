@@ -16,6 +16,9 @@ REMOVED = """
 EventSink _OutputAnnouncer _QueuedFunction
 CovarianceControl SAMPLING_OPTIONS SHAPING_OPTIONS _build_reward_args _copy_dpo_option
 _find_reward_problem weight_policy_loss
+ConsecutiveRowSharing ExpertExchange ExpertFunction FeedForwardArguments GroupExpertExchange
+GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logits _place_prefix
+_scatter_values gather_inputs insert_prefix overwrite_prefix to_local_ids
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100
@@ -27,7 +30,7 @@ DENSITY = {"conditional expressions": 22.0, "comprehensions": 32.0, "tuple assig
 # Classes of one word: terms of the field or of weft's vocabulary that need no second word.
 ONE_WORD_CLASSES = """
 Adapter Attention Block Cached Call Chart Collectives Control Conversation Dashboard Decoder Demo
-Dense Embedding Engine Evaluation Evaluator Example Experiment Experts Family Firing Generator
+Dense Engine Evaluation Evaluator Example Experiment Experts Family Firing Generator
 Interrupted Judge Key Layout Linear Lion Loss MLP Master Max Mesh Microbatch Min Minibatches
 Model Norm Offload Optimizer Override Packed Page Paged Partial Pipeline Placement Prefill
 Prefixed Quantized Reallocation Registry Request Rope SGD Sample Schedule Scheduler Scheduling

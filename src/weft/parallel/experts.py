@@ -46,7 +46,7 @@ def join(network: nn.Module, group: ProcessGroup) -> None:
                 setattr(module, name, own)
             exchange = _ExpertExchange(group)
             module.register_forward_pre_hook(exchange.send_rows)
-            module.register_forward_hook(exchange.return_outputs)
+            module.register_forward_hook(exchange.send_outputs)
 
 
 class _ExpertExchange:
@@ -88,7 +88,7 @@ class _ExpertExchange:
         here = RowGroups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         return rows, here, keys
 
-    def return_outputs(self, experts: nn.Module, given: object, outputs: Tensor) -> Tensor:
+    def send_outputs(self, experts: nn.Module, given: object, outputs: Tensor) -> Tensor:
         """Send the outputs back in the order in which the rows arrived."""
         assert self._sent is not None
         sent, taken, order = self._sent

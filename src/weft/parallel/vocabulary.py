@@ -65,8 +65,9 @@ class SplitVocabulary:
 
     def gather(self, logits: Tensor, columns: Tensor) -> Tensor:
         own = logits.gather(1, columns.clamp_min(0))
-        found = torch.where(columns >= 0, own, torch.zeros_like(own))
-        return sum_without_gradient(found, self.group)
+        return sum_without_gradient(
+            torch.where(columns >= 0, own, torch.zeros_like(own)), self.group
+        )
 
     def scatter(self, x: Tensor, columns: Tensor, values: Tensor) -> None:
         row, which = (columns >= 0).nonzero(as_tuple=True)

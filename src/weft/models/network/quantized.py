@@ -235,7 +235,7 @@ def _allocate(like: Tensor, device: torch.device) -> Tensor:
     """
     if type(like) in (Tensor, nn.Parameter):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return torch.empty_like(like, device=device)  # shards of FSDP2
+    return torch.empty_like(like, device=device)  # subclasses of tensors
 
 
 def count_bytes(network: nn.Module) -> tuple[int, int]:
