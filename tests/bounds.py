@@ -9,6 +9,8 @@ inputs. Its own error is counted too, so float64 results have bounds as well.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -85,3 +87,188 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor | float, what: st
         f"wrong by {error.flatten()[at].item():.3g}, where its arithmetic loses "
         f"{most.flatten()[at].item():.3g} at most"
     )
+
+
+def sum_gamma(roundings: float, dtype: torch.dtype = torch.float32) -> float:
+    """The smaller of `gamma` and `probable_gamma`, for sums that may be short or long."""
+    return gamma(roundings, dtype) if roundings < 36 else probable_gamma(roundings, dtype)
+
+
+def kernel_product_bound(
+    left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32, more: int = 0
+) -> Tensor:
+    """As `product_bound`, by any of weft's and torch's kernels, tiles of bfloat16 among them.
+
+    There each float32 is the sum of three parts, and a term six products of parts, which each round
+    the sum. With the sums of pieces, and parts whose sizes add up to at most 1.02 of the number,
+    that is less than 7 K roundings. What is left out is 2^-22 of a term: four more.
+    """
+    terms = left.shape[-1]
+    roundings = (7 * terms + 4 if dtype == torch.float32 else terms) + more
+    sizes = left.detach().double().abs() @ right.detach().double().abs()
+    return sum_gamma(roundings, dtype) * sizes
+
+
+def rms_norm_bounds(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    grad_y: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest errors of r = 1 / rms [..., 1], of y = x r (offset + weight) and of its gradients by
+    x and weight, computed in `dtype`.
+
+    The N squares and eps lose N + 8 roundings together, of which the root halves what is lost; it
+    and the division round a few times more. Then y has four more factors. With g = grad_y (offset +
+    weight), the gradient r g - x r^3 mean(x g) has r once and three times, and sums of N terms; that
+    of the weight sums a term a row.
+    """
+    x, weight, grad_y = (each.detach().double() for each in (x, weight, grad_y))
+    size, rows = x.shape[-1], x.numel() // x.shape[-1]
+    lost = sum_gamma(size + 8, dtype) / 2 + gamma(6, dtype)  # of r, relatively
+    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    scale = weight.abs() + offset
+    g = grad_y.abs() * scale
+    along = (x.abs() * g).mean(-1, keepdim=True)
+    by_x = r * g * (lost + gamma(6, dtype))
+    by_x = by_x + x.abs() * r**3 * along * (3 * lost + sum_gamma(size + 10, dtype))
+    by_weight = (grad_y * x * r).abs().flatten(0, -2).sum(0)
+    return (
+        r * lost,
+        (x * r).abs() * scale * (lost + gamma(4, dtype)),
+        by_x,
+        by_weight * (lost + sum_gamma(rows + 4, dtype)),
+    )
+
+
+class SoftmaxErrors:
+    """Largest errors of the statistics of rows of logits [R, V], and of gradients by the logits,
+    computed in `dtype` with no more than `additions` in the way of each exponential.
+
+    With m the largest of a row, exp(z - m) meets the rounding of z - m, which is u |z - m|, and is
+    itself right within 4 u. The relative error of their sum is the mean of theirs by softmax, and
+    that is the error of its logarithm. A logit of minus infinity has no share in anything.
+    """
+
+    def __init__(self, logits: Tensor, additions: int, dtype: torch.dtype = torch.float32) -> None:
+        self.u, z = unit(dtype), logits.detach().double()
+        self.tiny = torch.finfo(dtype).tiny  # kernels' exponentials end at about the least number
+        there, most = z > -torch.inf, z.amax(-1, keepdim=True)
+        below = torch.where(there, most - z, 0.0)
+        lse, self.p = z.logsumexp(-1, keepdim=True), z.softmax(-1)
+        self.size = torch.where(there, lse - z, 0.0)  # |log p|
+        added = sum_gamma(additions, dtype)
+        each = self.u * (below + 5) + added
+        total = (self.p * each).sum(-1, keepdim=True)
+        log_total = total + 2 * self.u * ((lse - most).abs() + lse.abs())
+        # of exp(z - lse), relatively, and of z - lse
+        self.lost = log_total + self.u * (self.size + 5)
+        self.log_lost = log_total + self.u * self.size
+        self.entropy = (self.p * self.size).sum(-1, keepdim=True)
+        # As log of the sum + the mean of m - z, or as the mean of lse - z: each term p (m - z) or
+        # p (lse - z) has its factors' errors, is rounded itself, and added up.
+        by_most = self.p * below * (each + total + 4 * self.u)
+        by_lse = self.p * (self.size * (self.lost + 2 * self.u + added) + self.log_lost)
+        entropy = (by_most + by_lse).sum(-1, keepdim=True) + log_total
+        self._entropy = entropy + 2 * self.u * self.entropy
+        self.of_lse, self.of_entropy = log_total[:, 0], self._entropy[:, 0]
+        self.of_probabilities = 2 * total[:, 0]  # of sums of exp(z - m) over that of all
+
+    def of_gradients(self, labels: Tensor, by_logprob: Tensor, by_entropy: Tensor | None) -> Tensor:
+        """Of g (1 at the label - p) - h p (log p + entropy): what its factors lose, and the three
+        roundings of its sum. A label below 0 is none of these.
+        """
+        g = by_logprob.double()[:, None]
+        own = torch.where(labels[:, None] >= 0, g.abs(), 0.0)
+        of_label = torch.zeros_like(self.p).scatter_(1, labels.clamp_min(0)[:, None], own)
+        size, error = g.abs() * self.p, g.abs() * self.p * (self.lost + 2 * self.u)
+        if by_entropy is not None:
+            h = by_entropy.double().abs()[:, None]
+            factor = self.size + self.entropy
+            size = size + h * self.p * factor
+            error = error + h * self.p * (
+                factor * (self.lost + 4 * self.u) + self.log_lost + self._entropy
+            )
+        return error + 3 * self.u * (size + of_label) + 4 * self.tiny
+
+
+def attention_bounds(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    grad_out: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kept: torch.dtype | None = None,
+    softcap: float | None = None,
+    sizes: tuple[Tensor, Tensor] | None = None,
+    more: int = 0,
+    part: int = 16,
+) -> list[Tensor]:
+    """Largest errors of attention [R, H, D] of q [R, H, D] over k and v [T, kv, D] where `seen`
+    [R, T], and of its gradients by q, k and v for `grad_out`, as flash attention makes them in
+    `dtype` and in parts of `part` keys or more; first-order in u.
+
+    `kept` is a narrower dtype to which it rounds weights, their gradients, results and those of
+    each query head that reads a key head: three roundings, and one for the products of such. `sizes`
+    are what the roundings of q and k are measured by, of which a score meets `more`; |q| and |k|
+    otherwise.
+
+    Score: D products, the scale, and `more`. Weight: its score's error, the rounding of the
+    differences to the largest score of its part and of parts to each other (which add up to the
+    difference to the largest of all), 4 u for each exponential and 2 for what it multiplies; of the
+    sum of weights the mean of that, by softmax. Parts are merged, and weights made again on the way
+    back, by a log-sum-exp, which rounds at its own size and at the size of what it is taken from.
+    Sums of n weighted values or keys have n roundings, and n at most from one part to the next.
+    """
+    u, narrow = unit(dtype), 0.0 if kept is None else 4 * unit(kept)
+    dim, group = q.shape[-1], q.shape[1] // k.shape[1]
+    q, k, v, g = (x.detach().double().cpu() for x in (q, k, v, grad_out))
+    q_size, k_size = (x.double() for x in sizes) if sizes else (q.abs(), k.abs())
+    k, k_size, v = (x.repeat_interleave(group, dim=1) for x in (k, k_size, v))
+
+    def dot(left: Tensor, right: Tensor) -> Tensor:
+        return torch.einsum("qhd,khd->hqk", left, right)
+
+    dots = sum_gamma(dim + 4 + more, dtype)
+    z, error = dot(q, k) * scale, dots * scale * dot(q_size, k_size)
+    slope, slope_error = torch.ones(()).double(), torch.zeros(()).double()
+    if softcap is not None:
+        bent, bent_error = torch.tanh(z / softcap), error / softcap + 6 * u
+        slope, slope_error = 1 - bent.square(), 2 * bent.abs() * bent_error + 3 * u
+        z, error = softcap * bent, softcap * bent_error
+    count = int(seen.sum(-1).max())
+    z = z.masked_fill(~seen, -torch.inf)
+    most, lse, p = z.amax(-1, keepdim=True), z.logsumexp(-1, keepdim=True), z.softmax(-1)
+    below, log_size = (torch.where(seen, x - z, 0.0) for x in (most, lse))
+    highest = torch.where(seen, z.abs(), 0.0).amax(-1, keepdim=True)
+    each = torch.where(seen, error + u * (below + 4 + 6 * (count / part + 2)), 0.0)
+    lost = each + (p * each).sum(-1, keepdim=True) + sum_gamma(count, dtype)
+    lost = lost + u * (log_size + 2 * highest + 4 * math.log(count) + 16)
+
+    def summed(
+        equation: str, left: Tensor, left_error: Tensor, right: Tensor, terms: int
+    ) -> Tensor:
+        each = left_error + left.abs() * (sum_gamma(2 * terms + 8, dtype) + narrow)
+        return torch.einsum(equation, each, right)
+
+    out = torch.einsum("hqk,khd->qhd", p, v)
+    of_out = summed("hqk,khd->qhd", p, p * lost, v.abs(), count)
+    by_p = dot(g, v)
+    delta, delta_size, delta_error = (
+        x.sum(-1).T[..., None] for x in (g * out, (g * out).abs(), g.abs() * of_out)
+    )
+    s = p * (by_p - delta)
+    s_error = (by_p - delta).abs() * (lost + 8 * u) + delta_error
+    s_error = s_error + dots * (dot(g.abs(), v.abs()) + delta_size) + 2 * u * by_p.abs()
+    s_error = p * s_error * slope + s.abs() * slope_error
+    s, rows = s * slope, len(q) * group
+    of_q = scale * summed("hqk,khd->qhd", s, s_error, k_size, count)
+    of_k = scale * summed("hqk,qhd->khd", s, s_error, q_size, rows)
+    of_v = summed("hqk,qhd->khd", p, p * lost, g.abs(), rows)
+    of_k, of_v = (x.unflatten(1, (-1, group)).sum(2) for x in (of_k, of_v))
+    return [of_out, of_q, of_k, of_v]

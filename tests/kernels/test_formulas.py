@@ -83,7 +83,9 @@ def test_each_is_what_the_other_form_computes(monkeypatch: pytest.MonkeyPatch) -
 def test_heads_are_rotated_as_queries_and_keys_by_themselves() -> None:
     heads, (cos, sin) = torch.randn(6, 9, 8, dtype=torch.float64, requires_grad=True), angles(6, 3)
     q, k, v = rotate_heads(heads, 2, cos, sin)
-    assert_close(torch.cat([q, k], 1), pointwise.rotate(heads[:, :7], cos, sin))
+    assert_close(
+        torch.cat([q, k], 1), pointwise.rotate(heads[:, :7], cos, sin), rtol=1e-12, atol=1e-12
+    )
     assert torch.equal(v, heads[:, 7:])
     assert torch.autograd.gradcheck(lambda x: rotate_heads(x, 2, cos, sin), (heads,))
 

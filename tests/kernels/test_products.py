@@ -8,8 +8,9 @@ import itertools
 
 import pytest
 import torch
-from torch.testing import assert_close
+from torch import Tensor
 
+from tests.bounds import assert_within, gamma, kernel_product_bound, unit
 from weft.kernels.products import (
     GradientSum,
     add_product,
@@ -18,6 +19,18 @@ from weft.kernels.products import (
     product,
     wide_product,
 )
+
+
+def bound(
+    left: Tensor,
+    right: Tensor,
+    added: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    more: int = 1,
+) -> Tensor:
+    """Of left @ right.T + added, which is added last."""
+    lost = kernel_product_bound(left, right.T, dtype, more)
+    return lost if added is None else lost + gamma(more, dtype) * added.detach().double().abs()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -30,17 +43,29 @@ def test_values_and_gradients_are_those_of_torch(
     leaves = [torch.randn(size, dtype=dtype) for size in (shape, (6, 7), (6,))]
     for leaf, need in zip(leaves, needed, strict=True):
         leaf.requires_grad_(need)
-    ours, theirs = linear(*leaves), torch.nn.functional.linear(*leaves)
-    assert_close(ours, theirs)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if wanted:
+    wide = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    ours, theirs = linear(*leaves), torch.nn.functional.linear(*wide)
+    x, weight, bias = leaves
+    assert ours.dtype == dtype
+    assert_within(ours, theirs, bound(x, weight, bias, dtype))
+    if any(needed):
         by_out = torch.randn_like(ours)
-        for one, other in zip(
-            torch.autograd.grad(ours, wanted, by_out),
-            torch.autograd.grad(theirs, wanted, by_out),
+        by_row, ones = by_out.reshape(-1, 6), torch.ones(1, by_out.numel() // 6, dtype=dtype)
+        lost = (
+            bound(by_out, weight.T, None, dtype),
+            bound(by_row.T, x.reshape(-1, 7).T, None, dtype),
+            bound(ones, by_row.T, None, dtype)[0],
+        )
+        for one, other, most in zip(
+            torch.autograd.grad(ours, [leaf for leaf in leaves if leaf.requires_grad], by_out),
+            torch.autograd.grad(
+                theirs, [leaf for leaf in wide if leaf.requires_grad], by_out.double()
+            ),
+            itertools.compress(lost, needed),
             strict=True,
         ):
-            assert_close(one, other)
+            assert one.dtype == dtype
+            assert_within(one, other, most)
 
 
 def test_views_are_multiplied_as_what_they_show() -> None:
@@ -50,7 +75,8 @@ def test_views_are_multiplied_as_what_they_show() -> None:
         torch.randn(18, 5).T[:, ::2],
         torch.randn(10)[::2],
     )
-    assert_close(product(left, right, bias), left @ right.T + bias)
+    exact = left.double() @ right.double().T + bias.double()
+    assert_within(product(left, right, bias), exact, bound(left, right, bias))
 
 
 @pytest.mark.parametrize(
@@ -65,11 +91,17 @@ def test_gradients_of_weights(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
         torch.randn(6, 9, dtype=dtype).T,
         torch.randn(9, 10, dtype=dtype)[:, ::2],
     )
-    expected = by_out.T @ x
-    assert_close(product(by_out.T, x.T), expected)
-    whole = total + expected
+    expected = by_out.T.double() @ x.double()
+    # sums of bfloat16 are in float32, and rounded once
+    made, sums = product(by_out.T, x.T), torch.promote_types(dtype, torch.float32)
+    assert made.dtype == dtype
+    lost = bound(by_out.T, x.T, None, sums) + 1.01 * unit(dtype) * expected.abs()
+    assert_within(made, expected, lost)
+    whole = total.double() + expected
+    lost = bound(by_out.T, x.T, total, sums, more=2) + 1.01 * unit(dtype) * expected.abs()
     add_product(total, by_out.T, x.T)
-    assert_close(total, whole, check_dtype=False)
+    assert total.dtype == kept
+    assert_within(total, whole, lost)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,12 +133,8 @@ def test_sums_of_half_precision_are_not_rounded_to_it(
     left, right, bias = (torch.randn(*size).to(dtype) for size in ((5, 64), (30, 64), (30,)))
     made = wide_product(left, right, bias)
     assert made.dtype == torch.promote_types(dtype, torch.float32)
-    assert_close(
-        made,
-        (left.double() @ right.double().T + bias.double()).to(made.dtype),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    exact = left.double() @ right.double().T + bias.double()
+    assert_within(made, exact, bound(left, right, bias, made.dtype, more=2))
     wide = prepare_wide(right)
     assert (wide is None) == (dtype not in (torch.bfloat16, torch.float16)), (
         "what is wide needs no copy"
@@ -134,11 +162,14 @@ def test_the_gradient_of_a_weight_goes_to_its_sum() -> None:
     torch.manual_seed(0)
     master = torch.nn.Parameter(torch.zeros(6, 7))
     weight = torch.randn(6, 7).bfloat16().requires_grad_()
-    wanted = torch.zeros(6, 7)
-    for _ in range(3):
+    wanted, lost = torch.zeros(6, 7).double(), torch.zeros(6, 7).double()
+    for step in range(3):
         x, by = torch.randn(9, 7).bfloat16(), torch.randn(9, 6).bfloat16()
         linear(x, weight, None, GradientSum(master)).backward(by)
-        wanted += by.float().T @ x.float()
+        one = by.double().T @ x.double()
+        wanted += one
+        # two sums follow; those after the first are rounded to bfloat16 on a CPU
+        lost += bound(by.T, x.T, more=2)
+        lost += 1.01 * unit(torch.bfloat16) * one.abs() if step else 0.0
     assert weight.grad is None and master.grad is not None
-    # those after the first are rounded to bfloat16 on a CPU
-    assert_close(master.grad, wanted, rtol=0.02, atol=0.02)
+    assert_within(master.grad, wanted, lost)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
+from tests.bounds import SoftmaxErrors, assert_within
 from weft import kernels
 from weft.kernels.cpu import library
 
@@ -26,6 +26,21 @@ def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         pytest.skip("needs g++")
 
 
+def by_autograd(
+    x: Tensor, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """The gradient by the logits, in float64."""
+    wide = x.double().requires_grad_()
+    logp = wide.masked_fill(wide == -torch.inf, -1e30).log_softmax(-1)
+    at_label = logp.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+    elsewhere = -wide.logsumexp(-1)  # less the logit that is not here
+    value = (grad_logprob * torch.where(labels >= 0, at_label, elsewhere)).sum()
+    if grad_entropy is not None:
+        value = value - (grad_entropy * (logp.exp() * logp).sum(-1)).sum()
+    (expected,) = torch.autograd.grad(value, wide)
+    return expected
+
+
 @pytest.mark.usefixtures("_by")
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("with_entropy", [True, False])
@@ -38,19 +53,13 @@ def test_gradients_are_those_of_autograd(size: int, with_entropy: bool, contiguo
         torch.linspace(-1, 2, 6),
         torch.linspace(1, -2, 6) if with_entropy else None,
     )
-    wide = x.double().requires_grad_()
-    logp = wide.masked_fill(wide == -torch.inf, -1e30).log_softmax(-1)
-    at_label = logp.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-    elsewhere = -wide.logsumexp(-1)  # less the logit that is not here
-    value = (grad_logprob * torch.where(labels >= 0, at_label, elsewhere)).sum()
-    if grad_entropy is not None:
-        value = value - (grad_entropy * (logp.exp() * logp).sum(-1)).sum()
-    (expected,) = torch.autograd.grad(value, wide)
+    expected = by_autograd(x, labels, grad_logprob, grad_entropy)
     found = kernels.statistics(x, entropy=with_entropy)
     made = x.clone() if contiguous else torch.stack([x, x], dim=-1)[..., 0]
     assert made.is_contiguous() == contiguous
     kernels.to_gradients(made, found, labels, grad_logprob, grad_entropy)
-    assert_close(made.double(), expected.nan_to_num(), atol=3e-6, rtol=1e-5)
+    bound = SoftmaxErrors(x, size).of_gradients(labels, grad_logprob, grad_entropy)
+    assert_within(made, expected.nan_to_num(), bound)
 
 
 @pytest.mark.usefixtures("_by")
@@ -66,7 +75,10 @@ def test_gradients_of_a_part_of_the_ids_are_that_part(with_entropy: bool) -> Non
     kernels.to_gradients(whole, found, labels, grad, grad_entropy)
     kernels.to_gradients(first, found, torch.where(labels < 17, labels, -1), grad, grad_entropy)
     kernels.to_gradients(second, found, (labels - 17).clamp_min(-1), grad, grad_entropy)
-    assert_close(torch.cat([first, second], dim=1), whole)
+    exact = by_autograd(x, labels, grad, grad_entropy).nan_to_num()
+    bound = SoftmaxErrors(x, 30).of_gradients(labels, grad, grad_entropy)
+    assert_within(whole, exact, bound)
+    assert_within(torch.cat([first, second], dim=1), exact, bound)
 
 
 @pytest.mark.usefixtures("_by")
@@ -75,7 +87,8 @@ def test_statistics_are_the_formulas() -> None:
     found, wide = kernels.statistics(x, entropy=True, best=True), x.double()
     logp = wide.log_softmax(-1)
     assert found.entropy is not None and found.best is not None
-    assert_close(found.lse.double(), wide.logsumexp(-1), atol=1e-6, rtol=1e-6)
+    errors = SoftmaxErrors(x, 300)
+    assert_within(found.lse, wide.logsumexp(-1), errors.of_lse)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
-    assert_close(found.entropy.double(), entropy, atol=2e-6, rtol=1e-6)
+    assert_within(found.entropy, entropy, errors.of_entropy)
     assert found.best.tolist() == wide.argmax(-1).tolist() and found.best[2] == 1

@@ -1,18 +1,43 @@
-"""Attention by segments against torch in float64: values and gradients; and bits that no company
-changes.
+"""Attention by segments against torch in float64, up to what its arithmetic may lose: values and
+gradients; and bits that no company changes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing import assert_close
 
+from tests.bounds import assert_within, attention_bounds
 from weft.kernels import VarlenSegments, rotate
 from weft.kernels.cpu import attention
+
+
+def keys_of_rows(
+    rows: int, own: Tensor, across: Tensor | None, window: int | None
+) -> list[list[int]]:
+    """The keys that each row sees."""
+    seen: list[list[int]] = [[] for _ in range(rows)]
+    for row, count, key, keys in own.tolist():
+        for i in range(count):
+            stop = key + keys - count + i + 1
+            seen[row + i] = list(range(max(key, stop - window) if window else key, stop))
+    for row, count, key, keys in [] if across is None else across.tolist():
+        for i in range(count):
+            seen[row + i] += range(key, key + keys)
+    return seen
+
+
+def visible(rows: int, keys: int, own: Tensor, across: Tensor | None, window: int | None) -> Tensor:
+    """The same as bool [rows, keys]."""
+    mask = torch.zeros(rows, keys, dtype=torch.bool)
+    for row, seen in enumerate(keys_of_rows(rows, own, across, window)):
+        mask[row, seen] = True
+    return mask
 
 
 def plain(
@@ -26,19 +51,16 @@ def plain(
 ) -> Tensor:
     """The same, a row at a time."""
     group, outs = q.shape[1] // k.shape[1], []
-    seen: dict[int, list[int]] = {}
-    for row, rows, key, keys in own.tolist():
-        for i in range(rows):
-            stop = key + keys - rows + i + 1
-            seen[row + i] = list(range(max(key, stop - window) if window else key, stop))
-    for row, rows, key, keys in [] if across is None else across.tolist():
-        for i in range(rows):
-            seen[row + i] += range(key, key + keys)
-    for row in range(len(q)):
-        mine, theirs = (x[seen[row]].repeat_interleave(group, dim=1) for x in (k, v))
+    for row, seen in enumerate(keys_of_rows(len(q), own, across, window)):
+        mine, theirs = (x[seen].repeat_interleave(group, dim=1) for x in (k, v))
         weights = (torch.einsum("hd,jhd->hj", q[row], mine) * scale).softmax(-1)
         outs.append(torch.einsum("hj,jhd->hd", weights, theirs))
     return torch.stack(outs)
+
+
+def bounds(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
+    """Of the kernels, which hold the scores of 256 keys at once."""
+    return attention_bounds(q, k, v, *rest, **more, part=256)
 
 
 def tensors(
@@ -91,14 +113,13 @@ def test_values_and_gradients(
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, own, across, dim**-0.5, window)
     expected = plain(*wide, own, across, dim**-0.5, window)
-    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     grad_out = torch.randn_like(out)
-    for one, other in zip(
-        torch.autograd.grad(out, leaves, grad_out),
-        torch.autograd.grad(expected, wide, grad_out.double()),
-        strict=True,
-    ):
-        assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
+    found = torch.autograd.grad(out, leaves, grad_out)
+    wanted = torch.autograd.grad(expected, wide, grad_out.double())
+    seen = visible(len(q), len(k), own, across, window)
+    lost = bounds(q, k, v, seen, dim**-0.5, grad_out)
+    for one, other, bound in zip((out, *found), (expected, *wanted), lost, strict=True):
+        assert_within(one, other, bound)
 
 
 def test_heads_and_gradients_may_lie_otherwise() -> None:
@@ -120,18 +141,31 @@ def test_heads_and_gradients_may_lie_otherwise() -> None:
 def test_queries_and_keys_are_rotated_before_and_their_gradients_after(heads: int, kv: int) -> None:
     lengths = [5, 40, 1, 20]
     own, angles = packed(lengths), torch.randn(sum(lengths), 1, 12)
+    cos, sin = angles.cos(), angles.sin()
     side_by_side = torch.cat(tensors(sum(lengths), heads, kv, 24), dim=1).requires_grad_()
     wide = side_by_side.detach().double().requires_grad_()
-    out = attention.attend(side_by_side, kv, (angles.cos(), angles.sin()), VarlenSegments(own), 0.2)
+    out = attention.attend(side_by_side, kv, (cos, sin), VarlenSegments(own), 0.2)
     q, k, v = wide.split([heads, kv, kv], dim=1)
-    q, k = (rotate(x, angles.double().cos(), angles.double().sin()) for x in (q, k))
+    q, k = (rotate(x, cos.double(), sin.double()) for x in (q, k))
     expected = plain(q, k, v, own, None, 0.2, None)
-    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     grad_out = torch.randn_like(out)
     (made,) = torch.autograd.grad(out, side_by_side, grad_out, retain_graph=True)
     (again,) = torch.autograd.grad(out, side_by_side, grad_out)
     (wanted,) = torch.autograd.grad(expected, wide, grad_out.double())
-    assert_close(made.double(), wanted, atol=1e-5, rtol=1e-4)
+
+    def turned(x: Tensor) -> Tensor:
+        """What a rotation makes of sizes, whatever the signs."""
+        first, second = x.double().abs().chunk(2, dim=-1)
+        c, s = cos.double().abs(), sin.double().abs()
+        return torch.cat([first * c + second * s, second * c + first * s], dim=-1)
+
+    # Each of q and k meets three roundings of its two products. So do their gradients, which is less
+    # than half of what the sums before lose: at least ten roundings of the same terms.
+    seen = visible(len(q), len(k), own, None, None)
+    sizes = tuple(turned(x) for x in side_by_side.detach().split([heads, kv, kv], dim=1)[:2])
+    of_out, of_q, of_k, of_v = bounds(q, k, v, seen, 0.2, grad_out, sizes=sizes, more=6)
+    assert_within(out, expected, of_out)
+    assert_within(made, wanted, torch.cat([1.5 * turned(of_q), 1.5 * turned(of_k), of_v], dim=1))
     assert torch.equal(made, again), "what is kept for the backward pass stays as it is"
 
 
@@ -159,14 +193,13 @@ def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> Non
     out, expected = (
         of(*x, packed([length]), None, 0.2, window) for of, x in ((attend, leaves), (plain, wide))
     )
-    assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     grad_out = torch.randn_like(out)
-    for one, other in zip(
-        torch.autograd.grad(out, leaves, grad_out),
-        torch.autograd.grad(expected, wide, grad_out.double()),
-        strict=True,
-    ):
-        assert_close(one.double(), other, atol=2e-5, rtol=1e-4)
+    found = torch.autograd.grad(out, leaves, grad_out)
+    wanted = torch.autograd.grad(expected, wide, grad_out.double())
+    seen = visible(length, length, packed([length]), None, window)
+    lost = bounds(q, k, v, seen, 0.2, grad_out)
+    for one, other, bound in zip((out, *found), (expected, *wanted), lost, strict=True):
+        assert_within(one, other, bound)
 
 
 @pytest.mark.parametrize("kv", [2, 4])
@@ -206,13 +239,11 @@ def test_a_cache_is_read_where_it_lies(kv: int) -> None:
     )
     for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)]):
         mine, theirs = (x[slot, :, :used].transpose(0, 1) for x in (keys, values))
-        whole = torch.tensor([(0, 1, 0, used)])
-        assert_close(
-            found.out[i],
-            plain(q[i : i + 1], mine, theirs, whole, None, 0.25, None)[0],
-            atol=1e-6,
-            rtol=1e-5,
-        )
+        whole, alone = torch.tensor([(0, 1, 0, used)]), q[i : i + 1]
+        exact = plain(*(x.double() for x in (alone, mine, theirs)), whole, None, 0.25, None)
+        seen = visible(1, used, whole, None, None)
+        bound = bounds(alone, mine, theirs, seen, 0.25, torch.zeros_like(alone))[0]
+        assert_within(found.out[i], exact[0], bound[0])
 
 
 def test_values_of_another_size_are_left_to_torch() -> None:

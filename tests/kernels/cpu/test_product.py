@@ -1,5 +1,5 @@
-"""Products against torch in float64, at sizes that fill no vector; and a row's bits do not depend
-on its company.
+"""Products against torch in float64 up to what their sums may lose, at sizes that fill no vector;
+and a row's bits do not depend on its company.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing import assert_close
 
+from tests.bounds import assert_within, gamma, kernel_product_bound, unit
 from weft.kernels.cpu import library, product
 
 
@@ -67,15 +67,19 @@ def test_products(
     assert product.serves(left, right)
     made = product.product(left, right, bias)
     wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_close(made.double(), wide, atol=1e-5 * terms**0.5, rtol=0)
+    lost = kernel_product_bound(x, weight.T, more=2)
+    # the bias, which is added last, or what is added to
+    assert_within(made, wide, lost if bias is None else lost + gamma(1) * bias.double().abs())
     row = seed % count
     assert torch.equal(
         product.product(x[row : row + 1], weight, bias), made[row : row + 1]
     )  # by the kernel for few rows
     total = torch.randn(count, size)
     whole = total.double() + x.double() @ weight.double().T
+    # the sum of each piece of at most 320 terms is added to it
+    lost = lost + gamma(terms // 128 + 2) * total.double().abs()
     product.add_product(total, left, right)
-    assert_close(total.double(), whole, atol=1e-5 * terms**0.5, rtol=0)
+    assert_within(total, whole, lost)
 
 
 @pytest.mark.usefixtures("products_by")
@@ -100,7 +104,8 @@ def test_products_do_not_depend_on_the_threads() -> None:
     assert all(torch.equal(one, made[at % 5]) for at, one in enumerate(made))
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0][:70], made[3])
-    assert_close(made[4].double(), many.double() @ right.double().T, atol=3e-4, rtol=0)
+    exact = many.double() @ right.double().T
+    assert_within(made[4], exact, kernel_product_bound(many, right.T))
 
 
 @pytest.mark.usefixtures("products_by")
@@ -130,11 +135,17 @@ def test_products_are_as_exact_as_float32(rows: int) -> None:
     x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
     wide = x.double() @ weight.double().T
     error = (product.product(x, weight).double() - wide).square().mean().sqrt()
-    assert error < 1e-5  # of 25; with two parts instead of three 1e-4
+    # Tiles round the most sums, six a term. Each loses up to u times itself, evenly distributed: in
+    # the mean of squares u^2 / 3 of its own, which grows evenly to K. Together that is 6 K times u^2
+    # / 3 times K / 2, or (u K)^2. With two parts instead of three the error is 1e-4.
+    assert error < unit(torch.float32) * 640
     positive, other = torch.rand(rows, 640), torch.rand(200, 640)
     exact = positive.double() @ other.double().T
-    # what is left out has no sign of its own
-    assert abs((product.product(positive, other) / exact - 1).mean()) < 2e-8
+    # What is left out has no sign of its own. Sums of positive terms grow evenly, and their squares
+    # are a third of the last one's in the mean, so that n roundings lose u^2 n / 9 of it. That is the
+    # variance of one element. Of the mean of all, six deviations are allowed; a sign makes it 6e-8.
+    deviation = unit(torch.float32) * (6 * 640 / 9 / exact.numel()) ** 0.5
+    assert abs((product.product(positive, other).double() / exact - 1).mean()) < 6 * deviation
     one = torch.zeros(rows, 640)
     one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
     assert torch.equal(product.product(one, weight), one[:, 7:8] * weight[:, 7])
@@ -175,4 +186,6 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 def test_a_bias_of_another_dtype_is_cast() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).bfloat16()
-    assert_close(product.product(x, weight, bias), x @ weight.T + bias.float())
+    exact = x.double() @ weight.double().T + bias.double()
+    lost = kernel_product_bound(x, weight.T, more=1) + gamma(1) * bias.double().abs()
+    assert_within(product.product(x, weight, bias), exact, lost)
