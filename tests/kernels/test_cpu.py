@@ -5,6 +5,7 @@ addresses stay inside.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 import weft
+from tests.bounds import assert_within, sum_gamma
 from weft import kernels
 from weft.kernels.cpu import library
 
@@ -80,7 +81,7 @@ def added(x: Tensor, weight: Tensor) -> Tensor:
 # Each of x [6, 8] and y [8, 8].
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": lambda x, y: kernels.linear(x, y),
-    "a bias": lambda x, y: kernels.linear(x, torch.ones(3, 8), y[0, :3]),
+    "a bias": lambda x, y: kernels.linear(x, torch.ones(3, 8, dtype=y.dtype), y[0, :3]),
     "product": lambda x, y: kernels.product(x, y),
     "add_product": added,
     "rms_norm": lambda x, y: kernels.rms_norm(x, y[0].detach(), 1e-5),
@@ -109,6 +110,38 @@ def results(
     out = of(*leaves)
     grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
     return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+ROUNDINGS = 2 * (7 * 8 + 4 + 12)
+
+
+@functools.cache
+def exact_results(name: str, backward: bool) -> list[tuple[Tensor, Tensor]]:
+    """Each result in float64, and the largest error of one that is computed in float32.
+
+    To first order, n roundings move a result by no more than n u times what it moves by where every
+    input and every term is off by its own size: its componentwise condition (Higham 2002, 1.6), by
+    central differences here. What rounds on the way is of the size of the results, or of an
+    exponential, at most 1. A result meets the sum of 8 products, of up to 7 roundings a term and 4
+    (see `kernel_product_bound`), and a dozen others on its way there, and as many on its way back.
+    """
+
+    def compute(given: Tensor) -> list[Tensor]:
+        x, y = given.split([48, 64])
+        return results(FUNCTIONS[name], x.view(6, 8), y.view(8, 8), backward)
+
+    given = torch.cat([x.double().flatten() for x in drawn()])
+    exact = compute(given)
+    sizes = [value.abs() + 1 for value in exact]
+    step = 2.0**-20  # wrong by the square of that, and by 2^-53 divided by it
+    for at in range(len(given)):
+        less, further = given.clone(), given.clone()
+        less[at] *= 1 - step
+        further[at] *= 1 + step
+        moved = zip(compute(further), compute(less), strict=True)
+        for size, (one, other) in zip(sizes, moved, strict=True):
+            size += (one - other).abs() / (2 * step)
+    return [(value, sum_gamma(ROUNDINGS) * size) for value, size in zip(exact, sizes, strict=True)]
 
 
 def strided(x: Tensor) -> Tensor:
@@ -150,9 +183,12 @@ def test_what_is_not_plain_and_contiguous_is_the_same(
     change = CHANGES[kind]
     x, y = change(x) if which != "second" else x, change(y) if which != "first" else y
     found = results(FUNCTIONS[name], x, y, backward)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert_close(plain(one).float(), other, rtol=1e-5, atol=1e-5)
+    exact = exact_results(name, backward)
+    assert len(found) == len(expected) == len(exact)
+    for one, other, (value, bound) in zip(found, expected, exact, strict=True):
+        assert other.dtype == torch.float32
+        assert_within(other, value, bound)
+        assert_within(plain(one), value, bound)
     if kind == "float64":
         assert not called
     if kind == "subclass" and which == "both":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.common import last_states, sequences, tiny
+from tests.bounds import assert_within, probable_gamma
+from tests.models.common import last_states, roundings, sequences, tiny
 from weft.engine.generation import passes
 from weft.engine.generation.passes import DecoderPasses
 from weft.kernels.cpu import cached_forward
@@ -329,20 +331,29 @@ def test_a_field_that_nobody_allowed_turns_the_kernel_off(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "by", [OneCall, lambda network: network.compute_hidden], ids=["kernel", "modules"]
+    ("by", "dtype"),
+    [(OneCall, torch.float32), (lambda network: network.compute_hidden, torch.float64)],
+    ids=["kernel", "modules"],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "gpt2"])
 @torch.no_grad()
 def test_a_first_token_sees_the_prefix_before_it(
-    name: str, by: Callable[[Transformer], Hidden]
+    name: str, by: Callable[[Transformer], Hidden], dtype: torch.dtype
 ) -> None:
-    """Each row's only token, after a prefix, has the state that it has in the whole sequence."""
+    """Each row's only token, after a prefix, has the state that it has in the whole sequence, which
+    is computed in float64.
+    """
     network, before = tiny(name), sequences([21])[0]
-    hidden = by(network)
-    prefix = KVCache(network.config, "cpu", torch.float32, slots=1, room=32)
+    wide = copy.deepcopy(network).double()
+    hidden = by(network if dtype == torch.float32 else wide)
+    prefix = KVCache(network.config, "cpu", dtype, slots=1, room=32)
     hidden(prefix.extend(prefix.allocate(), [before]))
-    cache = KVCache(network.config, "cpu", torch.float32, slots=4, room=32)
+    cache = KVCache(network.config, "cpu", dtype, slots=4, room=32)
     slots, first = cache.allocate(4), torch.tensor([3, 7, 11, 2])
     cache.link(slots, prefix)
-    whole = last_states(network, [torch.cat([before, token[None]]) for token in first])
-    torch.testing.assert_close(hidden(cache.extend(slots, first)), whole)
+    whole = last_states(wide, [torch.cat([before, token[None]]) for token in first])
+    found = hidden(cache.extend(slots, first))
+    assert found.dtype == dtype
+    # all blocks, and the last norm, of 22 tokens
+    lost = probable_gamma(roundings(network, 22) + network.config.hidden_size, dtype)
+    assert_within(found, whole, lost * float(whole.abs().max()))
