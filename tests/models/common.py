@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.bounds import assert_within
+from tests.roundings import LIKELY, exactly
 from weft.checkpoints import hf_io
 from weft.models.network import lora
 from weft.models.network.config import TransformerConfig
@@ -90,3 +93,28 @@ def sequences(lengths: list[int], *, vocab: int = 131, seed: int = 5) -> list[Te
 def last_states(network: torch.nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
     """The hidden state of each row's last token, computed whole and alone."""
     return torch.stack([network.compute_hidden(pack([row]))[-1] for row in rows])
+
+
+class LastStates:
+    """The states of rows' last tokens that a cache gave, to be compared all at once with those of
+    rows computed whole and alone in float64.
+    """
+
+    def __init__(self, network: Transformer) -> None:
+        self._wide = copy.deepcopy(network).double()
+        self._dtype = next(network.parameters()).dtype
+        self._found: list[Tensor] = []
+        self._rows: list[Tensor] = []
+
+    def add(self, found: Tensor, rows: list[Tensor]) -> None:
+        assert len(found) == len(rows)
+        self._found.append(found.clone())
+        self._rows += rows
+
+    @torch.no_grad()
+    def check(self) -> None:
+        packed = pack(self._rows)
+        ends = torch.tensor([len(row) for row in self._rows]).cumsum(0) - 1
+        (together,) = exactly(lambda: self._wide.compute_hidden(packed)[ends], self._dtype)
+        alone = last_states(self._wide, self._rows)
+        assert_within(torch.cat(self._found), alone, LIKELY * together.deviation, "states")

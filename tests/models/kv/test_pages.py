@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-from torch.testing import assert_close
 
-from tests.models.common import last_states, sequences, tiny
+from tests.models.common import LastStates, sequences, tiny
 from weft.kernels import flex
 from weft.models.kv.pages import Paged, PagedCache, PagePool
+from weft.models.network.transformer import Transformer
 
 NETWORKS = ["llama", "mistral", "gemma2", "gpt2"]
 PAGE = 16
@@ -24,21 +24,26 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
 
 
-def pool_of(network: torch.nn.Module) -> PagePool:
-    return PagePool(network.config, "cpu", torch.float32, page=PAGE)
+def network_of(name: str = "llama") -> Transformer:
+    """In float64: unfused, FlexAttention computes as it does in float32."""
+    return tiny(name, dtype=torch.float64)
+
+
+def pool_of(network: Transformer) -> PagePool:
+    return PagePool(network.config, "cpu", torch.float64, page=PAGE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NETWORKS)
 def test_sequences_come_and_go(name: str) -> None:
     """Prefill some, decode over a page's end, release one in the middle, admit another, decode on."""
-    network = tiny(name)
+    network = network_of(name)
     pool = pool_of(network)
     cache = PagedCache(pool)
     texts = sequences([15, 3, 40, 5])
     slots = cache.allocate(3)
-    packed = cache.extend(slots, texts[:3])
-    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, texts[:3]))
+    packed, states = cache.extend(slots, texts[:3]), LastStates(network)
+    states.add(network.compute_hidden(packed)[packed.rows], texts[:3])
     held = dict(zip(slots, texts[:3], strict=True))
 
     def step(seed: int) -> None:
@@ -49,10 +54,7 @@ def test_sequences_come_and_go(name: str) -> None:
         for slot, token in zip(order, tokens, strict=True):
             held[slot] = torch.cat([held[slot], token[None]])
         assert packed.positions.tolist() == [len(held[slot]) - 1 for slot in order]
-        assert_close(
-            network.compute_hidden(packed)[packed.rows],
-            last_states(network, [held[s] for s in order]),
-        )
+        states.add(network.compute_hidden(packed)[packed.rows], [held[s] for s in order])
 
     step(1)
     step(2)
@@ -64,13 +66,14 @@ def test_sequences_come_and_go(name: str) -> None:
     network.compute_hidden(packed)
     held[new] = texts[3]
     step(3)
+    states.check()
     cache.close()
     assert pool.pages.num_used == 0
 
 
 @torch.no_grad()
 def test_samples_share_pages_until_they_write() -> None:
-    network = tiny()
+    network = network_of()
     pool = pool_of(network)
     cache = PagedCache(pool)
     (prompt,) = sequences([2 * PAGE + 9])
@@ -81,8 +84,12 @@ def test_samples_share_pages_until_they_write() -> None:
     tokens = torch.tensor([3, 50, 7, 99])
     packed = cache.extend(slots, tokens)
     assert pool.pages.num_used == 3 + 3, "the partly full page is copied for all but one"
-    expected = last_states(network, [torch.cat([prompt, t[None]]) for t in tokens])
-    assert_close(network.compute_hidden(packed)[packed.rows], expected)
+    states = LastStates(network)
+    states.add(
+        network.compute_hidden(packed)[packed.rows],
+        [torch.cat([prompt, t[None]]) for t in tokens],
+    )
+    states.check()
 
 
 @torch.no_grad()
@@ -90,7 +97,7 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     """A prefix computed in two parts, cut back as the generator does, then gone on from by two rows
     and taken over by one.
     """
-    network = tiny()
+    network = network_of()
     pool = pool_of(network)
     prefix, cache = PagedCache(pool), PagedCache(pool)
     text, *rests = sequences([PAGE + 5, 4, 11])
@@ -104,7 +111,8 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     packed = cache.extend(slots, rests)
     whole = [torch.cat([text, rest]) for rest in rests]
     assert packed.positions.tolist() == [*range(21, 25), *range(21, 32)]
-    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, whole))
+    states = LastStates(network)
+    states.add(network.compute_hidden(packed)[packed.rows], whole)
     taken = cache.take(prefix)
     assert taken == 2
     prefix.close()
@@ -113,12 +121,11 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     expected = [
         torch.cat([row, token[None]]) for row, token in zip([*whole, text], tokens, strict=True)
     ]
-    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, expected))
+    states.add(network.compute_hidden(packed)[packed.rows], expected)
     cache.truncate(1, 2)
     packed = cache.extend([1], [rests[1][2:6]])
-    assert_close(
-        network.compute_hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])])
-    )
+    states.add(network.compute_hidden(packed)[-1:], [torch.cat([text, rests[1][:6]])])
+    states.check()
 
 
 @torch.no_grad()
@@ -141,21 +148,27 @@ def test_a_row_after_one_with_a_prefix_begins_at_its_first_token() -> None:
 
 @torch.no_grad()
 def test_rows_that_fill_a_step_up_disturb_nobody() -> None:
-    network = tiny()
+    network = network_of()
     cache = PagedCache(pool_of(network))
     texts = sequences([20, 7])
     slots = cache.allocate(2)
     network.compute_hidden(cache.extend(slots, texts))
-    step = torch.from_numpy(cache.step(slots, sequences([2])[0].numpy()))
+    (tokens,) = sequences([2])
+    step = torch.from_numpy(cache.step(slots, tokens.numpy()))
     filled = torch.nn.functional.pad(step, (0, 0, 0, 3))
     states = network.compute_hidden(cache.pool.build_packed(filled))
     assert torch.isfinite(states).all()
-    assert_close(states[:2], network.compute_hidden(cache.pool.build_packed(step)))
+    expected = LastStates(network)
+    for found in (states[:2], network.compute_hidden(cache.pool.build_packed(step))):
+        expected.add(
+            found, [torch.cat([row, t[None]]) for row, t in zip(texts, tokens, strict=True)]
+        )
+    expected.check()
 
 
 @torch.no_grad()
 def test_the_pool_grows_and_keeps_what_it_holds() -> None:
-    network = tiny()
+    network = network_of()
     pool = pool_of(network)
     cache = PagedCache(pool)
     before = pool.num_bytes
@@ -166,7 +179,9 @@ def test_the_pool_grows_and_keeps_what_it_holds() -> None:
     assert pool.num_bytes == 2 * before
     packed = cache.extend([0, 69], torch.tensor([1, 2]))
     expected = [torch.cat([texts[0], torch.tensor([1])]), torch.cat([texts[69], torch.tensor([2])])]
-    assert_close(network.compute_hidden(packed)[packed.rows], last_states(network, expected))
+    states = LastStates(network)
+    states.add(network.compute_hidden(packed)[packed.rows], expected)
+    states.check()
 
 
 @pytest.mark.parametrize("window", [None, 20])
