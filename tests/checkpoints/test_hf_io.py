@@ -12,12 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
 
+from tests.checkpoints.test_peft_io import check
 from tests.models.common import sequences, tiny
 from weft.checkpoints import hf_io, weight_files
 from weft.errors import CheckpointError, RunError
-from weft.models.network.packed import pack
 from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
@@ -63,10 +62,7 @@ def test_shards_with_an_index(name: str, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in network.parameters())
     equal(hf_io.load(tmp_path), network)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    (row,) = sequences([12])
-    assert_close(
-        theirs(row[None]).logits[0], network.next_token_logits(network.compute_hidden(pack([row])))
-    )
+    check(network, theirs, sequences([12])[0])
 
 
 def test_writing_again_leaves_nothing_of_the_first_time(tmp_path: Path) -> None:
@@ -133,10 +129,7 @@ def test_the_verl_fixture_loads(data_dir: Path) -> None:
     directory = data_dir / "weights" / "verl_arithmetic_llama_random"
     network = hf_io.load(directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    (row,) = sequences([20], vocab=16)
-    assert_close(
-        theirs(row[None]).logits[0], network.next_token_logits(network.compute_hidden(pack([row])))
-    )
+    check(network, theirs, sequences([20], vocab=16)[0])
 
 
 # -- heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.testing import assert_close
 
 from tests.models import common
 from tests.models.common import adapted, sequences, tiny
+from tests.roundings import assert_computed
 from weft.checkpoints import hf_io, peft_io
 from weft.cli.convert import main as convert
 from weft.errors import CheckpointError
@@ -30,6 +31,15 @@ ROW = sequences([18])[0].clamp_min(1)
 
 def logits(network: Transformer) -> Tensor:
     return common.logits(network, ROW)
+
+
+def check(network: Transformer, theirs: Any, row: Tensor = ROW) -> None:
+    """That both compute the network's logits, as far as float32 goes: norms, softmax and rotations
+    of transformers are float32 whatever a model's dtype is.
+    """
+    wide = copy.deepcopy(network).double()
+    found = [theirs(row[None]).logits[0], common.logits(network, row)]
+    assert_computed(found, lambda: 2 * [common.logits(wide, row)])
 
 
 def save_both(network: Transformer, directory: Path, whole: bool = False) -> tuple[Path, Path]:
@@ -69,7 +79,7 @@ def test_peft_computes_what_weft_saved(name: str, changes: dict[str, Any], tmp_p
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     assert not torch.allclose(theirs(ROW[None]).logits[0], logits(network), atol=0.1)
     wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
-    assert_close(wrapped(ROW[None]).logits[0].detach(), logits(network))
+    check(network, wrapped)
     again = hf_io.load(base)
     peft_io.load_adapter(adapter, again)
     assert torch.equal(logits(again), logits(network))
@@ -114,7 +124,7 @@ def test_weft_computes_what_peft_saved(
     wrapped.save_pretrained(tmp_path / "adapter")
     network = hf_io.load(tmp_path / "base")
     peft_io.load_adapter(tmp_path / "adapter", network)
-    assert_close(logits(network), wrapped(ROW[None]).logits[0].detach())
+    check(network, wrapped)
     assert not torch.allclose(logits(network), logits(base), atol=1e-2)
 
 
@@ -173,7 +183,7 @@ def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_pa
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     theirs.resize_token_embeddings(144)
     wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
-    assert_close(wrapped(row[None]).logits[0].detach(), wanted)
+    check(grown, wrapped, row)
 
     again = peft_io.load_adapted(base, adapter, "lm", torch.float32)
     assert again.config.tied and again.config.vocab_size == 144
@@ -184,9 +194,7 @@ def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_pa
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", attn_implementation="eager"
     )
-    assert_close(
-        whole(row[None]).logits[0].detach(), common.logits(hf_io.load(tmp_path / "merged"), row)
-    )
+    check(hf_io.load(tmp_path / "merged"), whole, row)
 
 
 @pytest.mark.filterwarnings(
@@ -214,7 +222,7 @@ def test_an_adapter_of_peft_that_unties_the_output_matrix(saved: list[str], tmp_
     wrapped.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     network = peft_io.load_adapted(tmp_path / "base", tmp_path / "adapter", "lm", torch.float32)
     assert not network.config.tied
-    assert_close(logits(network), wrapped(ROW[None]).logits[0].detach())
+    check(network, wrapped)
     with pytest.raises(CheckpointError, match="weft convert merge"):
         peft_io.load_adapter(tmp_path / "adapter", hf_io.load(tmp_path / "base"))
 
@@ -234,10 +242,15 @@ def test_a_reward_model_with_adapters(tmp_path: Path) -> None:
         base, attn_implementation="eager"
     )
     wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
-    assert_close(wrapped(ROW[None]).logits[0], scores)
+    wide = copy.deepcopy(network).double()
+    found = wrapped(ROW[None]).logits[0]
+    assert_computed(
+        [found, scores], lambda: 2 * [wide(pack([ROW]), frozenset({"scores"}))["scores"]], draws=8
+    )
     again = hf_io.load(base, "score")
     peft_io.load_adapter(adapter, again)
-    assert_close(again(pack([ROW]), frozenset({"scores"}))["scores"], scores)
+    # the same parameters in the same operations
+    assert torch.equal(again(pack([ROW]), frozenset({"scores"}))["scores"], scores)
 
 
 def test_adapters_that_weft_does_not_compute_are_refused(tmp_path: Path) -> None:

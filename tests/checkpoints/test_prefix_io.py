@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.testing import assert_close
 
+from tests.checkpoints.test_peft_io import check
 from tests.models import common
 from tests.models.common import sequences, tiny
 from tests.models.network.test_prefix import COUNT, with_prefix
@@ -53,7 +53,7 @@ def test_peft_computes_what_weft_saved(name: str, tmp_path: Path) -> None:
     wrapped = peft.PeftModel.from_pretrained(module, where).eval()
     again = hf_io.load(where)
     assert again.prefix_tokens == COUNT
-    assert_close(wrapped(ROW[None]).logits[0].detach(), logits(again))
+    check(again, wrapped)
     assert not torch.allclose(logits(hf_io.load(base)), logits(again), atol=0.1)
 
 
@@ -64,7 +64,7 @@ def test_weft_computes_what_peft_saved(tmp_path: Path) -> None:
     wrapped = peft.get_peft_model(module, settings).eval()
     wrapped.save_pretrained(tmp_path / "theirs")
     assert not (tmp_path / "theirs" / "config.json").exists()
-    assert_close(logits(hf_io.load(tmp_path / "theirs")), wrapped(ROW[None]).logits[0].detach())
+    check(hf_io.load(tmp_path / "theirs"), wrapped)
 
 
 def test_a_reward_model_keeps_its_head_beside_the_prefix(tmp_path: Path) -> None:
@@ -73,12 +73,12 @@ def test_a_reward_model_keeps_its_head_beside_the_prefix(tmp_path: Path) -> None
     head = hf_io.load(where, "score").score.weight.detach().clone()
     # whose pass no reward model of transformers takes
     wrapped = peft.PeftModel.from_pretrained(module, where)
-    assert_close(wrapped.base_model.score.modules_to_save["default"].weight.detach(), head)
+    assert torch.equal(wrapped.base_model.score.modules_to_save["default"].weight, head)
     with torch.no_grad():
         hf_io.save(
             base, find_canonical_values(tiny("llama", "score", seed=5)), tiny().config, "score"
         )
-    assert_close(hf_io.load(where, "score").score.weight.detach(), head)  # its own, not the model's
+    assert torch.equal(hf_io.load(where, "score").score.weight, head)  # its own, not the model's
 
 
 def test_a_part_of_a_prefix(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_part_of_a_prefix(tmp_path: Path) -> None:
     reader = hf_io.ParameterReader(where)
     whole = reader.read("blocks.1.attention.prefix.v")
     part = reader.read("blocks.1.attention.prefix.v", (slice(1, 3), slice(4, 8)))
-    assert_close(part, whole[1:3, 4:8])
+    assert torch.equal(part, whole[1:3, 4:8])
 
 
 def test_a_prefix_of_another_model_is_refused(tmp_path: Path) -> None:

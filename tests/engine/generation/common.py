@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.bounds import assert_within, unit
+from tests.roundings import LIKELY, exactly
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.generation.scheduler import GenerationBudget
@@ -32,6 +37,7 @@ LLAMA = TransformerConfig(
     rope=Rope(theta=10000.0, dim=6),
 )
 Key = tuple[str, int]
+LOGPROBS = frozenset({"logprobs"})
 
 
 def build(
@@ -144,4 +150,43 @@ def assert_same_rows(one: dict[Key, list[TokenEvent]], other: dict[Key, list[Tok
     for key, row in one.items():
         for mine, theirs in zip(row, other[key], strict=True):
             assert (mine.finish, mine.support) == (theirs.finish, theirs.support)
-            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)
+            assert mine.logprob == near(theirs.logprob)
+
+
+@functools.cache
+def rotation_bound() -> float:
+    """How far log-probs of `build()`, which is float64 but for its angles, may be apart where cosine
+    and sine are those of another position in a vector.
+    """
+    network, row = build(), (7 * torch.arange(200)) % 61
+    with torch.no_grad():
+        (found,) = exactly(lambda: network(pack([row]), LOGPROBS)["logprobs"], torch.float64)
+    return LIKELY * found.deviation
+
+
+def near(logprob: float) -> Any:
+    """What equals a log-prob of a float64 network that is rounded to float32 on both sides."""
+    return pytest.approx(
+        logprob, rel=0.0, abs=2 * unit(torch.float32) * abs(logprob) + 2 * rotation_bound()
+    )
+
+
+def assert_logprobs(
+    network: Transformer,
+    rows: dict[Key, list[TokenEvent]],
+    requests: list[Request],
+    spec: GenerationSpec,
+) -> None:
+    """Log-probs as sampled, and as training recomputes them, are those of a float64 network: none is
+    further off than its roundings make likely, and all together no more than they do on average.
+    """
+    dtype = next(network.parameters()).dtype
+    wide, pairs = copy.deepcopy(network).double(), [(r, rows[r.id, r.k]) for r in requests]
+    (exact,) = exactly(lambda: torch.cat([recomputed(wide, *p, spec) for p in pairs]), dtype, 1)
+    sampled = torch.tensor([event.logprob for _, row in pairs for event in row]).double()
+    trained = torch.cat([recomputed(network, *pair, spec) for pair in pairs])
+    rounded = unit(torch.float32) * exact.value.abs()  # events have float32
+    for made in (sampled, trained):
+        assert_within(made, exact.value, LIKELY * exact.deviation + rounded)
+        error = (made - exact.value).square().mean().sqrt()
+        assert error <= exact.deviation + rounded.max()

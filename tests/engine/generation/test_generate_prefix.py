@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.generation.common import LLAMA, build, drain, generate, opened, recomputed, tokens
+from tests.engine.generation.common import (
+    LLAMA,
+    assert_logprobs,
+    build,
+    drain,
+    generate,
+    opened,
+    tokens,
+)
 from tests.engine.generation.test_caches_pages import BUDGET, paged
 from tests.engine.generation.test_generate_sharing import BUDGETS, asked
 from weft.engine.base import Request
@@ -35,12 +43,7 @@ def prefixed(dtype: torch.dtype = torch.float32) -> Transformer:
 def test_log_probs_are_those_that_training_recomputes(name: str, dtype: torch.dtype) -> None:
     network, spec = prefixed(dtype), GenerationSpec(max_new_tokens=20, seed=3)
     rows = generate(network, spec, asked(), BUDGETS[name])
-    for request in asked():
-        row = rows[request.id, request.k]
-        found = recomputed(network, request, row, spec)
-        torch.testing.assert_close(
-            found, torch.tensor([e.logprob for e in row]).to(found.dtype), rtol=0.0, atol=1e-4
-        )
+    assert_logprobs(network, rows, asked(), spec)
 
 
 @pytest.mark.parametrize("name", ["together", "both"])

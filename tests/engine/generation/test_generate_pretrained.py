@@ -7,11 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.bounds import assert_within, unit
+from tests.roundings import LIKELY, exactly
 from weft.cli.main import main
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends import common
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.interfaces.base import Model
@@ -30,7 +34,7 @@ GOLDEN = ", there was a little girl named Lily. She loved to play outside in the
 
 
 @pytest.fixture(scope="module")
-def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def path(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = (
         data_dir / "weights" / "stories260K",
         tmp_path_factory.mktemp("stories") / "model",
@@ -43,9 +47,21 @@ def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
         str(target),
     ]
     assert main(["convert", "llama2c", *words]) == 0
-    engine: Engine = backends.get("torch")(ModelSpec(path=str(target), device="cpu"), Layout())
-    tokenizer = Tokenizer.load(TokenizerSpec(), str(target))
+    return target
+
+
+@pytest.fixture(scope="module")
+def stories(path: Path) -> Model:
+    engine: Engine = backends.get("torch")(ModelSpec(path=str(path), device="cpu"), Layout())
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
     return Model("actor", engine, tokenizer, tokenizer, "cpu", "float32", step=0, seed=1)
+
+
+def wide_engine(path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The model in float64."""
+    monkeypatch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
+    made: Engine = backends.get("torch")(ModelSpec(path=str(path), device="cpu"), Layout())
+    return made
 
 
 def batch(model: Model) -> SequenceSample:
@@ -75,7 +91,11 @@ def test_tells_the_golden_story(stories: Model) -> None:
     "limits", [{}, {"temperature": 0.7}, {"top_p": 0.9, "record_support": True}]
 )
 def test_sampled_log_probs_are_those_of_training(
-    stories: Model, limits: dict[str, float], kernels: str, monkeypatch: pytest.MonkeyPatch
+    stories: Model,
+    path: Path,
+    limits: dict[str, float],
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kernels == "torch's":
         monkeypatch.setattr(library, "load_library", lambda: None)
@@ -90,6 +110,17 @@ def test_sampled_log_probs_are_those_of_training(
     trained = stories.engine.forward(
         whole, frozenset({"logprobs"}), temperature=limits.get("temperature", 1.0)
     )
-    gap = (trained.data["logprobs"] - made.data["logprobs"]).abs()
-    assert len(gap) > 1500
-    assert gap.mean() <= 1e-6 and gap.max() <= 1e-4  # differences of rounding only
+    sampled, wide = made.data["logprobs"], wide_engine(path, monkeypatch)
+    temperature = limits.get("temperature", 1.0)
+    (exact,) = exactly(
+        lambda: wide.forward(whole, frozenset({"logprobs"}), temperature=temperature).data[
+            "logprobs"
+        ],
+        draws=1,
+    )
+    assert len(sampled) > 1500
+    rounded = unit(torch.float32) * exact.value.abs()  # what an engine returns is float32
+    for found in (sampled, trained.data["logprobs"]):
+        assert_within(found, exact.value, LIKELY * exact.deviation + rounded)
+        error = (found - exact.value).square().mean().sqrt()
+        assert error <= exact.deviation + rounded.max()

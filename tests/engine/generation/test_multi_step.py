@@ -20,11 +20,11 @@ from tests.engine.generation.common import (
     CPU,
     LLAMA,
     Key,
+    assert_logprobs,
     build,
     drain,
     generate,
     opened,
-    recomputed,
 )
 from weft import randomness
 from weft.engine.base import Request, TokenEvent
@@ -85,11 +85,7 @@ def test_completions_are_the_same_to_the_bit(
     assert max(counts) > 8, "steps were computed ahead"
     one_at_a_time(monkeypatch)
     assert found == generate(network, spec, requests())
-    row = found["p2", 0]
-    gap = recomputed(network, requests()[4], row, spec) - torch.tensor(
-        [event.logprob for event in row]
-    )
-    assert gap.abs().max() < 1e-5
+    assert_logprobs(network, found, [requests()[4]], spec)
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.generation.common import EOS, Key, build, drain, generate, opened, tokens
+from tests.engine.generation.common import EOS, Key, build, drain, generate, near, opened, tokens
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.settings import SettingsTable
 from weft.engine.spec import GenerationSpec
@@ -46,7 +46,7 @@ def test_each_request_is_sampled_as_if_the_generator_had_its_settings(record: bo
     assert tokens(mixed) == tokens(expected)
     for key, row in expected.items():
         assert [(e.finish, e.support) for e in mixed[key]] == [(e.finish, e.support) for e in row]
-        assert [e.logprob for e in mixed[key]] == pytest.approx([e.logprob for e in row], abs=1e-6)
+        assert [e.logprob for e in mixed[key]] == [near(e.logprob) for e in row]
     assert any(event.support for event in mixed["top-k", 0]) is record
     assert not any(event.support for event in mixed["plain", 0])
 
@@ -69,8 +69,8 @@ def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
             if k and name == "greedy":
                 assert event.top[0] == (event.token, event.logprob)
             known = dict(event.top).get(event.token)
-            assert known is None or known == pytest.approx(event.logprob, abs=1e-6)
-            assert known is not None or not k or event.logprob <= values[-1] + 1e-6
+            assert known is None or known == near(event.logprob)
+            assert known is not None or not k or event.logprob <= values[-1] + near(values[-1]).abs
     assert any(len(event.top) < 3 for event in told["min-p", 1]) and all(
         len(e.top) == 3 for e in told["plain", 1]
     )

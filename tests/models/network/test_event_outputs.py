@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from tests.bounds import assert_within, gamma, product_bound, softmax_bound, unit
 from tests.models.common import sequences, tiny
-from tests.models.network.test_token_outputs import H, N, V, inputs, support
+from tests.models.network.test_token_outputs import H, N, V, close, inputs, support
+from tests.roundings import assert_computed
 from weft.algorithms.base import Output
 from weft.models.network import token_outputs as by_token
 from weft.models.network.event_outputs import (
@@ -186,15 +186,16 @@ def test_all_ids_leave_nothing_over(dtype: torch.dtype) -> None:
     hidden, weight, _, labels = inputs(dtype)
     ids, projection = some_ids(V), OutputProjection(weight)
     out = compute_given_outputs(hidden, labels, ids, projection)["given_logprobs"]
-    whole = (hidden @ weight.T).log_softmax(-1)
     assert (out[:, -1] == -math.inf).all()
-    assert_close(out[:, :-1], whole.gather(1, ids.long()))
     target = torch.randn(N, V, generator=torch.Generator().manual_seed(3), dtype=dtype)
     ours = torch.autograd.grad((target * out[:, :-1]).sum(), [hidden, weight])
-    theirs = torch.autograd.grad((target * whole.gather(1, ids.long())).sum(), [hidden, weight])
-    for one, other in zip(ours, theirs, strict=True):
-        assert bool(one.isfinite().all())
-        assert_close(one, other)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+
+    def exact() -> tuple[Tensor, ...]:
+        found = (wide[0] @ wide[1].T).log_softmax(-1).gather(1, ids.long())
+        return found, *torch.autograd.grad((target * found).sum(), wide)
+
+    assert_computed([out[:, :-1], *ours], exact, dtype, draws=4)
 
 
 def test_what_is_left_over_keeps_its_digits() -> None:
@@ -207,7 +208,12 @@ def test_what_is_left_over_keeps_its_digits() -> None:
         "given_logprobs"
     ]
     exact = math.log(9.0) - 65.0
-    assert out[0].tolist() == pytest.approx([0.0, -65.0, exact], abs=1e-4)
+    # the logits are exact: each is one number, times one
+    assert_within(
+        out[0],
+        torch.tensor([0.0, -65.0, exact]).double(),
+        softmax_bound(logits, torch.zeros_like(logits).double())[0],
+    )
     # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
     out[0, 2].backward()
     assert hidden.grad is not None
@@ -234,7 +240,10 @@ def test_the_likeliest_ids_with_their_logprobs(
     kept = min(count, V if below is None else below)
     wanted = logits[:, :below].topk(kept).indices
     assert out["top_ids"].dtype == torch.int32 and out["top_ids"].tolist() == wanted.tolist()
-    assert_close(out["top_logprobs"], naive(logits, wanted).detach())
+    exact = Exactly(hidden, projection, 0.7, wanted, labels, dtype)
+    assert (out["top_logprobs"][:, -1] == -math.inf).all() == (kept == V)
+    told = slice(kept if kept == V else kept + 1)  # all ids together leave nothing over
+    assert_within(out["top_logprobs"][:, told], exact.values["given_logprobs"][:, told], exact.lost)
     assert not out["top_logprobs"].requires_grad
     given = compute_given_outputs(
         hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk
@@ -251,7 +260,8 @@ def test_half_precision_is_normalised_in_float32() -> None:
     ]
     assert out.dtype == torch.float32
     # nor are the logits rounded
-    assert_close(out, naive(hidden.float() @ weight.float().T, some_ids()))
+    exact = Exactly(hidden, OutputProjection(weight), 1.0, some_ids(), labels, torch.float32)
+    assert_within(out, exact.values["given_logprobs"], exact.lost)
     out.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
 
@@ -288,10 +298,7 @@ def test_a_gradient_known_by_row_spares_the_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
-    projection, scale = (
-        OutputProjection(weight, bias, softcap),
-        torch.linspace(-0.5, 2.0, N, dtype=dtype),
-    )
+    scale = torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = []
     project = OutputProjection.compute_local_logits
     monkeypatch.setattr(
@@ -312,27 +319,33 @@ def test_a_gradient_known_by_row_spares_the_logits(
         found = {key: by for key, by in zip(free, made, strict=True) if by is not None}
         return {"logprobs": torch.zeros_like(out["logprobs"]), **found}
 
-    def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
+    def gradients(
+        gradient: RowGradient | None, leaves: tuple[Tensor, ...] = (hidden, weight, bias)
+    ) -> tuple[Tensor, ...]:
+        h, w, b = leaves
         out = compute_given_outputs(
-            hidden,
+            h,
             labels,
             some_ids(),
-            projection,
+            OutputProjection(w, b, softcap),
             temperature=temperature,
             labelled=labelled,
             chunk=3,
             gradient=gradient,
         )
-        return torch.autograd.grad(loss(out), [hidden, weight, bias])
+        return torch.autograd.grad(loss(out), leaves)
 
     plain = gradients(None)
     assert len(calls) == 6
-    for one, other in zip(gradients(known), plain, strict=True):
-        assert_close(one, other)
+    spared = gradients(known)
     assert len(calls) == 9
     wrong: RowGradient = lambda out: {"given_logprobs": torch.ones_like(out["given_logprobs"])}  # noqa: E731  costs time alone
-    for one, other in zip(gradients(wrong), plain, strict=True):
-        assert_close(one, other)
+    computed_again = gradients(wrong)
+    wide = tuple(x.detach().double().requires_grad_() for x in (hidden, weight, bias))
+    # each of three times
+    assert_computed(
+        [*plain, *spared, *computed_again], lambda: 3 * gradients(None, wide), dtype, draws=4
+    )
 
 
 # an output matrix of its own; a tied one with a soft cap
@@ -341,7 +354,7 @@ def test_a_network_gives_all_outputs_together(family: str) -> None:
     """Outputs of labels, of given ids and of the entropy: values, and gradients that add up, also
     in a tied matrix.
     """
-    network = tiny(family).double()
+    network = tiny(family).double()  # both sides rotate the same rows: the same bits
     packed = pack(sequences([4, 6]))
     generator = torch.Generator().manual_seed(4)
     size = network.config.vocab_size
@@ -357,14 +370,14 @@ def test_a_network_gives_all_outputs_together(family: str) -> None:
     }
     assert set(ours) == want
     for name, value in theirs.items():
-        assert_close(ours[name], value)
+        close(ours[name], value)
     leaves = list(network.parameters())
     made = [
         torch.autograd.grad(sum(v.square().sum() for v in out.values()), leaves)
         for out in (ours, theirs)
     ]
     for one, other in zip(*made, strict=True):
-        assert_close(one, other)
+        close(one, other)
     top = network(replace(packed, ids=TopIds(2)), frozenset({"top_ids"}))
     assert set(top) == {"top_ids"} and top["top_ids"].shape == (len(packed.rows), 2)
 
@@ -393,7 +406,7 @@ def test_several_ids_are_of_the_whole_vocabulary_whatever_was_sampled() -> None:
     want: frozenset[Output] = frozenset({"given_logprobs", "logprobs"})
     kept = support(labels)
     limited = compute_outputs(hidden, packed, OutputProjection(weight), want, 1.0, kept)
-    assert_close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
+    close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
     plain = by_token.compute_token_outputs(
         hidden, labels, OutputProjection(weight), frozenset({"logprobs"}), support=kept
     )

@@ -97,6 +97,7 @@ def test_a_row_has_the_same_bits_as_in_a_product_of_its_own_layer(dtype: torch.d
 
 @torch.no_grad()
 def test_the_bias_can_be_added_after_the_product() -> None:
-    layer, x = linear(bias=True), torch.randn(5, 7)
+    layer, x = linear(bias=True, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
     assert layer.bias is not None
-    assert_close(2 * layer(x, biased=False) + layer.bias, 2 * (x @ layer.weight.T) + layer.bias)
+    expected = 2 * (x @ layer.weight.T) + layer.bias
+    assert_close(2 * layer(x, biased=False) + layer.bias, expected, rtol=1e-12, atol=1e-12)

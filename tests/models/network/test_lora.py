@@ -51,15 +51,15 @@ def test_new_adapters_change_nothing_and_train_alone(name: str) -> None:
 
 
 def test_the_formula() -> None:
-    network = adapted(targets=("v",))
+    network = adapted(targets=("v",), dtype=torch.float64)
     layer, found = network.blocks[1].attention.qkv, find_canonical_values(network)
     weight, a, b = (
         found[f"blocks.1.attention.v.{name}"] for name in ("weight", "lora_a", "lora_b")
     )
-    x = torch.randn(4, 32)
+    x = torch.randn(4, 32, dtype=torch.float64)
     expected = x @ layer.weight.T
     expected[:, layer.find_rows("v")] = x @ weight.T + 2.0 * (x @ a.T) @ b.T
-    assert_close(layer(x, None), expected)
+    assert_close(layer(x, None), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_off_is_the_base_and_on_again_is_not() -> None:

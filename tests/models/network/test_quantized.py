@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.bounds import assert_within, gamma, product_bound
 from weft.models.network.linear import Linear
 from weft.models.network.quantized import (
     BLOCK,
@@ -74,10 +75,24 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
         for _ in "xy"
     )
     made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.to_whole(), bias)
-    torch.testing.assert_close(made, wanted)
-    (made.float() ** 2).mean().backward()
-    (wanted.float() ** 2).mean().backward()
-    torch.testing.assert_close(x.grad, y.grad)
+    # Sums are in float32; in half precision the product and its sum with the bias are rounded.
+    whole, half = weight.to_whole().double(), 0 if dtype == torch.float32 else 2
+    exact = x.detach().double() @ whole.T + bias.double()
+    sizes = x.detach().double().abs() @ whole.T.abs() + bias.double().abs()
+    lost = product_bound(x, whole.T, more=1) + gamma(1) * bias.double().abs()
+    lost = lost + gamma(half, dtype) * sizes if half else lost
+    for one, leaf in ((made, x), (wanted, y)):
+        assert_within(one, exact, lost)
+        (one.float() ** 2).mean().backward()
+        # The mean's gradient is 2 / 30 of a product that is wrong already, rounded twice and, in
+        # half precision, once more, as the result is.
+        by_out, count = 2 * exact / exact.numel(), exact.numel()
+        assert leaf.grad is not None
+        by_lost = 2 * lost / count + gamma(3) * by_out.abs()
+        by_lost = by_lost + gamma(1, dtype) * (by_out.abs() + by_lost) if half else by_lost
+        own = product_bound(by_out, whole) + by_lost @ whole.abs() * (1 + gamma(len(bias)))
+        own = own + gamma(1, dtype) * (by_out.abs() @ whole.abs() + own) if half else own
+        assert_within(leaf.grad, by_out @ whole, own)
 
 
 def test_bytes_of_a_layer(kind: Kind = "4bit") -> None:

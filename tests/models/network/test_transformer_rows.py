@@ -46,7 +46,7 @@ def test_rows_are_what_they_are_among_all(name: str) -> None:
     for one, other in zip(gradients(wide, alone), gradients(wide, among), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert_close(one, other)
+            assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", families.list_names())
@@ -76,9 +76,15 @@ def test_with_recomputation(every: int) -> None:
 
 
 def test_with_dropout() -> None:
-    network = tiny("gpt2", resid_pdrop=0.3, attn_pdrop=0.2, embd_pdrop=0.1)
+    rates = {"resid_pdrop": 0.3, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
+    network = tiny("gpt2", dtype=torch.float64, **rates)
     noisy = replace(packed(), dropout=DropoutKeys.from_sequences(0, 1, [(id, 0) for id in "abcd"]))
-    assert_close(network.compute_hidden(noisy, ROWS), network.compute_hidden(noisy)[ROWS])
+    assert_close(
+        network.compute_hidden(noisy, ROWS),
+        network.compute_hidden(noisy)[ROWS],
+        rtol=1e-12,
+        atol=1e-12,
+    )
     assert not torch.equal(
         network.compute_hidden(noisy, ROWS), network.compute_hidden(packed(), ROWS)
     )
