@@ -10,9 +10,11 @@ inputs. Its own error is counted too, so float64 results have bounds as well.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -272,3 +274,30 @@ def attention_bounds(
     of_v = summed("hqk,qhd->khd", p, p * lost, g.abs(), rows)
     of_k, of_v = (x.unflatten(1, (-1, group)).sum(2) for x in (of_k, of_v))
     return [of_out, of_q, of_k, of_v]
+
+
+# -- computations that stay in float64
+
+
+class Float64Throughout(TorchFunctionMode):
+    """Until it is left, `.float()` gives float64, and no other cast takes float64 to float32.
+
+    Networks of `transformers` normalise and rotate in float32 whatever their dtype, and so do
+    weft's rotations. Those roundings alone would forbid a comparison of the two to float64's
+    precision: a cosine in float32 may depend on where in a vector of the processor it is.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("input")
+        if func is Tensor.float:
+            return given.double()
+        if isinstance(given, Tensor) and given.dtype == torch.float64:
+            args = [torch.float64 if each is torch.float32 else each for each in args]
+            kwargs = {
+                key: torch.float64 if each is torch.float32 else each
+                for key, each in kwargs.items()
+            }
+        return func(*args, **kwargs)

@@ -21,6 +21,9 @@ from weft.registry import backends
 from weft.topology import Layout
 
 VOCAB = 300  # below the tiny tokenizer's size
+# Of what is computed in float64 in two ways: a tiny network's few thousand roundings of 1e-16 each,
+# and far below any mistake.
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def spec_of(path: Path, **changes: Any) -> ModelSpec:
@@ -60,6 +63,11 @@ def batch_of(
         lengths[key] = [[1] * len(c) for _, c in groups] if single else [list(c) for _, c in groups]
         data[key] = torch.tensor(values, dtype=torch.float32)
     return SequenceSample.from_groups([f"id{i}" for i in range(len(groups))], lengths, data)
+
+
+def load_exactly(auto: Any, path: Path) -> Any:
+    """What `transformers` loads of a directory, in float64."""
+    return auto.from_pretrained(path, dtype=torch.float64)
 
 
 def sequences(batch: SequenceSample) -> list[tuple[Tensor, int]]:

@@ -21,7 +21,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from tests.engine.common import engine_of
+from tests.engine.common import EXACT, engine_of, load_exactly
 from tests.tiny import make_llama
 from weft.cli.main import main
 from weft.data.sample import SequenceSample
@@ -108,21 +108,22 @@ def test_transformers_stops_where_weft_does(base: Path, tmp_path: Path) -> None:
         assert out[0, 3:].tolist() == ([50, 50, 50] + [stop] * (5 if stop == 42 else 1))
 
 
-def scores(directory: Path, rows: Sequence[Sequence[int]], pad: int | None) -> list[float]:
-    """What `transformers` makes of the sequences: in one padded batch, or one by one without
-    padding.
+def scores(directory: Path, rows: Sequence[Sequence[int]], pad: int | None) -> torch.Tensor:
+    """What `transformers` makes of the sequences, in float64: in one padded batch, or one by one
+    without padding.
     """
-    model = AutoModelForSequenceClassification.from_pretrained(directory)
+    model = load_exactly(AutoModelForSequenceClassification, directory)
     with torch.no_grad():
         if pad is None:
-            return [float(model(torch.tensor([list(row)])).logits) for row in rows]
+            return torch.cat([model(torch.tensor([list(row)])).logits[0] for row in rows])
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        found: list[float] = model(ids, attention_mask=mask).logits[:, 0].tolist()
+        found: torch.Tensor = model(ids, attention_mask=mask).logits[:, 0]
         return found
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 @pytest.mark.parametrize("own", ["</s>", None, "<pad>"])
 def test_transformers_scores_as_weft_does(tmp_path: Path, backend: str, own: str | None) -> None:
@@ -130,7 +131,7 @@ def test_transformers_scores_as_weft_does(tmp_path: Path, backend: str, own: str
     write(base / "tokenizer_config.json", pad_token=own)
     tokenizer = Tokenizer.load(TokenizerSpec(), str(base))
     assert tokenizer.hf.pad_token == own
-    engine = engine_of(base, head="score", backend=backend)
+    engine = engine_of(base, head="score", backend=backend, dtype="float64")
     target = tmp_path / "saved"
     engine.save_model(target, tokenizer)
     rows = [[8, 9, 10, 11, 2], [12, 13, 2], [14, 15, 16, 17, 18, 19, 2], [20, 2, 2]]
@@ -145,11 +146,12 @@ def test_transformers_scores_as_weft_does(tmp_path: Path, backend: str, own: str
     assert pad is not None and pad not in tokenizer.list_stop_ids()
     assert json.loads((target / "config.json").read_text())["pad_token_id"] == pad
     for padding in (None, pad):
-        torch.testing.assert_close(torch.tensor(scores(target, rows, padding)), expected)
+        torch.testing.assert_close(scores(target, rows, padding), expected, **EXACT)
     told = [note for note in engine.notes if "padding token" in note]
     assert bool(told) == (own != "<pad>")
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) -> None:
     """As GPT-2's: its only special token ends texts."""
     base = make_llama(tmp_path / "base", pad_token_id=2)
@@ -168,7 +170,7 @@ def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) ->
         (base / name).unlink(missing_ok=True)
     tokenizer = Tokenizer.load(TokenizerSpec(), str(base))
     assert tokenizer.pad_id == tokenizer.eos_id == 2
-    engine = engine_of(base, head="score")
+    engine = engine_of(base, head="score", dtype="float64")
     engine.save_model(tmp_path / "saved", tokenizer)
     assert "pad_token_id" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token_id is None
@@ -178,9 +180,10 @@ def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) ->
         ["a"], {"prompt": [[1]], "completion": [[3]]}, {"prompt": [8], "completion": [9, 10, 2]}
     )
     expected = engine.forward(batch, frozenset({"scores"})).data["scores"]
-    torch.testing.assert_close(torch.tensor(scores(tmp_path / "saved", rows, None)), expected)
+    torch.testing.assert_close(scores(tmp_path / "saved", rows, None), expected, **EXACT)
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_reads_it(
     tmp_path: Path, backend: str
@@ -196,7 +199,7 @@ def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_rea
     published.save_pretrained(tmp_path / "published")
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "published")
     tokenizer = Tokenizer.load(TokenizerSpec(), str(tmp_path / "published"))
-    engine = engine_of(tmp_path / "published", head="score", backend=backend)
+    engine = engine_of(tmp_path / "published", head="score", backend=backend, dtype="float64")
     rows = [[8, 9, 10, 11, 2], [12, 13], [20, 2, 2], [14, 15, 2, 16, 2]]
     batch = SequenceSample.from_groups(
         [str(i) for i in range(len(rows))],
@@ -204,9 +207,9 @@ def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_rea
         {"prompt": [row[0] for row in rows], "completion": [id for row in rows for id in row[1:]]},
     )
     found = engine.forward(batch, frozenset({"scores"})).data["scores"]
-    torch.testing.assert_close(found, torch.tensor(scores(tmp_path / "published", rows, 2)))
+    torch.testing.assert_close(found, scores(tmp_path / "published", rows, 2), **EXACT)
     engine.save_model(tmp_path / "again", tokenizer)
-    torch.testing.assert_close(found, torch.tensor(scores(tmp_path / "again", rows, 2)))
+    torch.testing.assert_close(found, scores(tmp_path / "again", rows, 2), **EXACT)
     assert any("one token before the end" in note for note in engine.notes)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.common import batch_of
+from tests.engine.common import EXACT, batch_of
 from weft.algorithms.base import count_trained_rows
 from weft.data.sample import SequenceSample
 from weft.engine.rows import PackLayout, SampleRows, build_support, pack, to_sample
@@ -85,13 +85,13 @@ def test_sum_and_spread_are_each_others_transpose(lengths: list[int], seed: int)
     wanted = torch.zeros(len(lengths), dtype=torch.float64).index_add(
         0, rows.sequence, one.detach()
     )
-    torch.testing.assert_close(summed.detach(), wanted)
+    torch.testing.assert_close(summed.detach(), wanted, **EXACT)
     assert torch.equal(spread, other[rows.sequence])
-    torch.testing.assert_close((summed * other).sum(), (one * spread).sum())
+    torch.testing.assert_close((summed * other).sum(), (one * spread).sum(), **EXACT)
     (summed * other.detach()).sum().backward()
     assert torch.equal(one.grad, other.detach()[rows.sequence])
     (spread * one.detach()).sum().backward()
-    torch.testing.assert_close(other.grad, wanted)
+    torch.testing.assert_close(other.grad, wanted, **EXACT)
 
 
 def test_pairs_stay_within_group_and_comparison() -> None:

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.common import batch_of
+from tests.bounds import Float64Throughout
+from tests.engine.common import EXACT, batch_of
 from tests.engine.prefixes import CONFIG, Groups, network_of, templated
 from weft.data.sample import SequenceSample
 from weft.engine import rows
@@ -65,11 +66,12 @@ def outputs_of(
 
 
 def check(network: Transformer, batch: SequenceSample, want: str, share: str = "by id") -> None:
-    repeated, their_gradients = outputs_of(network, batch, want, share="nothing")
-    shared, gradients = outputs_of(network, batch, want, share)
-    torch.testing.assert_close(shared, repeated)
+    with Float64Throughout():
+        repeated, their_gradients = outputs_of(network, batch, want, share="nothing")
+        shared, gradients = outputs_of(network, batch, want, share)
+    torch.testing.assert_close(shared, repeated, **EXACT)
     for ours, theirs in zip(gradients, their_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, **EXACT)
 
 
 @settings(max_examples=40, deadline=None)

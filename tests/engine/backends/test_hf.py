@@ -14,7 +14,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tests.engine.common import Nll, batch_of, engine_of, plain_logprobs, sequences
+from tests.engine.common import (
+    EXACT,
+    Nll,
+    batch_of,
+    engine_of,
+    load_exactly,
+    plain_logprobs,
+    sequences,
+)
 from tests.tiny import make_tokenizer
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
@@ -114,11 +122,14 @@ def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
     return {name: values.clone() for name, _, values in engine.read(engine.slices())}
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_decoders_score_train_and_generate_as_transformers_does(tmp_path: Path, kind: str) -> None:
     path = save_tiny(tmp_path, kind)
-    engine = engine_of(path, backend="hf", optimizer=SGD)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    engine = engine_of(path, backend="hf", optimizer=SGD, dtype="float64")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float64
+    )
     assert ("without packing" in " ".join(engine.description["notes"])) == runs_apart(kind, model)
     batch = batch_of(GROUPS)
     got = engine.forward(batch, frozenset({"logprobs"}))
@@ -126,17 +137,20 @@ def test_decoders_score_train_and_generate_as_transformers_does(tmp_path: Path, 
         for one, wanted in zip(
             got.sequences("logprobs"), plain_logprobs(model, batch), strict=True
         ):
-            torch.testing.assert_close(one, wanted)
+            torch.testing.assert_close(one, wanted, **EXACT)
 
     [stats] = engine.train([batch], Nll())
     loss = -torch.cat(plain_logprobs(model, batch)).mean()
     loss.backward()
-    torch.testing.assert_close(torch.tensor(stats.metrics["loss"]), loss.detach())
+    assert stats.metrics["loss"] == pytest.approx(loss.item(), rel=1e-11)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     held = parameters(engine)
     for name, values in model.named_parameters():
         torch.testing.assert_close(
-            held[f"module.{name}"], values.detach(), msg=lambda text, name=name: f"{name}: {text}"
+            held[f"module.{name}"],
+            values.detach(),
+            **EXACT,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
     prompt = torch.arange(20, 25)
@@ -152,52 +166,56 @@ def test_decoders_score_train_and_generate_as_transformers_does(tmp_path: Path, 
     assert [e.token for e in events if e.id == "a"] == tokens[5:].tolist()
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_the_cut_does_not_matter(tmp_path: Path) -> None:
     for kind in ("stablelm", "bloom"):
         path = save_tiny(tmp_path / kind, kind)
-        whole, cut = (engine_of(path, backend="hf", optimizer=SGD) for _ in range(2))
+        whole, cut = (
+            engine_of(path, backend="hf", optimizer=SGD, dtype="float64") for _ in range(2)
+        )
         one = whole.train([batch_of(GROUPS)], Nll())[0]
         other = cut.train([batch_of(GROUPS)], Nll(), max_tokens=13)[0]
-        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-5)
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-11)
         for name, values in parameters(whole).items():
-            torch.testing.assert_close(parameters(cut)[name], values)
+            torch.testing.assert_close(parameters(cut)[name], values, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "bloom"])
 def test_gradient_checkpointing_changes_no_number(tmp_path: Path, kind: str) -> None:
     path = save_tiny(tmp_path, kind)
     plain, *recomputed = (
-        engine_of(path, backend="hf", optimizer=SGD, **how)
+        engine_of(path, backend="hf", optimizer=SGD, dtype="float64", **how)
         for how in ({}, {"gradient_checkpointing": True}, {"recompute_every": 2})
     )
     one = plain.train([batch_of(GROUPS)], Nll())[0]
     for engine in recomputed:
         other = engine.train([batch_of(GROUPS)], Nll())[0]
-        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"])
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-11)
         for name, values in parameters(plain).items():
-            torch.testing.assert_close(parameters(engine)[name], values)
+            torch.testing.assert_close(parameters(engine)[name], values, **EXACT)
     layers = [
         m for m in recomputed[1]._network.modules() if isinstance(m, GradientCheckpointingLayer)
     ]
     assert [layer.gradient_checkpointing for layer in layers] == [False, True]
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("kind", ["stablelm", "bloom"])
 def test_value_and_score_heads(tmp_path: Path, kind: str) -> None:
     path = save_tiny(tmp_path, kind, AutoModelForSequenceClassification, num_labels=1)
-    model = AutoModelForSequenceClassification.from_pretrained(path)
-    scorer = engine_of(path, backend="hf", head="score", trained=False)
-    critic = engine_of(path, backend="hf", head="value", optimizer=SGD)
+    model = load_exactly(AutoModelForSequenceClassification, path)
+    scorer = engine_of(path, backend="hf", head="score", trained=False, dtype="float64")
+    critic = engine_of(path, backend="hf", head="value", optimizer=SGD, dtype="float64")
     batch = batch_of(GROUPS)
     scores = scorer.forward(batch, frozenset({"scores"})).data["scores"]
     values = critic.forward(batch, frozenset({"values"})).sequences("values")
     with torch.no_grad():
         for score, value, (tokens, prompt) in zip(scores, values, sequences(batch), strict=True):
-            torch.testing.assert_close(score, model(tokens[None]).logits[0, 0])
-            torch.testing.assert_close(value[-1], score)
+            torch.testing.assert_close(score, model(tokens[None]).logits[0, 0], **EXACT)
+            torch.testing.assert_close(value[-1], score, **EXACT)
             assert len(value) == len(tokens) - prompt + 1
     scorer.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(path)))
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    again = load_exactly(AutoModelForSequenceClassification, tmp_path / "saved")
     assert torch.equal(again.score.weight, model.score.weight)
 
 
@@ -241,13 +259,14 @@ def test_a_saved_model_and_a_restart(tmp_path: Path, dtype: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("kind", ["stablelm", "gpt2"])
 def test_lora_on_any_linear(tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
 
     path = save_tiny(tmp_path / "m", kind)
-    engine = engine_of(path, backend="hf", lora=LoRASpec(r=4, alpha=8.0))
-    plain = AutoModelForCausalLM.from_pretrained(path)
+    engine = engine_of(path, backend="hf", lora=LoRASpec(r=4, alpha=8.0), dtype="float64")
+    plain = load_exactly(AutoModelForCausalLM, path)
     before = parameters(engine)
     losses = [engine.train([batch_of(GROUPS)], Nll())[0].metrics["loss"] for _ in range(4)]
     assert losses[-1] < losses[0]
@@ -259,20 +278,22 @@ def test_lora_on_any_linear(tmp_path: Path, kind: str) -> None:
     assert reference is not None
     base = reference.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
     with torch.no_grad():
-        torch.testing.assert_close(base, torch.cat(plain_logprobs(plain, batch_of(GROUPS))))
+        torch.testing.assert_close(
+            base, torch.cat(plain_logprobs(plain, batch_of(GROUPS))), **EXACT
+        )
     engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(path)))
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    merged = load_exactly(AutoModelForCausalLM, tmp_path / "saved")
     adapted = PeftModel.from_pretrained(plain, tmp_path / "saved" / "adapter")
     adapted_logprobs = engine.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
     with torch.no_grad():
         torch.testing.assert_close(
-            torch.cat(plain_logprobs(merged, batch_of(GROUPS))), adapted_logprobs
+            torch.cat(plain_logprobs(merged, batch_of(GROUPS))), adapted_logprobs, **EXACT
         )
         torch.testing.assert_close(
-            torch.cat(plain_logprobs(adapted, batch_of(GROUPS))), adapted_logprobs
+            torch.cat(plain_logprobs(adapted, batch_of(GROUPS))), adapted_logprobs, **EXACT
         )
     with pytest.raises(ConfigError, match="no linear layers 'nonsense'"):
-        engine_of(path, backend="hf", lora=LoRASpec(r=4, targets=["nonsense"]))
+        engine_of(path, backend="hf", dtype="float64", lora=LoRASpec(targets=["nonsense"], r=4))
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_it_trains_scores_and_generates_the_same(
         assert_close(one, other, rtol=1e-10, atol=0.0)
     for name, values in parameters(plain).items():
         assert_close(parameters(engine)[name], values, rtol=1e-8, atol=1e-10)
-    assert_close(logprobs(engine), logprobs(plain), rtol=1e-6, atol=1e-6)
+    assert_close(logprobs(engine), logprobs(plain), rtol=1e-8, atol=1e-10)
 
 
 def test_it_comes_back_from_host_memory(

@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.engine.common import batch_of, engine_of, plain_logprobs, sequences, tiny
+from tests.engine.common import (
+    EXACT,
+    batch_of,
+    engine_of,
+    load_exactly,
+    plain_logprobs,
+    sequences,
+    tiny,
+)
+from tests.roundings import assert_computed
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 
@@ -22,16 +31,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("llama") / "m")
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("budget", [13, 20, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_each_sequence_alone(
     path: Path, budget: int, temperature: float
 ) -> None:
-    engine, batch = engine_of(path), batch_of(GROUPS)
+    engine, batch = engine_of(path, dtype="float64"), batch_of(GROUPS)
     out = engine.forward(
         batch, frozenset({"logprobs", "entropy"}), temperature=temperature, max_tokens=budget
     )
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = load_exactly(AutoModelForCausalLM, path)
     with torch.no_grad():
         wanted = plain_logprobs(model, batch, temperature)
     assert out.ids == batch.ids
@@ -39,14 +49,14 @@ def test_logprobs_are_those_of_each_sequence_alone(
         n.tolist() for n in batch.seqlens["completion"]
     ]
     for got, want in zip(out.sequences("logprobs"), wanted, strict=True):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, **EXACT)
     first = out.sequences("entropy")[0]
     tokens, prompt = sequences(batch)[0]
     with torch.no_grad():
         logp = torch.log_softmax(
             model(tokens[None]).logits[0, prompt - 1 : -1] / temperature, dim=-1
         )
-    torch.testing.assert_close(first, -(logp.exp() * logp).sum(-1))
+    torch.testing.assert_close(first, -(logp.exp() * logp).sum(-1), **EXACT)
 
 
 def test_a_first_token_without_a_prompt_has_logprob_entropy_and_value_zero(path: Path) -> None:
@@ -59,31 +69,38 @@ def test_a_first_token_without_a_prompt_has_logprob_entropy_and_value_zero(path:
     assert values.forward(batch, frozenset({"values"})).sequences("values")[0][0] == 0.0
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_values_have_one_row_more_than_the_completion(path: Path, tmp_path: Path) -> None:
     classifier = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    classifier.save_pretrained(tmp_path)
+    classifier.double().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((path / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_bytes((path / "tokenizer_config.json").read_bytes())
     batch = batch_of(GROUPS)
-    engine = engine_of(tmp_path, head="value")
+    engine = engine_of(tmp_path, head="value", dtype="float64")
     out = engine.forward(batch, frozenset({"values"}), max_tokens=20)
     for got, (tokens, prompt) in zip(out.sequences("values"), sequences(batch), strict=True):
         with torch.no_grad():
             states = classifier.model(tokens[None]).last_hidden_state
-            want = torch.cat([torch.zeros(1), classifier.score(states)[0, :, 0]])
-        torch.testing.assert_close(got, want[prompt:])
-    scored = engine_of(tmp_path, head="score").forward(batch, frozenset({"scores"}))
+            want = torch.cat([states.new_zeros(1), classifier.score(states)[0, :, 0]])
+        torch.testing.assert_close(got, want[prompt:], **EXACT)
+    scored = engine_of(tmp_path, head="score", dtype="float64").forward(
+        batch, frozenset({"scores"})
+    )
     assert [n.tolist() for n in scored.seqlens["scores"]] == [[1] * len(c) for _, c in GROUPS]
     for got, (tokens, _) in zip(scored.sequences("scores"), sequences(batch), strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(got, classifier(tokens[None]).logits[0])
+            torch.testing.assert_close(got, classifier(tokens[None]).logits[0], **EXACT)
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_mean_pooling_averages_the_tokens(path: Path) -> None:
     batch = batch_of([(3, [4]), (2, [1])])
-    weight = torch.randn(1, 32)
-    last, mean = (engine_of(path, head="score", pooling=pooling) for pooling in ("last", "mean"))
-    values = engine_of(path, head="value")
+    weight = torch.randn(1, 32, dtype=torch.float64)
+    last, mean = (
+        engine_of(path, head="score", pooling=pooling, dtype="float64")
+        for pooling in ("last", "mean")
+    )
+    values = engine_of(path, head="value", dtype="float64")
     for engine in (last, mean, values):
         engine.write([("score.weight", (slice(0, 1), slice(0, 32)), weight)], version=0)
     tokens = [t for t, _ in sequences(batch)]
@@ -97,13 +114,15 @@ def test_mean_pooling_averages_the_tokens(path: Path) -> None:
     )
     each = values.forward(whole, frozenset({"values"})).sequences("values")
     scores = mean.forward(batch, frozenset({"scores"})).data["scores"]
-    torch.testing.assert_close(scores, torch.stack([v.mean() for v in each]))
+    torch.testing.assert_close(scores, torch.stack([v.mean() for v in each]), **EXACT)
     torch.testing.assert_close(
         last.forward(batch, frozenset({"scores"})).data["scores"],
         torch.stack([v[-1] for v in each]),
+        **EXACT,
     )
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_logprobs_are_normalised_over_the_recorded_support(path: Path) -> None:
     batch = batch_of([(4, [2]), (3, [1])])
     tokens = batch.data["completion"].tolist()
@@ -114,9 +133,9 @@ def test_logprobs_are_normalised_over_the_recorded_support(path: Path) -> None:
         "support_counts": torch.tensor([2, 1, 3]),
     }
     batch = batch.update(SequenceSample.from_groups(batch.ids, keys, data))
-    engine = engine_of(path)
+    engine = engine_of(path, dtype="float64")
     got = engine.forward(batch, frozenset({"logprobs"}), temperature=2.0).data["logprobs"]
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = load_exactly(AutoModelForCausalLM, path)
     want = []
     with torch.no_grad():
         for s, (ids, prompt) in enumerate(sequences(batch)):
@@ -124,9 +143,9 @@ def test_logprobs_are_normalised_over_the_recorded_support(path: Path) -> None:
             for j in range(len(ids) - prompt):
                 kept = torch.tensor(support[2 * s + j])
                 want.append(torch.log_softmax(logits[prompt - 1 + j, kept], dim=-1)[0])
-    torch.testing.assert_close(got, torch.stack(want))
+    torch.testing.assert_close(got, torch.stack(want), **EXACT)
     cut = engine.forward(batch, frozenset({"logprobs"}), temperature=2.0, max_tokens=6)
-    torch.testing.assert_close(cut.data["logprobs"], got)
+    torch.testing.assert_close(cut.data["logprobs"], got, **EXACT)
 
 
 def test_what_cannot_be_computed_is_refused(path: Path) -> None:
@@ -147,6 +166,10 @@ def test_frozen_roles_hold_their_dtype_alone(path: Path, dtype: str) -> None:
     assert {str(v.dtype) for _, _, v in engine.read(engine.slices())} == {f"torch.{dtype}"}
     out = engine.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
     assert out.dtype == torch.float32
-    exact = engine_of(path).forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
-    # a few steps of bfloat16, eps 2^-8
-    torch.testing.assert_close(out, exact, rtol=0.02, atol=0.02)
+
+    def compute() -> torch.Tensor:
+        # made anew each time, so that its weights are rounded too
+        exact = engine_of(path, trained=False, dtype="float64")
+        return exact.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
+
+    assert_computed(out, compute, getattr(torch, dtype))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.common import batch_of, engine_of, sequences, tiny
+from tests.engine.common import EXACT, batch_of, engine_of, load_exactly, sequences, tiny
 from weft.algorithms.distill import GKDLoss, compute_generalised_jsd
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
@@ -52,19 +52,21 @@ def log_softmax(
     return found
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("budget", [45, 1000])
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 def test_the_likeliest_ids_are_those_of_each_sequence_alone(
     teacher: Path, budget: int, backend: str
 ) -> None:
-    engine, batch = engine_of(teacher, backend=backend), batch_of(GROUPS)
+    engine = engine_of(teacher, backend=backend, dtype="float64")
+    batch = batch_of(GROUPS)
     out = engine.forward(batch, TOP, temperature=0.7, top=TopIds(K, below=300), max_tokens=budget)
     assert out.ids == batch.ids and set(out.data) == TOP
     assert (out.data["top_ids"].dtype, out.data["top_logprobs"].dtype) == (
         torch.int32,
-        torch.float32,
+        torch.float64,
     )
-    model = AutoModelForCausalLM.from_pretrained(teacher)
+    model = load_exactly(AutoModelForCausalLM, teacher)
     with torch.no_grad():
         wanted = log_softmax(model, batch, 0.7)
     for ids, logprobs, logp in zip(
@@ -74,8 +76,9 @@ def test_the_likeliest_ids_are_those_of_each_sequence_alone(
         there = ~logp[:, 0].isnan()
         best = logp[there, :300].topk(K)
         assert ids[there].tolist() == best.indices.tolist()
-        torch.testing.assert_close(logprobs[there, :K], best.values, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(logprobs[there].exp().sum(-1), torch.ones(int(there.sum())))
+        torch.testing.assert_close(logprobs[there, :K], best.values, **EXACT)
+        ones = torch.ones(int(there.sum()), dtype=torch.float64)
+        torch.testing.assert_close(logprobs[there].exp().sum(-1), ones, **EXACT)
         assert (logprobs[~there] == 0).all()  # as other outputs, where nothing precedes the token
 
 
@@ -83,12 +86,15 @@ def taught(teacher: Path, *, temperature: float = 1.0) -> SequenceSample:
     """A batch with a mask, and what the teacher says of it under the names of the training call."""
     mask = (np.random.default_rng(0).random(TOKENS) > 0.3).astype(float).tolist()
     batch = batch_of(GROUPS, loss_mask=mask)
-    made = engine_of(teacher).forward(batch, TOP, temperature=temperature, top=TopIds(K))
+    made = engine_of(teacher, dtype="float64").forward(
+        batch, TOP, temperature=temperature, top=TopIds(K)
+    )
     return batch.update(
         made.remap_keys({"top_ids": "given_ids", "top_logprobs": "teacher_logprobs"})
     )
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 @pytest.mark.parametrize("budget", [45, 1000])
@@ -96,10 +102,10 @@ def test_a_training_step_is_that_of_transformers(
     path: Path, teacher: Path, beta: float, backend: str, budget: int
 ) -> None:
     batch, loss = taught(teacher, temperature=0.8), GKDLoss(divergence_beta=beta, sft_coef=0.1)
-    engine = engine_of(path, backend=backend, optimizer=SGD)
+    engine = engine_of(path, backend=backend, optimizer=SGD, dtype="float64")
     [stats] = engine.train([batch], loss, temperature=0.8, max_tokens=budget)
 
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = load_exactly(AutoModelForCausalLM, path)
     parts = zip(
         log_softmax(model, batch, 0.8),
         *(
@@ -108,7 +114,7 @@ def test_a_training_step_is_that_of_transformers(
         ),
         strict=True,
     )
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     count = 0
     for logp, labels, mask, ids, theirs in parts:
         rows = (mask != 0) & ~logp[:, 0].isnan()
@@ -120,8 +126,8 @@ def test_a_training_step_is_that_of_transformers(
         count += int(rows.sum())
     (total / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    assert stats.metrics["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
-    assert stats.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert stats.metrics["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-10)
+    assert stats.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-10)
 
 
 def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -146,8 +152,9 @@ def test_gradients_made_at_once_are_those_of_a_second_pass(
         assert not torch.equal(values, before[name]), name
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_evaluation_says_what_training_says(path: Path, teacher: Path) -> None:
-    batch, engine = taught(teacher), engine_of(path)
+    batch, engine = taught(teacher), engine_of(path, dtype="float64")
     interface = TrainInterface(loss="gkd", loss_args={"divergence_beta": 0.5, "sft_coef": 0.1})
     tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
     evaluated = interface.evaluate(
@@ -162,7 +169,7 @@ def test_evaluation_says_what_training_says(path: Path, teacher: Path) -> None:
         "nll",
     } <= evaluated.keys()
     for name, value in evaluated.items():
-        assert trained[name] == pytest.approx(value, rel=1e-5), name
+        assert trained[name] == pytest.approx(value, rel=1e-10), name
 
 
 def test_a_teacher_that_is_its_student_without_adapters(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.common import batch_of, engine_of
+from tests.engine.common import EXACT, batch_of, engine_of
 from tests.engine.prefixes import CONFIG, network_of, templated
 from tests.tiny import make_llama
 from weft.algorithms.base import Output
@@ -71,13 +71,14 @@ def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, sp
     )
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
     network, batch = network_of(CONFIG), templated([(40, [5]), (30, [2, 4]), (40, [6])], [0, 1, 0])
     want: frozenset[Output] = frozenset({"logprobs"})
     apart, scored = computed(network, batch, prepare.PassSettings(want), CPU)
     once, trained = computed(network, batch, prepare.PassSettings(want, trained_only=True), CPU)
     assert apart.num_saved_tokens == 29 and once.num_saved_tokens == 20 + 29
-    torch.testing.assert_close(trained["logprobs"], scored["logprobs"])
+    torch.testing.assert_close(trained["logprobs"], scored["logprobs"], **EXACT)
 
 
 def test_sequences_that_drop_something_share_nothing() -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.engine.common import Nll, batch_of, engine_of
+from tests.engine.common import EXACT, Nll, batch_of, engine_of
 from tests.tiny import make_tokenizer
 from weft.checkpoints import hf_io
-from weft.engine.backends import common
 from weft.engine.base import DEFAULT_MAX_TOKENS
 from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
@@ -49,40 +48,39 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mixtral(tmp_path_factory.mktemp("mixtral"))
 
 
-@pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "choose_reading_dtype", lambda spec: torch.float64)
-
-
 def trained(
     path: Path, budget: int = DEFAULT_MAX_TOKENS, **changes: Any
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    engine = engine_of(path, optimizer=SGD, **changes)
+    engine = engine_of(path, optimizer=SGD, dtype="float64", **changes)
     [stats] = engine.train([batch_of(GROUPS)], Nll(), max_tokens=budget)
     return {name: values.clone() for name, _, values in engine.read(list(engine.slices()))}, stats
 
 
+@pytest.mark.usefixtures("float64_throughout")
 def test_one_sequence_and_one_layer_are_those_of_transformers(tmp_path: Path) -> None:
     path = make_mixtral(tmp_path, num_hidden_layers=1)
     tokens = torch.arange(10, 31)
-    theirs = MixtralForCausalLM.from_pretrained(path)
+    theirs = MixtralForCausalLM.from_pretrained(
+        path, dtype=torch.float64, experts_implementation="eager"
+    )
     found = theirs(
         tokens[None], output_router_logits=True, attention_mask=torch.ones(1, len(tokens))
     ).aux_loss
     found.backward()
-    ours = hf_io.load(str(path), "lm").requires_grad_(True)
+    ours = hf_io.load(str(path), "lm", dtype=torch.float64).requires_grad_(True)
     packed = pack([tokens])
     balance = MoEAuxLoss(packed.attention.dense.lengths)
     ours(replace(packed, aux_loss=balance), frozenset({"logprobs"}))
     (value,) = balance.compute_by_sequence()
     value.backward()
-    torch.testing.assert_close(value, found)
+    torch.testing.assert_close(value, found, **EXACT)
     gate = next(p for name, p in theirs.named_parameters() if name.endswith("gate.weight"))
-    torch.testing.assert_close(ours.blocks[0].mlp.router.weight.grad, gate.grad)
+    torch.testing.assert_close(ours.blocks[0].mlp.router.weight.grad, gate.grad, **EXACT)
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("budget", [10, 16, 25])
-def test_the_gradient_does_not_depend_on_the_cut(path: Path, float64: None, budget: int) -> None:
+def test_the_gradient_does_not_depend_on_the_cut(path: Path, budget: int) -> None:
     whole, one = trained(path, router_aux_loss_coef=0.5)
     cut, other = trained(path, budget, router_aux_loss_coef=0.5)
     without, _ = trained(path)
@@ -91,16 +89,17 @@ def test_the_gradient_does_not_depend_on_the_cut(path: Path, float64: None, budg
         one.metrics["nll"] + 0.5 * one.metrics["balance_loss"], rel=1e-12
     )
     for name, values in whole.items():
-        torch.testing.assert_close(values, cut[name])
+        torch.testing.assert_close(values, cut[name], **EXACT)
     router = "blocks.0.mlp.router.weight"
     assert not torch.allclose(whole[router], without[router]), "the balance moves the router"
 
 
-def test_recomputed_layers_give_the_same_gradient(path: Path, float64: None) -> None:
+@pytest.mark.usefixtures("float64_throughout")
+def test_recomputed_layers_give_the_same_gradient(path: Path) -> None:
     kept, _ = trained(path, router_aux_loss_coef=0.5)
     recomputed, _ = trained(path, router_aux_loss_coef=0.5, gradient_checkpointing=True)
     for name, values in kept.items():
-        torch.testing.assert_close(values, recomputed[name])
+        torch.testing.assert_close(values, recomputed[name], **EXACT)
 
 
 def test_the_weight_is_the_options_or_the_models(tmp_path: Path, path: Path) -> None:
