@@ -54,14 +54,15 @@ def log(fileroot: Path) -> str:
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Of float32 runs whose sums were made in another order."""
+    """Of float64 runs whose sums were made in another order."""
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])
 def test_a_mixture_is_trained(layout: str, material: Path, tmp_path: Path) -> None:
     words = ("model.path=@mixture", "dataset.train_path=@rows.jsonl", "model.optimizer.lr=1e-3")
+    words += ("model.dtype=float64",)
     words += ("model.router_aux_loss_coef=0.1", "model.pipeline_schedule=1f1b")
     expected = run(material, tmp_path / "one", "sft", *words)
     same(run(material, tmp_path / "many", "sft", *words, f"model.layout={layout}"), expected)
@@ -79,6 +80,7 @@ def test_a_split_student_learns_from_a_split_teacher(
         "lmbda=0.5",
     )
     words = (*words, "distill.top_k=20", "distill.gen.max_new_tokens=6", "actor.optimizer.lr=1e-3")
+    words = (*words, "actor.dtype=float64", "teacher.dtype=float64")
     expected = run(material, tmp_path / "one", "distill", *words)
     found = run(
         material,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
+from tests.parallel.exact import bound, same
 from tests.parallel.test_tensor import Run
 from tests.ranks import Ranks
 from weft.kernels.cpu import library
@@ -72,7 +72,7 @@ CASES = {
     "mean scores": Case("llama", "score", pooling="mean"),
     "kernels": Case(dtype=torch.float32),
     "kernels with windows": Case("mistral", changes={"sliding_window": 7}, dtype=torch.float32),
-    "no kernels": Case(dtype=torch.float32, kernels=False),
+    "no kernels": Case(kernels=False),
 }
 
 
@@ -158,23 +158,15 @@ def on_rank(case: Case, network: Transformer, complete: Callable[[], None] = lam
 
 
 def check(case: Case, ranks: Ranks) -> None:
-    expected = on_rank(case, build(case))
-    exact = (
-        {"rtol": 1e-10, "atol": 1e-12}
-        if case.dtype == torch.float64
-        else {"rtol": 2e-4, "atol": 2e-5}
-    )
+    if case.dtype == torch.float64:
+        expected, far = on_rank(case, build(case)), None
+    else:
+        expected, far = bound(lambda: run(case, build(case).double()))
     for found in ranks.run(shared, case):
         for part in ("gradients", "parameters"):
-            same(getattr(found, part), getattr(expected, part), exact)
-        for one, other in zip(found.outputs, expected.outputs, strict=True):
-            same(one, other, exact)
-
-
-def same(found: Values, expected: Values, exact: dict[str, float]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert_close(found[key], value, **exact, msg=lambda m, key=key: f"{key}: {m}")
+            same(getattr(found, part), getattr(expected, part), far and getattr(far, part), part)
+        for number, (one, other) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+            same(one, other, far and far.outputs[number], "outputs of")
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -215,7 +207,7 @@ def test_other_outputs(ranks: Ranks) -> None:
     expected = asked(False)
     for found in ranks.run(asked, True):
         for one, other in zip(found, expected, strict=True):
-            same(one, other, {"rtol": 1e-10, "atol": 1e-12})
+            same(one, other)
 
 
 @given(st.integers(1, 200), st.integers(2, 9))

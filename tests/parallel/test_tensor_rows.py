@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.models.common import sequences, tiny
-from tests.parallel.test_context import BALANCE, CASES, RATE, STEPS, WANT, Case, build, packs, same
+from tests.parallel.exact import EXACT, same
+from tests.parallel.test_context import BALANCE, CASES, RATE, STEPS, WANT, Case, build, packs
 from tests.parallel.test_tensor import Run, Values
 from tests.ranks import Ranks
 from weft.engine.torch.step import AuxLoss
@@ -27,14 +28,17 @@ from weft.parallel import collectives, tensor
 from weft.parallel.collectives import RowAssignment
 from weft.topology import compute_tensor_slice
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 MORE = {
     "no rows shared": Case("gpt2"),
     "norms after": Case("olmo2"),
     "residuals in parallel": Case("gpt_neox", changes={"num_attention_heads": 4}),
     "mean scores, recomputed": Case("llama", "score", pooling="mean", recomputes=True),
 }
-OWN = {name: case for name, case in (CASES | MORE).items() if case.dtype == torch.float64}
+OWN = {
+    name: case
+    for name, case in (CASES | MORE).items()
+    if case.dtype == torch.float64 and case.kernels
+}
 
 
 def part_of(whole: Transformer, shares_rows: bool) -> Transformer:
@@ -117,14 +121,14 @@ def check(case: Case, ranks: Ranks, size: int, *, shares_rows: bool = True) -> N
     expected, config = run(case, build(case)), build(case).config
     for rank, found in enumerate(ranks.run(shared, case, shares_rows)):
         for one, other in zip(found.outputs, expected.outputs, strict=True):
-            same(one, other, EXACT)
+            same(one, other)
         for kind in ("gradients", "parameters"):
             every: Values = getattr(expected, kind)
             parts = {
                 n: v[compute_tensor_slice(n, tuple(v.shape), config, size, rank)]
                 for n, v in every.items()
             }
-            same(getattr(found, kind), parts, EXACT)
+            same(getattr(found, kind), parts)
 
 
 @pytest.mark.parametrize("name", list(OWN))
@@ -187,7 +191,7 @@ def test_packs_of_fewer_tokens_than_ranks(ranks: Ranks) -> None:
     for found in ranks.run(short, lengths):
         for (loss, gradients), (wanted, whole) in zip(found, expected, strict=True):
             assert_close(loss, wanted, **EXACT)
-            same(gradients, whole, EXACT)
+            same(gradients, whole)
 
 
 # -- memory and traffic

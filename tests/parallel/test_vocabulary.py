@@ -4,7 +4,7 @@ it, and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing import assert_close
 
+from tests.parallel.exact import same
 from tests.ranks import Ranks
+from tests.roundings import LIKELY, exactly
 from weft.algorithms.base import Output
 from weft.models.network.event_outputs import compute_given_outputs, compute_top_outputs
 from weft.models.network.packed import RowGradient, TopIds
@@ -64,18 +65,21 @@ def row_gradient(weights: Tensor, labelled: bool) -> RowGradient:
     return gradient
 
 
-def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
-    """(outputs, gradients) of a rank that holds its part of the vocabulary."""
+def run(case: Case, rank: int, size: int, *, wide: bool = False) -> tuple[Values, Values]:
+    """(outputs, gradients) of a rank that holds its part of the vocabulary; `wide`: in float64,
+    of the same numbers.
+    """
     generator = torch.Generator().manual_seed(3)
+    dtype = torch.float64 if wide else case.dtype
     hidden, weight, bias = (
-        torch.randn(*shape, generator=generator, dtype=case.dtype)
+        torch.randn(*shape, generator=generator, dtype=case.dtype).to(dtype)
         for shape in ((N, H), (V, H), (V,))
     )
     labels = torch.randint(0, V, (N,), generator=generator)
     ids = torch.stack(
         [torch.randperm(V, generator=generator)[: case.count] for _ in range(N)]
     ).int()
-    weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype)
+    weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype).to(dtype)
     if case.count == V:
         weights[:, -1] = 0.0  # there are no other ids
     own, vocabulary = compute_vocabulary(V, size, rank), cast(OutputVocabulary, WHOLE)
@@ -128,12 +132,14 @@ def test_four_parts_are_as_one(name: str, four_ranks: Ranks) -> None:
     check(CASES[name], four_ranks, 4)
 
 
-def supported(size: int, dtype: torch.dtype) -> Values:
+def supported(size: int, dtype: torch.dtype, *, wide: bool = False) -> Values:
     """Outputs over two kept ids a row, and gradients of a rank's part of the output matrix."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (
         torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((N, H), (V, H))
     )
+    if wide:
+        hidden, weight = hidden.double(), weight.double()
     labels = torch.arange(N) % V
     kept = SamplingSupport(
         torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2)
@@ -163,30 +169,36 @@ def supported(size: int, dtype: torch.dtype) -> Values:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_whose_kept_ids_are_all_on_one_rank(dtype: torch.dtype, ranks: Ranks) -> None:
-    expected = supported(1, dtype)
+    expected, errors = bound_values(lambda: supported(1, dtype, wide=True), dtype)
     found = ranks.run(supported, 2, dtype)
     total = sum(each["gradient"] for each in found)
     for each in found:
-        for name, value in expected.items():
-            assert_close(
-                total if name == "gradient" else each[name],
-                value,
-                msg=lambda m, name=name: f"{name}: {m}",
-            )
+        same({**each, "gradient": total}, expected, errors)
+
+
+def bound_values(compute: Callable[[], Values], dtype: torch.dtype) -> tuple[Values, Values | None]:
+    """Values in float64, and how far those in `dtype` may lie from them if it is another."""
+    if dtype == torch.float64:
+        return compute(), None
+    values = compute()
+    found = exactly(lambda: list(compute().values()), dtype)
+    errors = [torch.tensor(LIKELY * each.deviation) for each in found]
+    return values, dict(zip(values, errors, strict=True))
 
 
 def check(case: Case, ranks: Ranks, size: int) -> None:
-    exact = (
-        {"rtol": 1e-10, "atol": 1e-12}
-        if case.dtype == torch.float64
-        else {"rtol": 2e-5, "atol": 2e-6}
-    )
-    outputs, gradients = run(case, 0, 1)
+    def compute() -> Values:
+        outputs, gradients = run(case, 0, 1, wide=True)
+        return outputs | {f"gradient of {name}": value for name, value in gradients.items()}
+
+    expected, errors = bound_values(compute, case.dtype)
     every = ranks.run(split, case)
+    total = sum(grads["hidden"] for _, grads in every)
     for rank, (made, grads) in enumerate(every):
-        assert made.keys() == outputs.keys() and grads.keys() == gradients.keys()
-        for key, value in outputs.items():
-            assert_close(made[key], value, **exact, msg=lambda m, key=key: f"{key}: {m}")
-        for key in grads.keys() - {"hidden"}:
-            assert_close(grads[key], gradients[key][compute_vocabulary(V, size, rank)], **exact)
-    assert_close(sum(grads["hidden"] for _, grads in every), gradients["hidden"], **exact)
+        own = compute_vocabulary(V, size, rank)
+        wanted = {
+            name: value[own] if name in ("gradient of weight", "gradient of bias") else value
+            for name, value in expected.items()
+        }
+        found = made | {f"gradient of {name}": value for name, value in grads.items()}
+        same({**found, "gradient of hidden": total}, wanted, errors)

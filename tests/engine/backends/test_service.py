@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.bounds import gamma
 from tests.launch.cases import options, prepare
 from tests.serve.serving import TOKEN, make_reward, serving
 from weft.engine.service_address import ServiceAddress
@@ -248,7 +249,8 @@ def test_logits_are_reduced_in_small_requests() -> None:
         scaled = logits[index].astype(np.float64) / 0.5
         expected = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         wanted = [expected[at - 1, ids[at]] for at in range(start, len(ids))]
-        np.testing.assert_allclose(np.asarray(made[index]), wanted, rtol=1e-5)
+        # Log-probs, computed in float64, are float32.
+        np.testing.assert_allclose(np.asarray(made[index]), wanted, rtol=gamma(1))
 
 
 def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(
