@@ -105,6 +105,12 @@ def test_adapters_keep_their_products_and_open_the_mlp() -> None:
     assert replace(SHAPE, fused=False, gated=False).count_saved_per_token() == layer
 
 
+def test_padded_attention_keeps_its_output_twice_but_not_in_the_last_layer() -> None:
+    padded = replace(SHAPE, copies_attention=True)
+    assert padded.count_saved_per_token() == SHAPE.count_saved_per_token() + 8
+    assert padded.count_saved_in_last_layer(100, 60) == SHAPE.count_saved_in_last_layer(100, 60)
+
+
 def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
     wide = replace(SHAPE, vocab=5000)
     plain, more = (

@@ -52,6 +52,9 @@ class NetworkShape:
         rounded_bytes: Size in bytes of the quantized elements.
         shards: Number of ranks over which the parameters are sharded. A rank gathers the parameters
             of a block when it computes the block.
+        copies_attention: True if the output of attention is copied out of padded rectangles. A
+            layer then keeps it twice: with padding for the backward pass of attention, and without
+            padding for that of the output projection.
     """
 
     parameters: int
@@ -72,6 +75,7 @@ class NetworkShape:
     rounded: int = 0
     rounded_bytes: int = 0
     shards: int = 1
+    copies_attention: bool = False
 
     @property
     def embedding_elements(self) -> int:
@@ -94,9 +98,9 @@ class NetworkShape:
         """Return the number of elements per token that a layer keeps for its backward pass.
 
         These are the hidden states before attention and before the MLP, the outputs of both norms,
-        q, k, v, the output of attention, the outputs of the MLP's first matrices, and what adapters
-        keep. An MLP that isn't fused also keeps the output of its activation function and, if it is
-        gated, the product of this output and the up projection.
+        q, k, v, the output of attention (twice with `copies_attention`), the outputs of the MLP's
+        first matrices, and what adapters keep. An MLP that isn't fused also keeps the output of its
+        activation function and, if it is gated, the product of this output and the up projection.
 
         If ranks divide the tokens of the residual stream, each rank still keeps the outputs of the
         norms for all tokens, because attention and MLP read all of them.
@@ -105,6 +109,7 @@ class NetworkShape:
             2 * (self.stream_width + self.hidden)
             + 2 * self.query
             + 2 * self.key
+            + self._copied
             + self._mlp_saved
             + self.adapters
         )
@@ -113,12 +118,13 @@ class NetworkShape:
         """Return the number of elements that the last layer keeps for its backward pass.
 
         After attention, the layer continues with only `rows` of its `tokens`. It keeps the output
-        of attention for all tokens, and a copy of it for these rows. The hidden state before the
-        MLP and everything computed from it, including what adapters keep, is kept only for these
-        rows.
+        of attention once for all tokens, and a copy of it for these rows. The hidden state before
+        the MLP and everything computed from it, including what adapters keep, is kept only for
+        these rows.
         """
         late = self.stream_width + self.hidden + self._mlp_saved + self.adapters
-        return tokens * (self.count_saved_per_token() - late) + rows * (late + self.query)
+        early = self.count_saved_per_token() - self._copied - late
+        return tokens * early + rows * (late + self.query)
 
     @property
     def stream_width(self) -> int:
@@ -133,6 +139,11 @@ class NetworkShape:
     def largest_matrix(self) -> int:
         """Number of elements of the largest matrix of a block."""
         return self.hidden * max((2 if self.gated else 1) * self.inner, self.query + 2 * self.key)
+
+    @property
+    def _copied(self) -> int:
+        """Number of elements per token of the second copy of attention's output."""
+        return self.query if self.copies_attention else 0
 
     @property
     def _mlp_saved(self) -> int:

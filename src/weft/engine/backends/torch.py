@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from weft import kernels
 from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.prefix_files import read_prefix
 from weft.data.tokenizer import Tokenizer
@@ -156,6 +157,7 @@ def _describe_network(
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
+        "copies_attention": _copies_attention(network, spec, device),
     }
     quiet = not _uses_dropout(network, spec) and not choose_aux_loss_weight(
         config, spec.router_aux_loss_coef
@@ -166,6 +168,29 @@ def _describe_network(
         "sizes": sizes,
         "shared_prompts": {"longest": _find_longest_shared(network, device), "in_training": quiet},
     }
+
+
+def _copies_attention(network: Transformer, spec: ModelSpec, device: torch.device) -> bool:
+    """Return whether a layer keeps the output of attention with padding and also without it.
+
+    This concerns CPUs. Weft's kernels compute whole packs, without padding. What they do not
+    support is computed in padded rectangles (`weft.models.attention.rectangles`): torch's fused
+    attention keeps its padded output, and the output projection keeps a copy without padding,
+    unless all its adapters have dropout and keep a copy after dropout instead. With a soft cap or
+    dropout of attention weights, the padded output is not kept.
+    """
+    config = network.config
+    if device.type != "cpu" or config.attention_softcap is not None or config.attention_dropout:
+        return False
+    heads = torch.empty(0, 1, config.head_dim, dtype=DTYPES[choose_dtype(spec)])
+    if kernels.serves_attention(heads, heads, heads):
+        return False
+    for block in network.blocks:
+        projection = cast(Block, block).attention.o
+        rates = [adapter.rate for adapter in lora.list_adapters(projection)]
+        if projection.weight.requires_grad or not all(rates):
+            return True
+    return False
 
 
 def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
@@ -266,7 +291,8 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 def compute_sizes(network: Transformer) -> dict[str, int]:
     """Return fields of `weft.engine.memory.NetworkShape` for the network, by name.
 
-    All fields except `parameters`, `trainable`, `row_ranks` and `shards` are included.
+    All fields except `parameters`, `trainable`, `row_ranks`, `shards` and `copies_attention` are
+    included.
     """
     config = network.config
     lm = network.kind == "lm"
