@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -301,3 +302,19 @@ class Float64Throughout(TorchFunctionMode):
                 for key, each in kwargs.items()
             }
         return func(*args, **kwargs)
+
+
+# -- numbers by hand
+
+
+def rounded(
+    expected: Any, roundings: float, largest: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Any:
+    """`expected` (a number, list or dict, as of `pytest.approx`) after `roundings` roundings.
+
+    They are those of factors, quotients and sums of one sign, whose relative errors add up: 1 for a
+    key that is computed in float64 and stored in float32. Where terms cancel, an error is relative
+    to them: `largest` is the largest sum of their absolute values.
+    """
+    lost = gamma(roundings, dtype)
+    return pytest.approx(expected, rel=lost, abs=lost * largest)

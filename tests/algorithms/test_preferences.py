@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import evaluate, gradients, make_sample
+from loss_cases import evaluate, gradients, in_float64, make_sample
 
+from tests.bounds import unit
 from weft.algorithms import dpo, preferences
 from weft.algorithms.dpo import build_preference_loss
 from weft.algorithms.scores import is_above
@@ -57,18 +58,14 @@ def padded(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trl_dpo(
-    loss_type: str,
-    beta: float,
-    smoothing: float,
-    divergence: str = "reverse_kl",
-    dtype: torch.dtype = torch.float64,
+    loss_type: str, beta: float, smoothing: float, divergence: str = "reverse_kl"
 ) -> tuple[float, dict[str, float], np.ndarray]:
     """(loss, metrics, gradient by row) of TRL's own `_compute_loss` on the same pairs."""
     trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="trl is a test dependency")
     sample, out = pairs_sample()
     values, mask = padded(out["logprobs"])
     reference, _ = padded(np.asarray(sample.data["ref_logprobs"]))
-    values, reference = values.to(dtype).requires_grad_(True), reference.to(dtype)
+    values.requires_grad_(True)
 
     def model(**_: Any) -> SimpleNamespace:
         zeros = torch.zeros(8, mask.shape[1] - 1)
@@ -110,8 +107,9 @@ def trl_dpo(
         "completion_mask": mask,
     }
     inputs |= {"ref_chosen_logps": sums[:4], "ref_rejected_logps": sums[4:]}
-    loss = trainer.DPOTrainer._compute_loss(stand_in, model, inputs, False)
-    loss.backward()
+    with in_float64(trainer):
+        loss = trainer.DPOTrainer._compute_loss(stand_in, model, inputs, False)
+        loss.backward()
     assert values.grad is not None
     order = [
         values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]]
@@ -155,15 +153,19 @@ def test_equals_trl(loss_type: str) -> None:
     smoothing = SMOOTHED.get(loss_type, 0.0)
     loss, metrics, gradient = trl_dpo(loss_type, 0.3, smoothing)
     sample, out = pairs_sample()
-    if loss_type in TRANSPORTED:
+    partners = loss_type in TRANSPORTED
+    if partners:
         sample = with_partners(sample, out, loss_type)
     ours = gradients(
         build_preference_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out
     )
-    # partners are float32, as every key of a run
-    precision = {"rtol": 1e-6} if loss_type in TRANSPORTED else {}
-    assert ours[0] == pytest.approx(loss, rel=precision.get("rtol", 1e-6))
-    np.testing.assert_allclose(ours[2]["logprobs"], gradient, **precision)
+    # Partners are float32, as every key of a run. The loss, a mean of -log sigmoid(0.3 (a - b)),
+    # changes with a partner by 0.3 of that change at most, and its slopes by 0.3^2 / 4.
+    moved = unit(torch.float32) * float(sample.data["partner"].abs().max()) if partners else 0.0
+    assert ours[0] == pytest.approx(loss, rel=1e-12, abs=0.3 * moved)
+    np.testing.assert_allclose(
+        ours[2]["logprobs"], gradient, rtol=1e-11, atol=1e-15 + 0.3**2 / 4 * moved
+    )
     for name in (
         "rewards/chosen",
         "rewards/rejected",
@@ -171,7 +173,7 @@ def test_equals_trl(loss_type: str) -> None:
         "rewards/accuracies",
         "logps/chosen",
     ):
-        assert ours[1][name] == pytest.approx(metrics[name]), name
+        assert ours[1][name] == pytest.approx(metrics[name], rel=1e-12), name
 
 
 @pytest.mark.parametrize(
@@ -183,12 +185,7 @@ def test_equals_trl(loss_type: str) -> None:
 )
 def test_divergences_equal_trl(loss_type: str, divergence: str, name: str) -> None:
     smoothing = SMOOTHED.get(loss_type, 0.0)
-    # TRL's alpha knows no float64, and its exo_pair has a float32 epsilon: absolutely as near as
-    # float32 can be.
-    single = divergence == "alpha" or loss_type == "exo_pair"
-    loss, _, gradient = trl_dpo(
-        loss_type, 0.3, smoothing, name, torch.float32 if divergence == "alpha" else torch.float64
-    )
+    loss, _, gradient = trl_dpo(loss_type, 0.3, smoothing, name)
     sample, out = pairs_sample()
     chosen = build_preference_loss(
         loss_type=loss_type,
@@ -198,10 +195,8 @@ def test_divergences_equal_trl(loss_type: str, divergence: str, name: str) -> No
         f_alpha=0.5,
     )
     ours = gradients(chosen, sample, out)
-    assert ours[0] == pytest.approx(loss, rel=1e-5 if single else 1e-12)
-    np.testing.assert_allclose(
-        ours[2]["logprobs"], gradient, rtol=1e-5 if single else 1e-12, atol=1e-7 if single else 0
-    )
+    assert ours[0] == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(ours[2]["logprobs"], gradient, rtol=1e-11, atol=1e-15)
 
 
 def test_rpo_adds_the_better_answers_cross_entropy_by_token() -> None:
@@ -238,12 +233,13 @@ def test_orpo_equals_trl() -> None:
         "trl.experimental.orpo.orpo_trainer", reason="trl is a test dependency"
     )
     rng = np.random.default_rng(4)
-    better, worse = torch.tensor(-rng.gamma(1.0, 1.0, size=(2, 6)).astype(np.float32))
+    better, worse = torch.tensor(-rng.gamma(1.0, 1.0, size=(2, 6)))
     stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
-    theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
+    with in_float64(trainer):
+        theirs, *_ = trainer.ORPOTrainer.odds_ratio_loss(stand_in, better, worse)
     np.testing.assert_allclose(
-        preferences.compute_orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-5
-    )  # float32, as TRL computes it
+        preferences.compute_orpo_loss(better, worse, 0.3), -better - theirs, rtol=1e-12
+    )
 
 
 def test_kto_equals_trl() -> None:
@@ -256,7 +252,7 @@ def test_kto_equals_trl() -> None:
     values.requires_grad_(True)
     zeros = torch.zeros(8, mask.shape[1] - 1)
     # policy - reference of mismatched completions; mean 0.3 is z0
-    mismatched = torch.tensor([0.5, 0.1])
+    mismatched = torch.tensor([0.5, 0.1], dtype=torch.float64)
     metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
     stand_in = SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -283,21 +279,22 @@ def test_kto_equals_trl() -> None:
         "attention_mask": torch.ones_like(mask),
         "completion_mask": mask,
         "ref_logps": reference[:, 1:].sum(-1),
-        "ref_KL_logps": torch.zeros(2),
+        "ref_KL_logps": torch.zeros(2, dtype=torch.float64),
     }
-    loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
-    loss.backward()
+    with in_float64(trainer):
+        loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
+        loss.backward()
     ours = gradients(
         build_preference_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out
     )
-    assert ours[0] == pytest.approx(float(loss.detach()))
+    assert ours[0] == pytest.approx(float(loss.detach()), rel=1e-12)
     assert values.grad is not None
     order = [
         values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]]
         for pair in range(4)
         for side in range(2)
     ]
-    np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order))
+    np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order), rtol=1e-11, atol=1e-15)
     for name in (
         "rewards/chosen",
         "rewards/rejected",
@@ -305,7 +302,7 @@ def test_kto_equals_trl() -> None:
         "logps/chosen",
         "logps/rejected",
     ):
-        assert ours[1][name] == pytest.approx(metrics["train"][name][-1]), name
+        assert ours[1][name] == pytest.approx(metrics["train"][name][-1], rel=1e-12), name
 
 
 # -- by hand: one pair, log-probs -1 -1 (better) and -2 (worse), reference -1.5 -1.5 and -1: ratios +1 (mean 0.5) and -1

@@ -73,7 +73,8 @@ def test_it_equals_the_shipped_class() -> None:
     shipped = make_host_function("group_advantages", {"scale": "none"})(batch(), HostContext())
     own = make_host_function("test-centred", {})(batch(), HostContext())
     assert shipped is not None and own is not None
-    np.testing.assert_allclose(own.data["advantages"], shipped.data["advantages"])
+    # rewards and means that float32 holds exactly
+    assert own.data["advantages"].tolist() == shipped.data["advantages"].tolist()
 
 
 def test_one_number_a_token() -> None:

@@ -46,7 +46,7 @@ def preferences(batch: SequenceSample, **args: Any) -> tuple[SequenceSample, dic
 
 
 def rows(batch: SequenceSample) -> SampleRows:
-    return SampleRows(batch, PackLayout.from_sample(batch), torch.device("cpu"), torch.float32)
+    return SampleRows(batch, PackLayout.from_sample(batch), torch.device("cpu"), torch.float64)
 
 
 def pairs(batch: SequenceSample, **args: Any) -> list[tuple[int, int]]:
@@ -189,12 +189,15 @@ def test_scale_and_bias_come_before_the_penalty_and_the_clip_makes_ties() -> Non
 def test_the_loss_by_hand_and_no_gradient_for_completions_in_no_pair() -> None:
     batch = sampled([[1.0, 3.0, 0.0], [2.0, 2.0, 2.0]], tokens=2)
     made, _ = preferences(batch)
-    reference = [-1.0, -1.0, -2.0, -2.0, -1.0, -3.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    reference = torch.tensor(
+        [-1.0, -1.0, -2.0, -2.0, -1.0, -3.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0],
+        dtype=torch.float64,
+    )
     shape = {"ref_logprobs": [[2] * 3] * 2}
     whole = batch.update(made).update(
-        SequenceSample.from_groups(batch.ids, shape, {"ref_logprobs": torch.tensor(reference)})
+        SequenceSample.from_groups(batch.ids, shape, {"ref_logprobs": reference})
     )
-    logprobs = torch.tensor(reference) + torch.tensor(
+    logprobs = reference + torch.tensor(
         [0.0, 0.0, 0.5, 1.0, -0.25, -0.25, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0]
     )
     logprobs.requires_grad_()
@@ -205,11 +208,12 @@ def test_the_loss_by_hand_and_no_gradient_for_completions_in_no_pair() -> None:
     # none.
     margin = 0.1 * (1.5 + 0.5)
     assert loss.denominators(whole) == {"pairs": 1.0}
-    assert value.item() == pytest.approx(math.log1p(math.exp(-margin)))
+    assert value.item() == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-12)
     slope = 0.1 / (1.0 + math.exp(margin))
-    expected = torch.tensor([0.0, 0.0, -slope, -slope, slope, slope, *[0.0] * 6])
-    torch.testing.assert_close(logprobs.grad, expected)
-    assert float(stats["rewards/margins"].value) == pytest.approx(margin)
+    expected = [0.0, 0.0, -slope, -slope, slope, slope, *[0.0] * 6]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12, abs=0.0)
+    assert float(stats["rewards/margins"].value) == pytest.approx(margin, rel=1e-12)
 
 
 # -- refusals

@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.bounds import rounded
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, UserError
@@ -539,7 +540,7 @@ def test_a_sum_of_rewards_that_is_too_large_is_named(make: Make) -> None:
         match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; its absolute value",
     ):
         make({"name": "huge", "weight": 1e9})(batch([[], ["b"]]), context())
-    assert rewards(make("huge")(batch([["b"]]), context())) == [pytest.approx(-1e17)]
+    assert rewards(make("huge")(batch([["b"]]), context())) == [rounded(-1e17, 1)]
 
 
 def test_after_an_error_the_next_batch_is_computed(make: Make) -> None:

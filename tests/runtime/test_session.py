@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bounds import rounded
 from tests.runtime.toy import (
     SIZE,
     Toy,
@@ -55,11 +56,10 @@ def test_a_step_is_one_line_with_what_every_node_measured(tmp_path):
     ].keys()
     assert [i for i, line in enumerate(done) if "eval/held/loss" in line] == [4, 9]
     mean = mean_weight_after(toy, 5)
-    assert (
-        done[4]["eval/held/loss"]
-        == done[4]["eval/loss"]
-        == pytest.approx(sum((i - mean) ** 2 for i in range(5)) / 5)
-    )
+    # In float32: the weight, its difference from a row's number, twice in the square, the square, a
+    # sum of five and the mean.
+    expected = rounded(sum((i - mean) ** 2 for i in range(5)) / 5, 12, (4 + abs(mean)) ** 2)
+    assert done[4]["eval/held/loss"] == done[4]["eval/loss"] == expected
     assert [line.get("eval/num_rows") for line in (done[3], done[4])] == [None, 5]
     first = json.loads((toy.path / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "id", "prompt", "completion", "score", "advantages"} <= first.keys()
