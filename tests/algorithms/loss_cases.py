@@ -4,15 +4,12 @@ numpy or torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import array_api_compat
 import numpy as np
-import pytest
 import torch
 
 from weft.algorithms.base import Loss, Stat, reduce_stats
@@ -184,28 +181,3 @@ def finite_differences(
             ends.append(evaluate(loss, sample, {**base, key: moved}).loss)
         slopes[i] = (ends[0] - ends[1]) / (2 * step)
     return slopes
-
-
-class _Wide:
-    """The module `torch`, whose float32 is float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@contextmanager
-def in_float64(module: ModuleType) -> Iterator[None]:
-    """Compute in float64 where the code of `module` (of TRL) asks for float32, so that its results
-    are to be equalled to the last few bits.
-    """
-    before = torch.get_default_dtype()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", _Wide())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)

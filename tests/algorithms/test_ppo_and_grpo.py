@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import evaluate, gradients, in_float64, make_sample
+from loss_cases import evaluate, gradients, make_sample
 
+from tests.wide import in_float64
 from weft.algorithms.base import LOG_RATIO_BOUND
 from weft.algorithms.grpo import GRPOLoss
 from weft.algorithms.ppo import (

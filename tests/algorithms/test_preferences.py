@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import evaluate, gradients, in_float64, make_sample
+from loss_cases import evaluate, gradients, make_sample
 
 from tests.bounds import unit
+from tests.wide import in_float64
 from weft.algorithms import dpo, preferences
 from weft.algorithms.dpo import build_preference_loss
 from weft.algorithms.scores import is_above

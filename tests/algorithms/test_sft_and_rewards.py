@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import evaluate, gradients, in_float64, make_sample
+from loss_cases import evaluate, gradients, make_sample
 
+from tests.wide import in_float64
 from weft.algorithms.reward import RewardLoss, count_pairs
 from weft.algorithms.sft import SFTLoss
 from weft.errors import ConfigError

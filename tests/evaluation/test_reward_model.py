@@ -26,7 +26,9 @@ from weft.evaluation.rewards import score_replies
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_scorer(
-        ModelSpec(path=str(make_scorer(tmp_path_factory.mktemp("scorer") / "model")))
+        ModelSpec(
+            path=str(make_scorer(tmp_path_factory.mktemp("scorer") / "model")), dtype="float64"
+        )
     )
 
 
@@ -78,13 +80,9 @@ def test_rows_by_category_agree_with_scores_one_by_one(opened: OpenedModel, tmp_
         EvaluationPrompt("", row["prompt"], ({"role": "user", "content": row["prompt"]},))
         for row in rows
     ]
-    expected = [
-        one[0] - one[1]
-        for one in score_replies(
-            opened, prompts, [[row["chosen"], row["rejected"]] for row in rows]
-        )
-    ]
-    np.testing.assert_allclose([group.gap for group in groups], expected, atol=1e-6)
+    scores = score_replies(opened, prompts, [[row["chosen"], row["rejected"]] for row in rows])
+    expected = [one[0] - one[1] for one in scores]
+    np.testing.assert_allclose([group.gap for group in groups], expected, rtol=0, atol=1e-9)
     assert sorted(summarize_by_category(groups)) == ["math", "talk"]
 
 
