@@ -20,6 +20,9 @@ class _Wide:
         return getattr(torch, name)
 
 
+TORCH = _Wide()
+
+
 @contextmanager
 def in_float64(module: ModuleType) -> Iterator[None]:
     """Let what `module` computes as float32, and new tensors, be float64, so that its results can
@@ -29,7 +32,7 @@ def in_float64(module: ModuleType) -> Iterator[None]:
     """
     before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", _Wide())
+        patch.setattr(module, "torch", TORCH)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)
         try:

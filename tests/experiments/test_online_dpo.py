@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.bounds import gamma
 from tests.tiny import make_llama, prompt_rows, write_jsonl
 from weft import registry
+from weft.algorithms.dpo import find_default_beta
 from weft.algorithms.preferences import KINDS, PAIRS
 from weft.cli import overrides
 from weft.cli.quickstart import apply_overrides
@@ -298,6 +300,7 @@ def test_it_learns_from_a_reward(material: Path, tmp_path: Path) -> None:
         "dataset.train_bs_n_seqs=12",
         "online_dpo.samples_per_prompt=4",
         "actor.optimizer.lr=1e-2",
+        "actor.dtype=float64",
     )
     more = (
         "total_train_epochs=24",
@@ -308,9 +311,12 @@ def test_it_learns_from_a_reward(material: Path, tmp_path: Path) -> None:
     steps = trained(material, tmp_path, *words, *more).metrics
     first, last = steps[0], steps[-1]
     assert len(steps) == 24
-    # The actor is the reference: every pair's loss is -log sigmoid(0), whatever was sampled.
-    assert first["actor_train/loss"] == pytest.approx(math.log(2.0), abs=1e-6)
-    assert first["actor_train/rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    # The actor is the reference: every pair's loss is -log sigmoid(0), whatever was sampled. It is
+    # float64, and the reference's log-probs are stored in float32.
+    logps = [first[f"actor_train/logps/{side}"] for side in ("chosen", "rejected")]
+    stored = find_default_beta("sigmoid") * gamma(1) * -sum(logps)
+    assert first["actor_train/loss"] == pytest.approx(math.log(2.0), abs=stored / 2 + 1e-12)
+    assert first["actor_train/rewards/margins"] == pytest.approx(0.0, abs=stored + 1e-12)
     assert last["actor_train/rewards/margins"] > 0.3
     assert last["actor_train/loss"] < 0.6
     assert first["preferences/reward"] < 0.45 and last["preferences/reward"] > 0.9

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.bounds import rounded
 from tests.launch.cases import distill, dpo, ppo, prepare
 from weft.engine.torch.adapters_off import BaseWeightsEngine
 from weft.errors import CheckpointError, ConfigError
@@ -105,7 +106,9 @@ def test_dpo_in_bfloat16_starts_at_log_2(
         1,
     )
     metrics = run(config).metrics
-    assert metrics[0]["actor_train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    # One network and the same rows: the same bits, and so a margin of 0. In float32, the logarithm
+    # of a sigmoid and the mean over a few pairs round less than twelve times.
+    assert metrics[0]["actor_train/loss"] == rounded(math.log(2), 12)
     assert isinstance(built[0]._get_own_engine("ref"), BaseWeightsEngine) is bool(rank)
 
 
