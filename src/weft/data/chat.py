@@ -18,7 +18,15 @@ from weft.data import rendered, tokenizer_checks
 from weft.data.messages import Message
 from weft.data.prefix import count_common_prefix
 from weft.data.tokenizer_checks import limit_time
-from weft.data.turns import Span, TemplateFunctions, TemplateOmission, find_assistant_spans
+from weft.data.turns import (
+    Span,
+    TemplateFunctions,
+    TemplateOmission,
+    TrainedTurn,
+    find_assistant_spans,
+    find_missing_words,
+    merge_omissions,
+)
 from weft.errors import DataError
 from weft.reading import explain_read_errors
 
@@ -112,16 +120,16 @@ def mask_conversation(
         written = text[a:b]
         content = messages[turn]["content"]
         if (turn, "content") not in lost and not rendered.has_content(written, content):
-            part = turns.find_missing_words(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
+            part = find_missing_words(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
             raise rendered.build_not_rendered_error(
                 messages[turn], turn, ["content"], template.name, part
             )
         fields = {field for index, field in lost if index == turn}
-        cut += turns.TrainedTurn(template, messages, tools, turn, written).find_omissions(fields)
+        cut += TrainedTurn(template, messages, tools, turn, written).find_omissions(fields)
     return MaskedConversation(
         *mask_spans(template.encode, template.offsets, text, spans),
         unused,
-        turns.merge_omissions(cut),
+        merge_omissions(cut),
     )
 
 

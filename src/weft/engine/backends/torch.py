@@ -157,7 +157,7 @@ def _describe_network(
     sizes = compute_sizes(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
-        "copies_attention": _copies_attention(network, spec, device),
+        "copies_attention": _is_attention_copied(network, spec, device),
     }
     quiet = not _uses_dropout(network, spec) and not choose_aux_loss_weight(
         config, spec.router_aux_loss_coef
@@ -170,7 +170,7 @@ def _describe_network(
     }
 
 
-def _copies_attention(network: Transformer, spec: ModelSpec, device: torch.device) -> bool:
+def _is_attention_copied(network: Transformer, spec: ModelSpec, device: torch.device) -> bool:
     """Return whether a layer keeps the output of attention with padding and also without it.
 
     This concerns CPUs. Weft's kernels compute whole packs, without padding. What they do not
