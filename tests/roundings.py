@@ -127,14 +127,19 @@ class _Moved(TorchDispatchMode):
                 return STEPS[func](*args, **kwargs)
         name, sizes = func.overloadpacket.__name__.rstrip("_"), None
         held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        rounds = not func.is_view and name not in EXACT and any(map(torch.is_floating_point, held))
+        rounds = name not in EXACT and any(map(torch.is_floating_point, held))
         terms = _terms(name, args) if rounds else None
         if terms is not None:
             # What the terms of each sum are together, signs aside.
             given = {k: abs(v) if k in ("alpha", "beta") else v for k, v in kwargs.items()}
             sizes = func(*tree_map_only(Tensor, _size, args), **tree_map_only(Tensor, _size, given))
         result = func(*args, **kwargs)
-        if not rounds:
+        # Views are what they were, and so are tensors that are handed through.
+        own = set() if func._schema.is_mutable else {x.untyped_storage().data_ptr() for x in held}
+        if not rounds or any(
+            isinstance(x, Tensor) and x.untyped_storage().data_ptr() in own
+            for x in tree_leaves(result)
+        ):
             return result
         if isinstance(result, Tensor):
             self._move(result, 1 if name in ONCE else 4, sizes, terms)
