@@ -268,14 +268,14 @@ def test_half_precision_is_normalised_in_float32() -> None:
 
 def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    project = OutputProjection.compute_local_logits
+    project = OutputProjection.compute_columns
 
     def watch(self: OutputProjection, hidden: Tensor) -> Tensor:
         logits = project(self, hidden)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(OutputProjection, "compute_local_logits", watch)
+    monkeypatch.setattr(OutputProjection, "compute_columns", watch)
     monkeypatch.setattr(by_token, "CHUNK_CELLS", {"cpu": 2 * V})
     monkeypatch.setattr(by_token, "LEAST_CHUNK_ROWS", 1)
     hidden, weight, _, labels = inputs()
@@ -300,10 +300,10 @@ def test_a_gradient_known_by_row_spares_the_logits(
     hidden, weight, bias, labels = inputs(dtype)
     scale = torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = []
-    project = OutputProjection.compute_local_logits
+    project = OutputProjection.compute_columns
     monkeypatch.setattr(
         OutputProjection,
-        "compute_local_logits",
+        "compute_columns",
         lambda self, h: calls.append(1) or project(self, h),
     )
 
