@@ -44,7 +44,18 @@ class RestartingRun:
         added to the error that ended the run.
         """
         try:
-            self._run_session(resumes=resumes)
+            self._session.open(resumes=resumes)
+            is_over = False
+            while not is_over:
+                try:
+                    self._session.run()
+                    is_over = True
+                except DevicesLost as lost:
+                    if not self._restarts:
+                        raise
+                    self._restart(lost)
+                except NotFinite as error:
+                    raise self._find_damage() or error from error
         except BaseException as error:
             stopped = isinstance(error, Interrupted | KeyboardInterrupt)
             try:
@@ -60,19 +71,6 @@ class RestartingRun:
             raise
         self._session.close("finished")
         return self._session.metrics()
-
-    def _run_session(self, *, resumes: bool) -> None:
-        self._session.open(resumes=resumes)
-        while True:
-            try:
-                self._session.run()
-                return
-            except DevicesLost as lost:
-                if not self._restarts:
-                    raise
-                self._restart(lost)
-            except NotFinite as error:
-                raise self._find_damage() or error from error
 
     def _restart(self, lost: DevicesLost) -> None:
         """Replace the session that lost its devices with a new one.

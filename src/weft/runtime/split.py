@@ -7,6 +7,7 @@ metrics and times of these results are merged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -117,7 +118,8 @@ def collect_owners(parts: Sequence[SequenceSample]) -> list[str]:
 
     The ids are in the order of `parts`, without duplicates.
     """
-    return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
+    owners = [part.metadata.get(OWNER, part.ids) for part in parts]
+    return list(dict.fromkeys(itertools.chain.from_iterable(owners)))
 
 
 def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
