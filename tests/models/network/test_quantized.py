@@ -77,11 +77,10 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
     made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.to_whole(), bias)
     # Sums are in float32; in half precision the product and its sum with the bias are rounded.
     whole, half = weight.to_whole().double(), 0 if dtype == torch.float32 else 2
-    product = x.detach().double() @ whole.T
-    exact = product + bias.double()
+    exact = x.detach().double() @ whole.T + bias.double()
+    sizes = x.detach().double().abs() @ whole.T.abs() + bias.double().abs()
     lost = product_bound(x, whole.T, more=1) + gamma(1) * bias.double().abs()
-    if half:
-        lost = lost + gamma(half, dtype) * (product.abs() + bias.double().abs() + lost)
+    lost = lost + gamma(half, dtype) * sizes if half else lost
     for one, leaf in ((made, x), (wanted, y)):
         assert_within(one, exact, lost)
         (one.float() ** 2).mean().backward()
@@ -92,7 +91,7 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
         by_lost = 2 * lost / count + gamma(3) * by_out.abs()
         by_lost = by_lost + gamma(1, dtype) * (by_out.abs() + by_lost) if half else by_lost
         own = product_bound(by_out, whole) + by_lost @ whole.abs() * (1 + gamma(len(bias)))
-        own = own + gamma(1, dtype) * ((by_out @ whole).abs() + own) if half else own
+        own = own + gamma(1, dtype) * (by_out.abs() @ whole.abs() + own) if half else own
         assert_within(leaf.grad, by_out @ whole, own)
 
 
