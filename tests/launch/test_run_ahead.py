@@ -326,7 +326,7 @@ def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
             )
     assert any(len(tokens) > TOKEN for tokens, _ in found[2].values())
     for ours, theirs in zip(timeless(several), timeless(one), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -249,8 +249,8 @@ def test_logits_are_reduced_in_small_requests() -> None:
         scaled = logits[index].astype(np.float64) / 0.5
         expected = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         wanted = [expected[at - 1, ids[at]] for at in range(start, len(ids))]
-        # Log-probs, computed in float64, are float32.
-        np.testing.assert_allclose(np.asarray(made[index]), wanted, rtol=gamma(1))
+        # Log-probs are rounded to float32 after they were computed in float64.
+        np.testing.assert_allclose(np.asarray(made[index]), wanted, rtol=gamma(1.01))
 
 
 def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(
