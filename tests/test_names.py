@@ -30,7 +30,7 @@ DENSITY = {"conditional expressions": 22.0, "comprehensions": 32.0, "tuple assig
 # Classes of one word: terms of the field or of weft's vocabulary that need no second word.
 ONE_WORD_CLASSES = """
 Adapter Attention Block Cached Call Chart Collectives Control Conversation Dashboard Decoder Demo
-Dense Engine Evaluation Evaluator Example Experiment Experts Family Firing Generator
+Dense Embedding Engine Evaluation Evaluator Example Experiment Experts Family Firing Generator
 Interrupted Judge Key Layout Linear Lion Loss MLP Master Max Mesh Microbatch Min Minibatches
 Model Norm Offload Optimizer Override Packed Page Paged Partial Pipeline Placement Prefill
 Prefixed Quantized Reallocation Registry Request Rope SGD Sample Schedule Scheduler Scheduling

@@ -273,7 +273,7 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
 
     Only as many rows as needed are read, unless options such as a validation split need all rows.
     """
-    from weft.cli.data_options import format_row
+    from weft.cli.data_rows import format_row
     from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
 

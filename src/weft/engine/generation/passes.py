@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft import kernels
 from weft.kernels import (
@@ -31,7 +31,7 @@ from weft.models.network.block import MLP, Attention, Block, Norm
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear
 from weft.models.network.packed import Packed
-from weft.models.network.transformer import Transformer
+from weft.models.network.transformer import Embedding, Transformer
 
 
 class Decoder(Protocol):
@@ -311,7 +311,7 @@ def _supports_network(network: Decoder) -> bool:
         if isinstance(module, Linear) and (len(module.adapters) or module.is_quantized):
             return False
     whole = network.is_first_stage and network.is_last_stage
-    return whole and type(network.embed) is nn.Embedding
+    return whole and type(network.embed) is Embedding
 
 
 def _collect_weights(network: Transformer, cache: KVCache) -> NetworkWeights:

@@ -62,6 +62,16 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 }
 
 
+class Embedding(nn.Embedding):
+    """Embedding matrix [V, width] without initial values.
+
+    To draw them on the meta device, torch would load its compiler.
+    """
+
+    def reset_parameters(self) -> None:
+        """Leave the matrix as it was allocated."""
+
+
 class Transformer(nn.Module):
     """Decoder of packed sequences, or one pipeline stage of a decoder.
 
@@ -95,7 +105,7 @@ class Transformer(nn.Module):
         self.is_first_stage = self.held_layers[0] == 0
         self.is_last_stage = self.held_layers[-1] == config.num_layers - 1
         if self.is_first_stage or (self.is_last_stage and head == "lm" and config.tied):
-            self.embed = nn.Embedding(config.vocab_size, width)
+            self.embed = Embedding(config.vocab_size, width)
         if self.is_first_stage and config.learned_positions is not None:
             self.positions = nn.Embedding(config.learned_positions, hidden)
         if width != hidden and self.is_first_stage:
