@@ -206,4 +206,4 @@ def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
     return Packed(tokens, positions.to(device), attention, rows, tokens[rows + 1])
 
 
-# MERGED: Micro-batch, as the pipeline passes it to a network.
+# Micro-batches, as a pipeline passes them to a network.
