@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import UserError, WeftError
+from weft.errors import UserError, WeftError, find_nearest
 
 if TYPE_CHECKING:
     import yaml
@@ -201,6 +201,14 @@ def iterate_files(folder: Path, what: str, kind: type[UserError] = UserError) ->
                 f"smaller folder"
             )
         yield from (Path(place, name) for name in names)
+
+
+def suggest_sibling(path: Path) -> Path | None:
+    """Return the path beside `path` with the most similar other name, or None if there is none."""
+    if not path.parent.is_dir():
+        return None
+    close = find_nearest(path.name, [each.name for each in path.parent.iterdir()], 1)
+    return path.parent / close[0] if close else None
 
 
 def is_root(folder: Path) -> bool:

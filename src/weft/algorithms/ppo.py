@@ -5,6 +5,7 @@ The source is Schulman et al. 2017.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -193,9 +194,9 @@ class PolicyLoss(Loss):
             raise build_unknown_name_error("covariance control", self.covariance, METHODS)
 
     @property
+    @abstractmethod
     def clip(self) -> RatioClip:
         """Range to which importance ratios are clipped."""
-        raise NotImplementedError
 
     def weight(
         self, each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch

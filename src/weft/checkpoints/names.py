@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import CheckpointError, find_nearest
+from weft.errors import CheckpointError
 from weft.observe.run_list import list_newest_first
 from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
-from weft.reading import refuse_url
+from weft.reading import refuse_url, suggest_sibling
 
 SCORERS = ("rew", "model")  # roles that can be used as a reward model, best first
 # roles that can be used as a critic, best first
@@ -181,14 +181,8 @@ def suggest_path(given: str, fileroot: str = RUNS) -> str:
         models = []
     if models:
         return f"did you mean {models[0]}?"
-    if place.parent.is_dir():
-        siblings = [p.name for p in place.parent.iterdir()]
-    else:
-        siblings = []
-    like = find_nearest(place.name, [name for name in siblings if name != place.name], 1)
-    if like:
-        return f"did you mean {place.parent / like[0]}?"
-    return "check the spelling"
+    similar = suggest_sibling(place)
+    return "check the spelling" if similar is None else f"did you mean {similar}?"
 
 
 # -- runs

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli import parsing
+from weft.cli import model_arguments
 from weft.cli.parsing import CommandParser
 from weft.data.bad_replies import KINDS
 from weft.data.spec import DatasetSpec
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     plan = augment.AugmentationOptions(
         given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
     )
-    with parsing.show_progress("rows") as bar:
+    with model_arguments.show_progress("rows") as bar:
         counts = augment.write(
             rows, plan, _open_weak_model(given), given.out, _collect_settings(given, len(rows)), bar
         )
@@ -144,8 +144,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=0.9, metavar="X", help="of sampling (default 0.9)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of sampling (default 1)")
-    parsing.add_options(parser)
-    parsing.add_template(parser)
+    model_arguments.add_options(parser)
+    model_arguments.add_template(parser)
     return parser
 
 
@@ -205,9 +205,9 @@ def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
         seed=given.seed,
     )
     validate(spec)
-    reward = parsing.load_scorer(given.reward, given) if given.reward else None
+    reward = model_arguments.load_scorer(given.reward, given) if given.reward else None
     return WeakModel(
-        parsing.load_policy(given.model, given), SamplingSettings("weak", spec), reward
+        model_arguments.load_policy(given.model, given), SamplingSettings("weak", spec), reward
     )
 
 

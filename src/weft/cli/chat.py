@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import ModelQuery, find_model, find_newest_run
+from weft.cli import model_arguments
 from weft.cli.conversation import LABELS, Conversation
 from weft.cli.parsing import CommandParser
 from weft.data.spec import TokenizerSpec
-from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, ModelSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.evaluation.models import open_policy
 from weft.options import validate
@@ -80,21 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-history", action="store_true", help="answer each message without the earlier ones"
     )
-    parser.add_argument(
-        "--backend",
-        default=AUTO,
-        help="torch or hf (default: hf if weft does not implement the model's family)",
-    )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the best available)")
-    parser.add_argument(
-        "--dtype",
-        help="float32, bfloat16 or float16 (default: the checkpoint's on a GPU, else float32)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZE,
-        help="store the weights in 8 or 4 bits: less memory, slower on a CPU",
-    )
+    model_arguments.add_options(parser)
     parser.add_argument(
         "--8bit",
         dest="quantize",

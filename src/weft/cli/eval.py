@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli import parsing
+from weft.cli import model_arguments
 from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_dataset_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    parsing.add_options(rm)
+    model_arguments.add_options(rm)
     return parser
 
 
@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> int:
     if given.out is not None:
         resolve_destination(given.out)  # raises before the model is loaded
     tried = _find_data(given)
-    opened = parsing.load_scorer(given.model, given, "MODEL")
+    opened = model_arguments.load_scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
     for each in tried:
         called = each.name if each.name != each.path else ""
         rows = {"category": given.category, "split": each.split, "args": each.args, "name": called}
-        with parsing.show_progress(each.name) as bar:
+        with model_arguments.show_progress(each.name) as bar:
             groups = evaluate(opened, each.path, each.kind, **rows, progress=bar)
         summaries = summarize_by_category(groups)
         everything = summarize_by_category([replace(group, category="") for group in groups])[""]

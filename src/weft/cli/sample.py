@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli import parsing
+from weft.cli import model_arguments
 from weft.cli.parsing import CommandParser
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, run, help in parts:
         command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
         command.set_defaults(run=run)
-        parsing.add_options(command)
+        model_arguments.add_options(command)
     reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
     reporting.add_argument(
         "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs, or existing reports"
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for command, samples in ((reporting, 1), (choosing, 4)):
         _add_sampling(command, samples)
-        parsing.add_template(command)
+        model_arguments.add_template(command)
     reporting.add_argument(
         "--prompts",
         metavar="FILE",
@@ -162,7 +162,7 @@ def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
     validate(base)
     chosen, notes = choose([word for word in given.settings.split(",") if word], base)
     for note in notes:
-        parsing.print_note(note)
+        model_arguments.print_note(note)
     return chosen
 
 
@@ -183,12 +183,12 @@ def write_report(given: argparse.Namespace) -> None:
             "--prompts is missing: name a file of prompts (existing reports need none)"
         )
     settings = _read_settings(given)
-    parsing.check_policies(model_names)
+    model_arguments.check_policies(model_names)
     prompts = read_prompts(given.prompts, given.n) if model_names else []
     # Sample with each model, and write its report.
     for name in model_names:
-        opened = parsing.load_policy(name, given)
-        with parsing.show_progress(sampling_report.shorten_name(opened.name)) as bar:
+        opened = model_arguments.load_policy(name, given)
+        with model_arguments.show_progress(sampling_report.shorten_name(opened.name)) as bar:
             answers = sample_answers(
                 opened,
                 prompts,
@@ -248,7 +248,7 @@ def score_reports(given: argparse.Namespace) -> None:
     from weft.evaluation import rewards, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
-    opened = parsing.load_scorer(given.reward, given)
+    opened = model_arguments.load_scorer(given.reward, given)
     rows = list[tuple[str, str, float, float, int]]()
     for path, read in reports:
         prompts = sampling_report.extract_prompts(read)
@@ -304,9 +304,9 @@ def write_best_answers(given: argparse.Namespace) -> None:
 
     settings = _read_settings(given)
     prompts = read_prompts(given.prompts, given.n)
-    reward = parsing.load_scorer(given.reward, given)
-    opened = parsing.load_policy(given.model, given)
-    with parsing.show_progress("answers") as bar:
+    reward = model_arguments.load_scorer(given.reward, given)
+    opened = model_arguments.load_policy(given.model, given)
+    with model_arguments.show_progress("answers") as bar:
         sampled = sample_answers(
             opened,
             prompts,

@@ -25,7 +25,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.experiment import parse_step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
-from weft.reading import ROOT, find_url_problem, is_root, refuse_url
+from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -177,13 +177,9 @@ def check_local(option: str, path: str) -> Path | None:
     local_path = Path(path).expanduser()
     if local_path.exists():
         return local_path
-    if local_path.parent.is_dir():
-        siblings = [p.name for p in local_path.parent.iterdir()]
-    else:
-        siblings = []
-    close = find_nearest(local_path.name, siblings, 1)
-    if close:
-        hint = f"did you mean {local_path.parent / close[0]}?"
+    close = suggest_sibling(local_path)
+    if close is not None:
+        hint = f"did you mean {close}?"
     else:
         hint = "check the spelling"
     raise CheckpointError(f"{option}={path!r}: there is no such file or directory; {hint}")
@@ -313,13 +309,9 @@ def _check_data_file(option: str, path: str) -> None:
     refuse_url(path, f"{option}={path!r}", ConfigError)
     local_path = Path(path).expanduser()
     if not local_path.exists():
-        if local_path.parent.is_dir():
-            siblings = [p.name for p in local_path.parent.iterdir()]
-        else:
-            siblings = []
-        close = find_nearest(local_path.name, siblings, 1)
-        if close:
-            hint = f"did you mean {local_path.parent / close[0]}?"
+        close = suggest_sibling(local_path)
+        if close is not None:
+            hint = f"did you mean {close}?"
         else:
             hint = "check the spelling"
         raise ConfigError(f"{option}={path!r}: there is no such file or directory; {hint}")

@@ -6,6 +6,7 @@ A host function processes a whole batch, and can have state and a deadline.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -113,7 +114,7 @@ class StatelessHostFunction:
         return None
 
 
-class ConfiguredHostFunction(StatelessHostFunction):
+class ConfiguredHostFunction(StatelessHostFunction, ABC):
     """Base class of host functions whose options are part of the configuration.
 
     The node's arguments are the fields of `options_class`, a dataclass; the function gets an
@@ -125,8 +126,8 @@ class ConfiguredHostFunction(StatelessHostFunction):
     def __init__(self, options: Any) -> None:
         self.options = options
 
-    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
 
 
 @runtime_checkable

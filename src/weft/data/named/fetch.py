@@ -22,7 +22,8 @@ from weft.data import hub
 from weft.data.named.catalogue import CatalogueEntry
 from weft.data.rows import Row
 from weft.data.sources import SUFFIXES, RowLocation, UnreadableRow, find_files, read_rows
-from weft.errors import DataError, find_nearest
+from weft.errors import DataError
+from weft.reading import suggest_sibling
 from weft.writing import rename, resolve_destination
 
 READ_TIMEOUT_S = 60.0  # timeout in seconds for the next bytes of a download
@@ -75,13 +76,9 @@ def find_local(entry: CatalogueEntry, path: str | None, cache: Path) -> DatasetF
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
-            if place.parent.is_dir():
-                siblings = [p.name for p in place.parent.iterdir()]
-            else:
-                siblings = []
-            close = find_nearest(place.name, siblings, 1)
-            if close:
-                hint = f"did you mean {place.parent / close[0]}?"
+            close = suggest_sibling(place)
+            if close is not None:
+                hint = f"did you mean {close}?"
             else:
                 hint = _advise_on_path(entry, path)
             raise DataError(
