@@ -79,6 +79,7 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor | float, what: st
     """That every element of `actual` is within `bound` of `exact`."""
     error = (actual.detach().double() - exact.detach().double()).abs()
     most = torch.as_tensor(bound, dtype=torch.float64).expand_as(error)
+    assert bool(most.isfinite().all()), f"{what}: its bound is not finite"
     assert bool(exact.isfinite().all()) and bool(error.isfinite().all()), f"{what}: not finite"
     if bool((error <= most).all()):
         return

@@ -1,4 +1,4 @@
-"""Counts how much of weft one PPO step runs through, as a reader of the code meets it.
+"""Count how much of weft one PPO step runs through, as a reader of the code meets it.
 
     python tools/trace_step.py                     # one device
     python tools/trace_step.py actor.layout=d2     # more words for `weft quickstart ppo`
@@ -11,8 +11,8 @@ Runs two steps of PPO on a small model, without a download, and prints
 - through how many files the configuration passes before the first step, and how often it returns
   to a file that it left.
 
-`--files` lists the files with their lines, `--stacks` the stacks, `--configuration` the way of the
-configuration. docs/reading-order.md is checked against this trace.
+`--files` lists the files with their lines, `--stacks` the stacks, `--configuration` the files that
+the configuration passes, in order.
 """
 
 from __future__ import annotations

@@ -82,9 +82,12 @@ class IncludedComponent:
         self.component = component
         self.attributes = dict(names)  # the component's fields -> attributes of the group
         self.options: dict[str, Field[Any]] = {}  # options of the group -> the component's fields
+        assert names.keys() <= {spec.name for spec in fields(component)}, "names no field"
         for spec in fields(component):
-            if not spec.metadata.get("hidden", True):
-                self.options[self.attributes.setdefault(spec.name, spec.name)] = spec
+            is_option = "hidden" in spec.metadata  # only fields made by `option` have this key
+            if is_option and not spec.metadata["hidden"]:
+                name = self.attributes.setdefault(spec.name, spec.name)
+                self.options[name] = spec
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         """Replace the attribute's annotation by fields, before `dataclass` reads them."""

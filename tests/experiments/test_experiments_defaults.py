@@ -125,7 +125,21 @@ OF_THEIR_OWN = {
 }
 
 
-SHIPPED = ("dpo", "distill", "gen", "grpo", "online_dpo", "ppo", "rw", "sft")
+# Components that each configuration includes.
+COMPONENTS = {
+    "dpo": "PreferenceLossOptions",
+    "distill": "GKDLoss TeacherAdvantages",
+    "gen": "",
+    "grpo": "GRPOLoss GroupAdvantages HighCovariance PassRates RewardOptions SamplerCorrection",
+    "online_dpo": "PairLossOptions PassRates PreferencesByReward RewardOptions",
+    "ppo": (
+        "GAEAdvantages HighCovariance PPOActorLoss PPOCriticLoss PassRates RewardOptions "
+        "SamplerCorrection"
+    ),
+    "rw": "RewardLoss",
+    "sft": "SFTLoss",
+}
+SHIPPED = tuple(COMPONENTS)
 
 
 def components_of(group: Any) -> list[IncludedComponent]:
@@ -145,9 +159,11 @@ def groups_of(config: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_an_option_of_a_component_is_defined_there_alone(name: str) -> None:
+    included = set()
     for group in groups_of(registry.quickstarts.get(name)()):
         defined: dict[str, Any] = {}
         for part in components_of(group):
+            included.add(part.component.__name__)
             own = {spec.name for spec in fields(part.component)} - set(part.attributes)
             there = {spec.name for spec in fields(group)}
             assert own & there <= OF_THEIR_OWN.keys(), "an option's name with a second default"
@@ -157,6 +173,8 @@ def test_an_option_of_a_component_is_defined_there_alone(name: str) -> None:
             if spec.name in defined:
                 source = defined[spec.name]
                 assert (spec.default, spec.metadata) == (source.default, source.metadata)
+                assert spec.default_factory is source.default_factory
+    assert included == set(COMPONENTS[name].split())
 
 
 def test_losses_and_host_functions_have_no_defaults_beside_the_options() -> None:

@@ -17,7 +17,7 @@ from tests.bounds import rounded
 from weft.algorithms.advantages import GAEAdvantages, GroupAdvantages, compute_gae
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
-from weft.host.advantages import GAEFunction, GroupFunction
+from weft.host.advantages import GAEAdvantagesFunction, GroupAdvantagesFunction
 from weft.host.base import HostContext, PlainFunction, make_host_function
 
 PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards", "baseline_finished"}
@@ -59,12 +59,12 @@ PLAIN = {"adv_norm": False, "value_norm": False}
 
 
 # sums that a reader can follow
-def gae(**options: Any) -> GAEFunction:
-    return GAEFunction(GAEAdvantages(**options))
+def gae(**options: Any) -> GAEAdvantagesFunction:
+    return GAEAdvantagesFunction(GAEAdvantages(**options))
 
 
-def group(**options: Any) -> GroupFunction:
-    return GroupFunction(GroupAdvantages(**options))
+def group(**options: Any) -> GroupAdvantagesFunction:
+    return GroupAdvantagesFunction(GroupAdvantages(**options))
 
 
 by_hand = partial(gae, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")
@@ -487,7 +487,7 @@ def test_a_loss_mask_reaches_ppos_advantages() -> None:
 @pytest.mark.parametrize("large", [3e38, -1e19])
 @pytest.mark.parametrize("function", [gae(kl_ctl=0.0, **PLAIN), group()])
 def test_a_reward_with_which_the_loss_is_not_finite_is_named(function: Any, large: float) -> None:
-    keys = {"values": [0.0] * 8} if isinstance(function, GAEFunction) else {}
+    keys = {"values": [0.0] * 8} if isinstance(function, GAEAdvantagesFunction) else {}
     batch = sample(
         [[1, 1], [1, 1]],
         rewards=[1.0, 2.0, 1.0, large],

@@ -4,8 +4,6 @@ Values that no network, tokenizer or library could use are refused.
 
     values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
     with prefix_errors("critic.path=DIR/config.json"): ...   # errors raised inside start with this
-
-Choose the backend of a model from its config.json, without torch.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=0.9, metavar="X", help="of sampling (default 0.9)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of sampling (default 1)")
-    model_arguments.add_options(parser)
-    model_arguments.add_template(parser)
+    model_arguments.add_model_options(parser)
+    model_arguments.add_template_option(parser)
     return parser
 
 

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-history", action="store_true", help="answer each message without the earlier ones"
     )
-    model_arguments.add_options(parser)
+    model_arguments.add_model_options(parser)
     parser.add_argument(
         "--8bit",
         dest="quantize",

@@ -1,7 +1,6 @@
 """Shell completion: the script for a shell, and the candidates for a `weft` command line.
 
-Candidates for shell completion of a `weft` command line. This module does not import torch, so that
-a completion takes only half a second.
+This module does not import torch, so that a completion takes only half a second.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ PATH_OPTIONS = (
     "container",
 )
 MODEL_OPTIONS = ("path", "resume_from")  # options of PATHS that also accept a run
-NUMBER_TYPES = ("int", "float")
 
 
 def find_candidates(words: Sequence[str], current: str) -> list[Word]:

@@ -1,7 +1,7 @@
 """One conversation: its messages, the user's commands, streaming answers, and its display.
 
-Display of a conversation: speaker labels and wrapped text in a terminal. If the output is piped,
-only the answers are printed.
+The display shows speaker labels and wrapped text in a terminal. If the output is piped, only the
+answers are printed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_dataset_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    model_arguments.add_options(rm)
+    model_arguments.add_model_options(rm)
     return parser
 
 

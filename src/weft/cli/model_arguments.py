@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from weft.evaluation.models import OpenedModel
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a model is loaded."""
     parser.add_argument(
         "--backend",
         default=AUTO,
@@ -36,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_template(parser: argparse.ArgumentParser) -> None:
+def add_template_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--chat-template`."""
     parser.add_argument(
         "--chat-template",
         help="chat template of the policy: a name or a jinja file (default: the model's own)",

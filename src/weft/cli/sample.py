@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, run, help in parts:
         command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
         command.set_defaults(run=run)
-        model_arguments.add_options(command)
+        model_arguments.add_model_options(command)
     reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
     reporting.add_argument(
         "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs, or existing reports"
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for command, samples in ((reporting, 1), (choosing, 4)):
         _add_sampling(command, samples)
-        model_arguments.add_template(command)
+        model_arguments.add_template_option(command)
     reporting.add_argument(
         "--prompts",
         metavar="FILE",

@@ -1,6 +1,6 @@
 """Prompts from files, and a model's answers to them with several sampling settings at once.
 
-Prompts for evaluation, read from files as plain texts or conversations.
+The prompts are plain texts or conversations.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from weft.registry import register_function
 
 
 @register_function("gae_advantages")
-class GAEFunction(ConfiguredHostFunction):
+class GAEAdvantagesFunction(ConfiguredHostFunction):
     """Host function that computes PPO's `advantages` and `returns` for each completion token.
 
     The reward of token t is
@@ -236,7 +236,7 @@ def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDAr
 
 
 @register_function("group_advantages")
-class GroupFunction(ConfiguredHostFunction):
+class GroupAdvantagesFunction(ConfiguredHostFunction):
     """Host function that computes advantages within groups (GRPO and related algorithms).
 
     A group consists of the completions of one prompt. The function outputs the key `advantages`,

@@ -19,7 +19,7 @@ from weft.registry import register_function
 
 
 @register_function("preferences_by_reward")
-class PreferencesFunction(ConfiguredHostFunction):
+class PreferencesByRewardFunction(ConfiguredHostFunction):
     """Host function that ranks the sampled completions of each prompt by reward to form pairs.
 
     It outputs the keys `rank` and `comparison`, with one value per completion. `RowBatch.pairs`

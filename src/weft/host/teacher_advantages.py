@@ -14,7 +14,7 @@ from weft.registry import register_function
 
 
 @register_function("teacher_advantages")
-class TeacherFunction(ConfiguredHostFunction):
+class TeacherAdvantagesFunction(ConfiguredHostFunction):
     """Host function that computes advantages from a teacher's log-probs of the sampled tokens.
 
     The reward of a token is log pi_teacher(token) - log pi_student(token), where pi_teacher and

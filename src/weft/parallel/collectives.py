@@ -167,15 +167,6 @@ class RowAssignment:
         """
         return RowAssignment.from_owners(self.places[rows] // max(1, self.max_rows), self.group)
 
-    def gather(self, x: Tensor) -> Tensor:
-        return gather_rows(x, self)
-
-    def gather_replicated(self, x: Tensor) -> Tensor:
-        return gather_replicated_rows(x, self)
-
-    def scatter(self, x: Tensor) -> Tensor:
-        return scatter_rows(x, self)
-
 
 @_disable_dynamo
 def gather_rows(x: Tensor, rows: RowAssignment) -> Tensor:

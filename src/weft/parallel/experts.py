@@ -53,7 +53,7 @@ class _ExpertExchange:
     """Hooks on `ExpertMLP` that exchange the rows between ranks that each have some of the experts.
 
     Each row is sent to the rank that has the row's expert, and the output of the expert is sent
-    back. In between, the object stores how.
+    back. In between, the object stores the numbers of rows and their order.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

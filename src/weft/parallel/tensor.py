@@ -174,7 +174,7 @@ class _EndsConnection:
             config.vocab_size, group.size(), group.rank()
         ).start
         self._shared: _SharedRows | None = None
-        self._has_id: Tensor | None = None  # [T]: whether this rank has a token's id
+        self._has_id: Tensor | None = None  # bool [T]: mask of the tokens whose ids this rank has
         if shares_rows:
             network.register_forward_pre_hook(self._begin_pass)
             network.register_forward_hook(self._end_pass, always_call=True)

@@ -1,9 +1,9 @@
 """Communication between the ranks of a reallocation, over a process group that spans both layouts.
 
-Shared memory through which ranks on the same host exchange messages without a socket. The memory is
-an anonymous file (`memfd_create`), which other ranks open through `/proc`, so nothing is left
-behind if a process dies. Ranks that cannot open each other's memory (on another host, as another
-user, or not on Linux) send the messages instead.
+Ranks on the same host exchange messages through shared memory, without a socket. The memory is an
+anonymous file (`memfd_create`), which other ranks open through `/proc`, so nothing is left behind
+if a process dies. Ranks that cannot open each other's memory (on another host, as another user, or
+not on Linux) send the messages instead.
 """
 
 from __future__ import annotations

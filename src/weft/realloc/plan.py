@@ -5,7 +5,7 @@ parameter that each rank holds. If several ranks hold an element, it is taken fr
 itself if possible, otherwise from a rank on the same machine, otherwise from any rank. Among
 equally near ranks, the one that has sent the fewest elements so far is chosen.
 
-Cost of a reallocation in bytes: per rank, within and between machines, and its lower bound.
+`ReallocationTraffic` is the cost of a plan in bytes: per rank, and within and between machines.
 """
 
 from __future__ import annotations

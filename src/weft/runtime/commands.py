@@ -441,7 +441,10 @@ class SaveModel:
 
 
 def _explain_disk_errors(process: DeviceProcess, consequence: str) -> AbstractContextManager[None]:
-    """Return `disk.explain_disk_errors`, unless the driver gets the error itself and explains it."""
+    """Return a context in which disk errors are explained.
+
+    It does nothing in the driver's process, which explains them itself.
+    """
     return nullcontext() if process.is_driver else disk.explain_disk_errors(consequence)
 
 

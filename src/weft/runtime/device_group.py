@@ -81,13 +81,10 @@ class DeviceGroup:
         # running interruptible calls, with the copy whose weights may be updated
         self._interruptible_calls: dict[Task, EngineKey] = {}
         self._lock = threading.RLock()  # guards _locations and _store
-        self._in_process = devices.shared_store is not None
-        if devices.shared_store is not None:
-            self._store = devices.shared_store
-            self._store_rank = 0  # rank of _store in _locations
-        else:
-            self._store = TensorStore()
-            self._store_rank = ON_DRIVER
+        shared = devices.shared_store
+        self._in_process = shared is not None
+        self._store = TensorStore() if shared is None else shared
+        self._store_rank = ON_DRIVER if shared is None else 0  # rank of _store in _locations
         self._locations = TensorLocations()
         self._closed = False
         self._logs = logs

@@ -117,7 +117,7 @@ class DeviceCommand(Protocol):
 
 
 @dataclass(frozen=True)
-class StopProcess:
+class StopCommands:
     """Command to end the thread that runs commands."""
 
     def run(self, process: DeviceProcess, number: int) -> None:
@@ -144,8 +144,9 @@ class DeviceProcess:
     arrive in another order, because ranks that communicate with each other must run the same
     commands in the same order.
 
-    `peers` is None if this is the process of the driver, which has no other devices then. The driver
-    uses the device's tensor store `store` as its own, and gets errors as they were raised.
+    `peers` is None if the device is part of the driver's process; it is then the only device, and
+    `is_driver` is True. The driver uses the device's tensor store `store` as its own, and gets
+    errors as they were raised.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class DeviceProcess:
 
     def stop(self, seconds: float) -> None:
         """End the thread after the commands that have arrived, waiting up to `seconds` seconds."""
-        self._queue.put(QueuedCommand(NO_COMMAND, StopProcess(), (self.rank,), ()))
+        self._queue.put(QueuedCommand(NO_COMMAND, StopCommands(), (self.rank,), ()))
         self._thread.join(seconds)
 
     def _run_commands(self) -> None:

@@ -105,11 +105,6 @@ class NodeRunner:
             run = self._register(firing, node, node.name)
             self.functions.start(node, firing, run.task)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no firing is running."""
-        return not self._running_firings
-
     def wait(self) -> FiringOutcome:
         """Wait until any firing has finished, including the syncs after it; return its outcome.
 

@@ -145,7 +145,6 @@ def take_samples(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list
 # -- results of the ranks
 
 
-# -- results of the ranks
 def merge_results(
     results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]
 ) -> MFCResult:

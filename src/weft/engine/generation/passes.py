@@ -2,8 +2,6 @@
 
 If the CPU kernel supports the network, a pass is one call of the kernel; otherwise, the network's
 modules run one after another. The results are bitwise equal.
-
-Interface of the networks that generate text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible server for judges, with limits, retries and a cache.
 
-Cache of judges' answers in an SQLite file that several processes share.
+The cache of answers is an SQLite file that several processes share.
 """
 
 from __future__ import annotations

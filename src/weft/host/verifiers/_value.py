@@ -1,8 +1,7 @@
 r"""Comparison of the values of two expressions, with limits on size and time.
 
-Rational values are compared exactly, others to more digits than can agree by chance.
-
-Comparison of ratios, `a:b:c`, and of congruences, `n \equiv 1 \pmod 4`.
+Rational values are compared exactly, others to more digits than can agree by chance. Ratios,
+`a:b:c`, and congruences, `n \equiv 1 \pmod 4`, are compared too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The verifier `ifeval`: checks that a completion follows the prompt's verifiable instructions.
 
-Checks of the 25 verifiable instructions of IFEval. Zhou et al. 2023, "Instruction-Following
-Evaluation for Large Language Models".
+The 25 instructions are those of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for
+Large Language Models").
 
 Each check returns whether a response follows an instruction, given the instruction's arguments. The
 definitions are those of the published evaluation, except that sentences and words are split by

@@ -27,7 +27,10 @@ class OutputVocabulary(Protocol):
         ...
 
     def count_most_columns(self, columns: int) -> int:
-        """Return the number of columns by which rows are divided into chunks."""
+        """Return the largest number of columns of any part of the vocabulary.
+
+        The number of rows per chunk is computed from it.
+        """
         ...
 
     def find_ids(self, columns: int) -> slice:
