@@ -9,7 +9,8 @@ Runs two steps of PPO on a small model, without a download, and prints
 - the stack at `Optimizer.step`: functions of weft in the thread of the Master and in the thread that
   trains,
 - through how many files the configuration passes before the first step, and how often it returns
-  to a file that it left.
+  to a file that it left,
+- the number of modules, of modules under 40 lines, and of names, operators and numbers in them.
 
 `--files` lists the files with their lines, `--stacks` the stacks, `--configuration` the files that
 the configuration passes, in order.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -36,6 +38,7 @@ OUTPUT = "WEFT_TRACE_OUTPUT"  # the folder in which each process writes what it 
 CONFIGURATION_MODULES = ("weft.experiments", "weft.experiment")
 TRACED_STEP = 2
 TRAINS = "Optimizer.step"
+SHORT_MODULE = 40  # lines; `__init__.py` does not count
 
 RUN = (
     "actor.path=data/model",
@@ -190,6 +193,18 @@ def find_returns(way: Sequence[str]) -> tuple[int, int]:
     return len(seen), returns
 
 
+def measure_size() -> str:
+    """Return the numbers of modules and code tokens of weft, as a sentence."""
+    modules = sorted(Path(PACKAGE).rglob("*.py"))
+    tokens = short = 0
+    for path in modules:
+        short += path.name != "__init__.py" and path.read_text().count("\n") < SHORT_MODULE
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                tokens += token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
+    return f"{len(modules)} modules, {short} under {SHORT_MODULE} lines, {tokens:,} code tokens"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("files", "stacks", "configuration"):
@@ -210,6 +225,7 @@ def main() -> None:
             print(f"{len(stack)} functions on the stack at {TRAINS} {where}")
             if arguments.stacks:
                 print(*(f"  {function}" for function in stack), sep="\n")
+    print(measure_size())
     files, returns = find_returns(driver["configuration"])
     print(
         f"before the first step the configuration passes through {files} files, and returns "
