@@ -295,6 +295,7 @@ def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
     prepare(tmp_path)
     words = ["ppo", "experiment_name=e", "device=cpu", "max_steps=3", "dataset.path=prompts.jsonl"]
     words += [f"{role}.path=model" for role in ("actor", "critic", "rew")]
+    words += [f"{role}.dtype=float64" for role in ("actor", "critic", "ref", "rew")]
     words += [
         "dataset.train_bs_n_seqs=4",
         "ppo.gen.max_new_tokens=6",
