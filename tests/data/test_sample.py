@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.work import calls_of
-from weft.data import packing
+from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 
@@ -262,7 +262,7 @@ def best_largest(costs: list[int], parts: int) -> int:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
-    bounds = packing.split_evenly(costs, parts)
+    bounds = groups.split_evenly(costs, parts)
     sums = [sum(costs[a:b]) for a, b in pairwise(bounds)]
     assert all(b > a for a, b in pairwise(bounds)) and bounds[0] == 0 and bounds[-1] == len(costs)
     assert max(sums) == best_largest(costs, parts)
@@ -270,11 +270,11 @@ def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -
 
 def test_too_many_parts_is_an_error() -> None:
     with pytest.raises(ConfigError, match="2 ids do not split into 3"):
-        packing.split_evenly([1, 1], 3)
+        groups.split_evenly([1, 1], 3)
     with pytest.raises(
         ConfigError, match=r"train_tokens_per_batch=5.*longest sequence.*9 tokens.*9 or more"
     ):
-        packing.split_by_budget([9], 5, "dataset.train_tokens_per_batch")
+        groups.split_by_budget([9], 5, "dataset.train_tokens_per_batch")
 
 
 def test_ten_thousand_ids_are_split_without_a_call_for_each() -> None:

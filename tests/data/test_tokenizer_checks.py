@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weft.data import tokenizer_checks
-from weft.data.chat_templates import TEMPLATES, read_template_text
+from weft.data.spec import TEMPLATES, read_template_text
 from weft.data.tokenizer_checks import TimeLimitExceeded, find_template_problem, limit_time
 
 

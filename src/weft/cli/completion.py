@@ -18,7 +18,7 @@ from weft.cli.help import shorten_to_clause
 from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.cli.quickstart import FLAGS
-from weft.data.chat_templates import TEMPLATES
+from weft.data.spec import TEMPLATES
 from weft.errors import UserError
 from weft.observe.run_list import find_runs
 from weft.options import OptionDescription, iterate_options

@@ -274,8 +274,8 @@ def print_rows(config: DataConfig, paths: list[str], arguments: argparse.Namespa
     Only as many rows as needed are read, unless options such as a validation split need all rows.
     """
     from weft.cli.data_rows import format_row
-    from weft.data.byte_tokenizer import load_byte_tokenizer
     from weft.data.loader import load_data
+    from weft.data.token_bytes import load_byte_tokenizer
 
     spec = _build_spec(config, paths)
     notes = []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weft import randomness
-from weft.data import dialogue, trees
+from weft.data import columns, trees
 from weft.data.columns import (
     prepend_system,
     read_conversation,
@@ -120,7 +120,7 @@ def _read_prompt(name: str, row: Row, form: str, replies: Sequence[str]) -> Prom
     ):
         return PromptReplies(name, None, (), tuple(replies))
     key = require_prompt_key(row, None, form)
-    if isinstance(row[key], str) and dialogue.HUMAN not in row[key] and not row.get("history"):
+    if isinstance(row[key], str) and columns.HUMAN not in row[key] and not row.get("history"):
         return PromptReplies(
             name, read_prompt_text(row, key), tuple(read_conversation(row, key)), tuple(replies)
         )
@@ -133,7 +133,7 @@ def _read_pair(name: str, row: Row) -> PromptReplies:
     if len(replies) < 2:
         raise BadRow("it has no two replies to compare")
     if all(isinstance(each, str) for each in replies) and not all(
-        dialogue.HUMAN in each for each in replies
+        columns.HUMAN in each for each in replies
     ):
         return _read_prompt(
             name,
@@ -145,7 +145,7 @@ def _read_pair(name: str, row: Row) -> PromptReplies:
             ],
         )
     talks = [
-        normalize_messages(dialogue.split_messages(row[key]))
+        normalize_messages(columns.split_messages(row[key]))
         if isinstance(row[key], str)
         else read_messages(row, key, "assistant")
         for key in keys

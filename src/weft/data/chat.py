@@ -16,13 +16,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.data import rendered, tokenizer_checks
 from weft.data.messages import Message
-from weft.data.prefix import count_common_prefix
 from weft.data.tokenizer_checks import limit_time
 from weft.data.turns import (
     Span,
     TemplateFunctions,
     TemplateOmission,
     TrainedTurn,
+    count_common_prefix,
     find_assistant_spans,
     find_missing_words,
     merge_omissions,

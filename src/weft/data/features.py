@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.data.messages import ConversationAdditions
 from weft.data.spec import DatasetSpec
-from weft.data.system_tags import ConversationAdditions
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.prefix import count_common_prefix
 from weft.data.rows import RowTooLong
 from weft.data.spec import OVERLONG
-from weft.data.turns import TemplateOmission
+from weft.data.turns import TemplateOmission, count_common_prefix
 from weft.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.data import dialogue
+from weft.data import columns
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, Row
 from weft.data.sources import UnreadableRow
 
@@ -128,7 +128,7 @@ def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
 
 def _iterate_dialogue(text: str) -> Iterator[str]:
     """Iterate over the assistant's turns of a dialogue, or yield the whole text if it has none."""
-    spans = dialogue.find_assistant_spans(text)
+    spans = columns.find_assistant_spans(text)
     yield from (text[a:b] for a, b in spans) if spans else (text,)
 
 

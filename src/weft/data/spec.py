@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ConfigError, find_nearest
@@ -431,3 +432,46 @@ class DatasetSpec:
     def limit(self) -> int | None:
         """Maximum number of tokens of a row, or None if `max_seqlen` is unset or "auto"."""
         return self.max_seqlen if isinstance(self.max_seqlen, int) else None
+
+
+FOLDER = Path(__file__).with_name("templates")
+OPEN_ASSISTANT = (
+    "<|prompter|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|prefix_begin|>",
+    "<|prefix_end|>",
+)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Chat template that weft provides by name, with its requirements.
+
+    Attributes:
+        tokens: special tokens that the vocabulary must contain; empty if the template marks turns
+            with plain text
+        needs: attributes of the tokenizer that must be set, such as `eos_token`
+    """
+
+    tokens: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+TEMPLATES: Mapping[str, ChatTemplate] = {
+    "oasst": ChatTemplate(OPEN_ASSISTANT, ("eos_token",)),
+    "oasst_v25": ChatTemplate(OPEN_ASSISTANT, ("eos_token",)),
+    "chatml": ChatTemplate(("<|im_start|>", "<|im_end|>")),
+    "llama3": ChatTemplate(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "mistral": ChatTemplate(needs=("eos_token",)),
+    "gemma": ChatTemplate(("<start_of_turn>", "<end_of_turn>")),
+    "zephyr": ChatTemplate(needs=("eos_token",)),
+    "tulu": ChatTemplate(needs=("eos_token",)),
+    "vicuna": ChatTemplate(needs=("eos_token",)),
+    "alpaca": ChatTemplate(needs=("eos_token",)),
+}
+
+
+def read_template_text(name: str) -> str:
+    """Return the Jinja source of the template `name`."""
+    return (FOLDER / f"{name}.jinja").read_text().removesuffix("\n")

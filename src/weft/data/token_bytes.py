@@ -1,4 +1,4 @@
-"""Bytes of single tokens, independent of their position in a text.
+"""Bytes of single tokens, and a tokenizer whose tokens are bytes.
 
 Decoding a single token does not return its bytes: sentencepiece drops the leading space of the
 first word, and a token with a part of a character decodes to U+FFFD.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from tokenizers import pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from weft.data import tokenizer_files
+from weft.data.spec import TEMPLATES, TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -88,3 +93,45 @@ def _map_characters_to_bytes() -> dict[str, bytes]:
     return {chr(n): bytes([n]) for n in plain} | {
         chr(256 + at): bytes([n]) for at, n in enumerate(others)
     }
+
+
+NAME = "the byte tokenizer"
+FORM = "chatml"
+WITH_ITS_TOKENS = "template"  # value of `add_tokens`: the special tokens of the chat template
+
+
+def build_byte_level() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte and the special tokens `<s>`, `</s>` and `<pad>`.
+
+    It has no chat template.
+    """
+    alphabet = {}
+    for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())):
+        alphabet[token] = index
+    core = tokenizers.Tokenizer(models.BPE(alphabet, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def load_byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """Return the byte tokenizer with the options of `spec`.
+
+    The default chat template is ChatML. Raises `UserError` if an option is invalid.
+    """
+    template = spec.chat_template or FORM
+    if template in TEMPLATES:
+        added = [*spec.add_tokens, WITH_ITS_TOKENS]
+    else:
+        added = spec.add_tokens
+    hf = build_byte_level()
+    hf.name_or_path = NAME
+    tokenizer_files.apply_spec(
+        hf,
+        replace(spec, chat_template=template, add_tokens=list(dict.fromkeys(added))),
+        NAME,
+        "tokenizer",
+    )
+    return Tokenizer(hf)

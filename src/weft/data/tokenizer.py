@@ -19,9 +19,13 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import chat, rendered, tokenizer_checks, tokenizer_files
-from weft.data.messages import normalize_messages, normalize_tools
+from weft.data.messages import (
+    ConversationAdditions,
+    normalize_messages,
+    normalize_tools,
+    prepend_prefix,
+)
 from weft.data.spec import TokenizerSpec
-from weft.data.system_tags import ConversationAdditions, prepend_prefix
 from weft.data.tokenizer_checks import find_template_problem, limit_time
 from weft.data.turns import TemplateFunctions, find_leading_token
 from weft.errors import ConfigError, DataError

@@ -20,9 +20,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
-from weft.data.chat_templates import TEMPLATES, read_template_text
 from weft.data.rows import RowTooLong
-from weft.data.spec import TokenizerSpec
+from weft.data.spec import TEMPLATES, TokenizerSpec, read_template_text
 from weft.data.tokenizer_checks import check_growth, find_template_problem
 from weft.errors import ConfigError, DataError, NoTemplate, UserError, find_nearest
 from weft.reading import (

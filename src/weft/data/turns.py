@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.data.messages import REASONING, Message
-from weft.data.prefix import count_common_end, count_common_prefix, count_common_start
 from weft.data.rendered import (
     END_OF_THOUGHT,
     has_content,
@@ -520,3 +519,28 @@ def _has_argument(text: str, value: Any) -> bool:
     if isinstance(value, str):
         return has_text(text, value)
     return any(form in text for form in (json.dumps(value), str(value)))
+
+
+def count_common_prefix(*sequences: Sequence[int]) -> int:
+    """Return the number of leading values that all sequences have in common."""
+    shared = 0
+    for column in zip(*sequences, strict=False):
+        if any(value != column[0] for value in column):
+            break
+        shared += 1
+    return shared
+
+
+def count_common_start(one: str, other: str) -> int:
+    """Return the number of leading characters that two texts have in common."""
+    low = 0
+    high = min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def count_common_end(one: str, other: str) -> int:
+    """Return the number of trailing characters that two texts have in common."""
+    return count_common_start(one[::-1], other[::-1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.data.columns import read_conversation, read_prompt_text, require_prompt_key
-from weft.data.fixed_prompts import MAX_REPORTED, read_prompt_rows
+from weft.data.datasets.prompt import MAX_REPORTED, read_prompt_rows
 from weft.data.messages import Message
 from weft.data.rows import BadRow
 from weft.data.sources import UnreadableRow

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.datasets.prompt import MESSAGES
-from weft.data.prefix import count_common_prefix
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.data.turns import count_common_prefix
 from weft.errors import ConfigError, UserError
 from weft.interfaces.base import Model
 

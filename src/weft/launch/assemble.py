@@ -14,8 +14,8 @@ import torch
 
 from weft.checkpoints.config_file import HF_BACKEND, TORCH_BACKEND, prefix_option
 from weft.checkpoints.hf_io import read_config, read_raw
+from weft.data.datasets.prompt import read_fixed_prompts
 from weft.data.features import with_additions
-from weft.data.fixed_prompts import read_fixed_prompts
 from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer

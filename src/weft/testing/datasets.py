@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from weft.data.batches import BatchingOptions, BatchLoader, MapLoader, SourceSubset, StreamLoader
-from weft.data.byte_tokenizer import build_byte_level
 from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, is_by_index
 from weft.data.mixture import SourceShare
 from weft.data.sample import SequenceSample
+from weft.data.token_bytes import build_byte_level
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import skip_progress
 from weft.registry import datasets

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.data import dialogue
+from weft.data import columns
 from weft.data.columns import (
     list_prompt_keys,
     prepend_system,
@@ -131,7 +131,7 @@ class PreferenceEncoder:
         ]
         key = find_first_key(row, (*list_prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
-        dialogues = all(dialogue.HUMAN in reply for reply in replies)
+        dialogues = all(columns.HUMAN in reply for reply in replies)
         if (
             isinstance(prompt, str)
             and dialogues
@@ -142,7 +142,7 @@ class PreferenceEncoder:
             return encode_replies(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
         if self.as_chat:
             if dialogues:
-                talks = [normalize_messages(dialogue.split_messages(reply)) for reply in replies]
+                talks = [normalize_messages(columns.split_messages(reply)) for reply in replies]
             else:
                 talks = []
             if not talks or any(talk[-1]["role"] != "assistant" for talk in talks):
@@ -213,13 +213,13 @@ def _encode_dialogues(
     the first word in which they differ. If the last turn is empty, as in some rows of hh-rlhf, only
     its EOS is trained.
     """
-    prompt = dialogue.find_shared_prompt(*contents)
+    prompt = columns.find_shared_prompt(*contents)
     sequences = []
     masks = []
     for content in contents:
-        spans = dialogue.find_assistant_spans(content)
+        spans = columns.find_assistant_spans(content)
         if spans == [(0, len(content))]:
-            spans = [(dialogue.count_shared_characters(*contents), len(content))]
+            spans = [(columns.count_shared_characters(*contents), len(content))]
         after = [span for span in spans if span[0] >= len(prompt)]
         if not after or after[-1][1] < len(content):
             raise BadRow("one of the dialogues does not end with the assistant's turn")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from weft.data import dialogue
+from weft.data import columns
 from weft.data.messages import REASONING, Message, normalize_messages
 from weft.data.named.example import (
     Example,
@@ -132,7 +132,7 @@ def hh(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
 def _split_turns(text: str) -> list[Message]:
     """Split a dialogue into messages, and join consecutive turns of one speaker."""
     joined: list[Message] = []
-    for message in dialogue.split_messages(text):
+    for message in columns.split_messages(text):
         if joined and joined[-1]["role"] == message["role"]:
             joined[-1] = {**joined[-1], "content": f"{joined[-1]['content']}\n{message['content']}"}
         else:
@@ -265,7 +265,7 @@ def ranked_list(
         prompt_text = fill_template(prompt, row, use.make_random(index))
         turns = (
             _split_turns(prompt_text)
-            if dialogue.HUMAN in prompt_text
+            if columns.HUMAN in prompt_text
             else [make_user_message(prompt_text)]
         )
         asked_last = max(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tokenizer
-from weft.data.fixed_prompts import read_fixed_prompts, read_prompt_rows
+from weft.data.datasets.prompt import read_fixed_prompts, read_prompt_rows
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError

@@ -11,8 +11,7 @@ import pytest
 import templates
 from test_chat_templates import marked
 
-from weft.data.messages import normalize_messages
-from weft.data.system_tags import ConversationAdditions, format_tag, prepend_prefix
+from weft.data.messages import ConversationAdditions, format_tag, normalize_messages, prepend_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.data.chat_templates import TEMPLATES, read_template_text
-from weft.data.spec import TokenizerSpec
-from weft.data.system_tags import ConversationAdditions
+from weft.data.messages import ConversationAdditions
+from weft.data.spec import TEMPLATES, TokenizerSpec, read_template_text
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizer_files import COMMAND
 from weft.errors import ConfigError, UserError

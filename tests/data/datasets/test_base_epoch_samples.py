@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import templates
 
-from weft.data.chat_templates import read_template_text
 from weft.data.loader import load_data
 from weft.data.sample import SequenceSample
-from weft.data.spec import DatasetSpec
+from weft.data.spec import DatasetSpec, read_template_text
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import register_dataset
