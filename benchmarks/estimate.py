@@ -29,8 +29,7 @@ from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, list_decayed_names
-from weft.kernels import build_copy_queue, flash
-from weft.kernels.gpu import compiled
+from weft.kernels import build_copy_queue, compiling, flash
 from weft.models.attention.contexts import Dense
 from weft.models.kv.pages import PAGE, TABLE
 from weft.models.network import training
@@ -217,8 +216,8 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
     flash.load_kernel = lambda: varlen  # type: ignore[assignment]
     flash.find_features = lambda: flash.FlashFeatures(True, True)  # type: ignore[assignment]
     torch.nn.functional.rms_norm = lambda x, _, weight, eps: Norm.apply(x, weight, counted)  # type: ignore[assignment]
-    compiled.serves = lambda *_: fused  # type: ignore[assignment]
-    compiled.compile_as_one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
+    compiling.serves = lambda *_: fused  # type: ignore[assignment]
+    compiling.compile_as_one_kernel = lambda f: counted.as_one(f.__name__, f)  # type: ignore[assignment]
 
 
 def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:

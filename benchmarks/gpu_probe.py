@@ -131,12 +131,12 @@ def flash_attention(device: torch.device) -> float:
 
 
 def formulas(device: torch.device) -> float:
+    from weft.kernels import compiling
     from weft.kernels import formulas as exact
-    from weft.kernels.gpu import compiled
 
     x, by = drawn(device, 700, 512), drawn(device, 700, 256, seed=1)
-    made = compiled.compile_as_one_kernel(exact.activated)(x, True, "silu")
-    gradients = compiled.compile_as_one_kernel(exact.compute_activated_gradients)(
+    made = compiling.compile_as_one_kernel(exact.activated)(x, True, "silu")
+    gradients = compiling.compile_as_one_kernel(exact.compute_activated_gradients)(
         by, x, True, "silu", True
     )
     wide, wide_by = x.double().cpu(), by.double().cpu()

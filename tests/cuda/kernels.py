@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tests.cuda.device import uncounted
 from tests.kernels.gpu.varlen_contract import varlen_attn
 from weft.engine.generation import caches, graphs
-from weft.kernels import flash, flex
-from weft.kernels.gpu import compiled
+from weft.kernels import compiling, flash, flex
 
 CALLS: Counter[str] = Counter()
 
@@ -30,7 +29,7 @@ def install(*, reads_pages: bool) -> None:
     flash.find_features = lambda: flash.FlashFeatures(reads_pages, reads_pages)  # type: ignore[assignment]
     flex._can_compile = lambda: True  # type: ignore[assignment]
     flex._compile = lambda: _flex  # type: ignore[assignment]
-    compiled.compile_dynamic = _counted  # type: ignore[assignment]
+    compiling.compile_dynamic = _counted  # type: ignore[assignment]
     caches.build_cuda_capture = graphs.build_cuda_capture = lambda _: _capture
     torch.nn.functional.scaled_dot_product_attention = _rectangles  # type: ignore[assignment]
 

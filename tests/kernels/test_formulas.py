@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from weft.kernels import activated, formulas, pointwise, rms_norm, rotate_heads
-from weft.kernels.gpu import compiled
+from weft.kernels import activated, compiling, formulas, pointwise, rms_norm, rotate_heads
 
 
 def angles(length: int, half: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -65,8 +64,8 @@ def test_each_is_what_the_other_form_computes(monkeypatch: pytest.MonkeyPatch) -
         used.append(function.__name__)
         return function
 
-    monkeypatch.setattr(compiled, "serves", lambda *_: True)
-    monkeypatch.setattr(compiled, "compile_as_one_kernel", counted)
+    monkeypatch.setattr(compiling, "serves", lambda *_: True)
+    monkeypatch.setattr(compiling, "compile_as_one_kernel", counted)
     for made, wanted in zip([part() for part in parts(7)], plain, strict=True):
         assert_close(made, wanted, rtol=1e-10, atol=1e-12)
     assert set(used) == {
@@ -123,8 +122,8 @@ def test_packs_of_any_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
         assert own == settings, "sizes are inputs"
         return compile_with(count, nopython=True, dynamic=True)(function)
 
-    compiled.compile_dynamic.cache_clear()
-    monkeypatch.setattr(compiled, "serves", lambda *_: True)
+    compiling.compile_dynamic.cache_clear()
+    monkeypatch.setattr(compiling, "serves", lambda *_: True)
     try:
         for length in (33, 1000, 57, 64, 129, 41, 500, 36, 77, 2048, 45):
             for part in parts(length, torch.float32):
@@ -132,6 +131,6 @@ def test_packs_of_any_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
             if length == 33:
                 first = len(made)
     finally:
-        compiled.compile_dynamic.cache_clear()
+        compiling.compile_dynamic.cache_clear()
         torch._dynamo.reset()
     assert first == len(made) <= 12

@@ -10,7 +10,15 @@ function that exists only as a kernel, the caller must first call the correspond
 from weft.kernels.activations import activate
 from weft.kernels.compiling import compile_by_rows as compiled_by_rows
 from weft.kernels.compiling import find_obstacle as compiling_obstacle
-from weft.kernels.copy_queue import CopyMark, CopyQueue, build_copy_queue
+from weft.kernels.copy_queue import (
+    CopyMark,
+    CopyQueue,
+    build_copy_queue,
+    get_address,
+    get_storage,
+    put,
+    resize_storage,
+)
 from weft.kernels.cpu.attention import MOST_DIM as MOST_HEAD_DIM
 from weft.kernels.cpu.attention import attend as attend_segments
 from weft.kernels.cpu.attention import attend_rows, merge_rows
@@ -26,11 +34,10 @@ from weft.kernels.cpu.cached_forward import (
     PrefixRows,
 )
 from weft.kernels.cpu.cached_forward import serves as serves_network
+from weft.kernels.cpu.library import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, serves
 from weft.kernels.cpu.library import load_library as cpu_library
-from weft.kernels.cpu.library import serves
+from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
-from weft.kernels.cpu.sizes import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors
-from weft.kernels.cpu.softmax import draw
 from weft.kernels.fp8 import Fp8Product, NarrowProduct
 from weft.kernels.fp8 import find_obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex
@@ -48,7 +55,6 @@ from weft.kernels.products import (
     wide_product,
 )
 from weft.kernels.softmax import statistics, to_gradients
-from weft.kernels.transfer import get_address, get_storage, put, resize_storage
 from weft.kernels.types import (
     Activation,
     AttentionSpec,

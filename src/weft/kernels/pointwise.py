@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.kernels import formulas
+from weft.kernels import compiling, formulas
 from weft.kernels.activations import activate, compute_activation_gradient
 from weft.kernels.cpu import library
 from weft.kernels.cpu import rows as native
-from weft.kernels.gpu import compiled
 from weft.kernels.products import GradientSum, compute_weight_gradient, product
 from weft.kernels.types import Activation
 
@@ -48,8 +47,8 @@ def _compute_rms_norm(
     """Return the result of `rms_norm`, and the inverse RMS 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     if library.serves(x, weight):
         return native.rms_norm(x, weight, eps, offset)
-    if compiled.serves(x, weight):
-        return compiled.compile_as_one_kernel(formulas.rms_norm)(x, weight, eps, offset)
+    if compiling.serves(x, weight):
+        return compiling.compile_as_one_kernel(formulas.rms_norm)(x, weight, eps, offset)
     wide, inverse = _normalize(x, eps)
     return _scale(wide, inverse, weight, offset, x.dtype), inverse
 
@@ -97,10 +96,10 @@ class _RMSNorm(torch.autograd.Function):
                 x, weight, inverse, gradients[0], ctx.offset, want_x=want_x, want_weight=want_weight
             )
             return *native_gradients, None, None
-        if compiled.serves(x, weight):
+        if compiling.serves(x, weight):
             given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
             return (
-                *compiled.compile_as_one_kernel(formulas.compute_rms_norm_gradients)(*given),
+                *compiling.compile_as_one_kernel(formulas.compute_rms_norm_gradients)(*given),
                 None,
                 None,
             )
@@ -160,8 +159,8 @@ def activated_linear(
 def _compute_activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
     if activation == "silu" and library.serves(gate_up):
         return native.compute_silu(gate_up, gated)
-    if compiled.serves(gate_up):
-        return compiled.compile_as_one_kernel(formulas.activated)(gate_up, gated, activation)
+    if compiling.serves(gate_up):
+        return compiling.compile_as_one_kernel(formulas.activated)(gate_up, gated, activation)
     if not gated:
         return activate(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=1)
@@ -178,8 +177,8 @@ def _compute_gate_up_gradient(
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.compute_silu_gradients(gate_up, gated, grad_out, again=again)
-    if compiled.serves(gate_up, grad_out):
-        return compiled.compile_as_one_kernel(formulas.compute_activated_gradients)(
+    if compiling.serves(gate_up, grad_out):
+        return compiling.compile_as_one_kernel(formulas.compute_activated_gradients)(
             grad_out, gate_up, gated, activation, again
         )
     if not gated:
@@ -280,8 +279,8 @@ class _RotateFunction(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     if library.serves(x, cos, sin):
         return native.rotate(x, cos, sin, direction)
-    if compiled.serves(x, cos, sin):
-        return compiled.compile_as_one_kernel(formulas.rotate)(x, cos, sin, direction < 0.0)
+    if compiling.serves(x, cos, sin):
+        return compiling.compile_as_one_kernel(formulas.rotate)(x, cos, sin, direction < 0.0)
     return _rotate_to(
         torch.empty_like(x, memory_format=torch.contiguous_format), x, cos, sin, direction
     )
@@ -326,9 +325,9 @@ class _RotatedHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (cos, sin), (by_q, by_k, by_v) = ctx.saved_tensors, gradients
-        if compiled.serves(*gradients, cos, sin):
+        if compiling.serves(*gradients, cos, sin):
             return (
-                compiled.compile_as_one_kernel(formulas.compute_heads_gradient)(
+                compiling.compile_as_one_kernel(formulas.compute_heads_gradient)(
                     by_q, by_k, by_v, cos, sin
                 ),
                 None,
@@ -348,8 +347,8 @@ def _rotate_head_groups(
     heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     turned = counts[0] + counts[1]
-    if compiled.serves(heads, cos, sin):
-        rotated_heads = compiled.compile_as_one_kernel(formulas.rotate_heads)(
+    if compiling.serves(heads, cos, sin):
+        rotated_heads = compiling.compile_as_one_kernel(formulas.rotate_heads)(
             heads, turned, cos, sin
         )
     else:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from weft.kernels.cpu import product as native
+from weft.kernels.cpu import rows as native
 from weft.kernels.cpu.library import is_plain, serves
 
 if torch.backends.mkldnn.is_available():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import library
-from weft.kernels.cpu import softmax as native
+from weft.kernels.cpu import rows as native
 from weft.kernels.types import SoftmaxStatistics
 
 

@@ -16,7 +16,7 @@ from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.kernels import prepare_wide
-from weft.kernels.cpu.sizes import VECTOR
+from weft.kernels.cpu.library import VECTOR
 from weft.models.kv.slots import KVCache
 
 LONG = [7 + i % 50 for i in range(100)]

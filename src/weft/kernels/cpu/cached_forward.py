@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import library, structures
-from weft.kernels.cpu.product import MOST_ROWS
+from weft.kernels.cpu.rows import MOST_ROWS
 from weft.kernels.cpu.structures import get_pointer
 
 NO_MEMORY = -2  # value of `Outcome` in kernels.h

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import library
+from weft.kernels.types import SoftmaxStatistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -149,3 +150,115 @@ def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) ->
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])
     library.call("weft_store", k, v, keys, values, places, *steps, *k.shape, keys.shape[2])
+
+
+MOST_ROWS = 128  # most rows for the few-row kernel
+
+
+def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether the kernels can compute left [..., n] times right [m, n] transposed.
+
+    An optional `bias` [m], in any dtype, is added to the product.
+    """
+    of_left = left.shape
+    of_right = right.shape
+    fit = len(of_left) > 0 and len(of_right) == 2 and of_left[-1] == of_right[1]
+    filled = fit and 0 not in of_left and 0 not in of_right
+    return filled and library.serves(left, right) and (bias is None or library.is_plain(bias))
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `left` [..., n] by the transpose of `right` [m, n], and add `bias` [m] if given.
+
+    The result is [..., m]. A row of the result does not depend on the other rows of `left`.
+    """
+    assert bias is None or bias.shape == right.shape[:1], "one number a column"
+    flat = left.dim() == 2
+    x = left if flat else left.reshape(-1, left.shape[-1])
+    whole = None if bias is None else bias.to(right.dtype).contiguous()
+    (rows, terms), size = x.shape, right.shape[0]
+    out = x.new_empty(rows, size)
+    if rows <= MOST_ROWS and right.is_contiguous():
+        library.call("weft_product", x.contiguous(), right, whole, out, size, rows, size, terms)
+    else:
+        _multiply(x, right, whole, out, adds=False)
+    return out if flat else out.view(*left.shape[:-1], size)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of left [rows, n] and the transpose of right [m, n] to total [rows, m].
+
+    `total` must be contiguous.
+    """
+    _multiply(left, right, None, total, adds=True)
+
+
+def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
+    assert left.dim() == 2 and out.shape == (len(left), len(right)) and out.is_contiguous()
+    left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+    strides = (*left.stride(), *reversed(right.stride()))
+    library.call(
+        "weft_matmul",
+        left,
+        right,
+        bias,
+        out,
+        *strides,
+        len(left),
+        left.shape[1],
+        len(right),
+        int(adds),
+    )
+
+
+def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> SoftmaxStatistics:
+    """Return the softmax statistics of float32 logits [R, V].
+
+    The entropy of each row is computed only if `entropy` is True, and the most likely id only if
+    `best` is True.
+    """
+    logits, (rows, size) = logits.contiguous(), logits.shape
+    lse = logits.new_empty(rows)
+    entropies = logits.new_empty(rows) if entropy else None
+    ids = logits.new_empty(rows, dtype=torch.int64) if best else None
+    library.call("weft_statistics", logits, lse, entropies, ids, rows, size)
+    return SoftmaxStatistics(lse, entropies, ids)
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one id per row of float32 logits [R, V]; return ids int64 [R] and log-probs float32 [R].
+
+    The id is the first, in vocabulary order, whose cumulative probability exceeds the row's random
+    number in `uniforms` [R]. To limit rounding errors, the sums of blocks of consecutive ids are
+    added in float64.
+    """
+    x, (rows, size) = logits.contiguous(), logits.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows)
+    library.call("weft_draw", x, uniforms.double().contiguous(), ids, logprobs, rows, size)
+    return ids, logprobs
+
+
+def to_gradients(
+    logits: Tensor,
+    stats: SoftmaxStatistics,
+    labels: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Overwrite `logits` [R, V] with the gradient with respect to the logits.
+
+    `grad_logprob` and `grad_entropy`, each [R], are the gradients with respect to the log-prob of
+    each row's label and to each row's entropy.
+    """
+    assert grad_entropy is None or stats.entropy is not None
+    assert (
+        all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy))
+        and labels.dtype == torch.int64
+    )
+    given = (
+        labels.contiguous(),
+        grad_logprob.contiguous(),
+        None if grad_entropy is None else grad_entropy.contiguous(),
+    )
+    library.call("weft_logit_gradients", logits, stats.lse, stats.entropy, *given, *logits.shape)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from weft.kernels.transfer import put
+from weft.kernels.copy_queue import put
 from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training

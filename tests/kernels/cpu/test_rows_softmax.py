@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bounds import SoftmaxErrors, assert_within, gamma
-from weft.kernels.cpu import softmax
+from weft.kernels.cpu import rows
 
 # Exponentials are added up in float32 in blocks of 128, in vectors of 4 floats or more, whose 4 or
 # more sums are added two by two; blocks in float64.
@@ -27,7 +27,7 @@ def test_statistics_and_gradients_of_logits(size: int) -> None:
     wide = x.double().requires_grad_()
     logp = wide.log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0)).sum(-1)
-    found = softmax.statistics(x, entropy=True, best=True)
+    found = rows.statistics(x, entropy=True, best=True)
     assert found.entropy is not None and found.best is not None
     errors = SoftmaxErrors(x, ADDITIONS)
     assert_within(found.lse, wide.logsumexp(-1), errors.of_lse)
@@ -44,7 +44,7 @@ def test_statistics_and_gradients_of_logits(size: int) -> None:
         )
         (expected,) = torch.autograd.grad(value, wide, retain_graph=True)
         made = x.clone()
-        softmax.to_gradients(made, found, labels, grad_logprob, wanted_entropy)
+        rows.to_gradients(made, found, labels, grad_logprob, wanted_entropy)
         bound = errors.of_gradients(labels, grad_logprob, wanted_entropy)
         assert_within(made, expected.nan_to_num(), bound)
 
@@ -54,7 +54,7 @@ def test_rows_of_which_nothing_is_possible(size: int) -> None:
     x = torch.full((3, size), -torch.inf)
     x[1] = 0.0
     x[2, -1] = torch.nan
-    found = softmax.statistics(x, entropy=True)
+    found = rows.statistics(x, entropy=True)
     assert found.entropy is not None
     assert found.lse[0] == -torch.inf and found.entropy[0] == 0.0
     # ones, added up exactly; their logarithm is taken in float64 and rounded
@@ -66,9 +66,9 @@ def test_rows_of_which_nothing_is_possible(size: int) -> None:
 def test_logits_that_are_no_numbers_show() -> None:
     x = torch.zeros(3, 40)
     x[1, 7], x[2, 39] = torch.nan, torch.inf
-    lse = softmax.statistics(x).lse
+    lse = rows.statistics(x).lse
     assert lse.isfinite().tolist() == [True, False, False]
-    assert softmax.draw(x, torch.full((3,), 0.5, dtype=torch.float64))[1].isfinite().tolist() == [
+    assert rows.draw(x, torch.full((3,), 0.5, dtype=torch.float64))[1].isfinite().tolist() == [
         True,
         False,
         False,
@@ -82,8 +82,8 @@ def test_draws_are_the_inverse_of_the_running_sum(size: int, seed: int, uniform:
     x = torch.randn(3, size) * 3
     x[1, torch.randperm(size)[: size // 2]] = -torch.inf
     uniforms = torch.tensor([uniform, uniform / 2, 0.0], dtype=torch.float64)
-    ids, logprobs = softmax.draw(x, uniforms)
-    assert torch.equal(logprobs, x.gather(-1, ids[:, None])[:, 0] - softmax.statistics(x).lse)
+    ids, logprobs = rows.draw(x, uniforms)
+    assert torch.equal(logprobs, x.gather(-1, ids[:, None])[:, 0] - rows.statistics(x).lse)
     sums, errors = x.double().softmax(-1).cumsum(-1), SoftmaxErrors(x, ADDITIONS)
     for row, (id, lost) in enumerate(
         zip(ids.tolist(), errors.of_probabilities.tolist(), strict=True)
@@ -91,5 +91,5 @@ def test_draws_are_the_inverse_of_the_running_sum(size: int, seed: int, uniform:
         assert x[row, id] > -torch.inf
         before = float(sums[row, id - 1]) if id else 0.0
         assert before - lost <= uniforms[row] <= float(sums[row, id]) + lost
-    alone, _ = softmax.draw(x[1:2], uniforms[1:2])
+    alone, _ = rows.draw(x[1:2], uniforms[1:2])
     assert alone[0] == ids[1]

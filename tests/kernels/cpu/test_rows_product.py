@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.bounds import assert_within, gamma, kernel_product_bound, unit
-from weft.kernels.cpu import library, product
+from weft.kernels.cpu import library, rows
 
 
 @pytest.fixture(params=["tiles", "vectors"])
@@ -64,21 +64,21 @@ def test_products(
         torch.randn(size) if biased else None,
     )
     left, right = map(laid, (x, weight), transposed, gaps)
-    assert product.serves(left, right)
-    made = product.product(left, right, bias)
+    assert rows.serves(left, right)
+    made = rows.product(left, right, bias)
     wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     lost = kernel_product_bound(x, weight.T, more=2)
     # the bias, which is added last, or what is added to
     assert_within(made, wide, lost if bias is None else lost + gamma(1) * bias.double().abs())
     row = seed % count
     assert torch.equal(
-        product.product(x[row : row + 1], weight, bias), made[row : row + 1]
+        rows.product(x[row : row + 1], weight, bias), made[row : row + 1]
     )  # by the kernel for few rows
     total = torch.randn(count, size)
     whole = total.double() + x.double() @ weight.double().T
     # the sum of each piece of at most 320 terms is added to it
     lost = lost + gamma(terms // 128 + 2) * total.double().abs()
-    product.add_product(total, left, right)
+    rows.add_product(total, left, right)
     assert_within(total, whole, lost)
 
 
@@ -93,11 +93,11 @@ def test_products_do_not_depend_on_the_threads() -> None:
         for count in (1, 2, 3, 7, 40):
             torch.set_num_threads(count)
             made += [
-                product.product(left, right),
-                product.product(other, right),
-                product.product(left[:, :270], right[:, :270]),
-                product.product(left[:70], right),
-                product.product(many, right),
+                rows.product(left, right),
+                rows.product(other, right),
+                rows.product(left[:, :270], right[:, :270]),
+                rows.product(left[:70], right),
+                rows.product(many, right),
             ]
     finally:
         torch.set_num_threads(threads)
@@ -113,13 +113,13 @@ def test_products_do_not_depend_on_the_threads() -> None:
 def test_products_of_a_result_that_no_cache_holds(size: int) -> None:
     """It is gone over less often: more of the columns is packed at once."""
     one, weight = torch.randn(1, 5000), torch.randn(size, 5000)
-    many, expected = one.expand(40_000, 5000), product.product(one, weight)
+    many, expected = one.expand(40_000, 5000), rows.product(one, weight)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # shared by more, its parts may fit
-        assert bool((product.product(many, weight) == expected).all())
+        assert bool((rows.product(many, weight) == expected).all())
         total = torch.zeros(40_000, size)
-        product.add_product(total, many, weight)
+        rows.add_product(total, many, weight)
         assert bool((total == expected).all())
     finally:
         torch.set_num_threads(threads)
@@ -134,7 +134,7 @@ def test_products_are_as_exact_as_float32(rows: int) -> None:
     )  # each pair of terms comes to about one, or to nothing beside it
     x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
     wide = x.double() @ weight.double().T
-    error = (product.product(x, weight).double() - wide).square().mean().sqrt()
+    error = (rows.product(x, weight).double() - wide).square().mean().sqrt()
     # Tiles round the most sums, six a term. Each loses up to u times itself, evenly distributed: in
     # the mean of squares u^2 / 3 of its own, which grows evenly to K. Together that is 6 K times u^2
     # / 3 times K / 2, or (u K)^2. With two parts instead of three the error is 1e-4.
@@ -145,11 +145,11 @@ def test_products_are_as_exact_as_float32(rows: int) -> None:
     # are a third of the last one's in the mean, so that n roundings lose u^2 n / 9 of it. That is the
     # variance of one element. Of the mean of all, six deviations are allowed; a sign makes it 6e-8.
     deviation = unit(torch.float32) * (6 * 640 / 9 / exact.numel()) ** 0.5
-    assert abs((product.product(positive, other).double() / exact - 1).mean()) < 6 * deviation
+    assert abs((rows.product(positive, other).double() / exact - 1).mean()) < 6 * deviation
     one = torch.zeros(rows, 640)
     one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
-    assert torch.equal(product.product(one, weight), one[:, 7:8] * weight[:, 7])
-    assert torch.equal(product.product(x, one[:1]), one[:1, 7] * x[:, 7:8])
+    assert torch.equal(rows.product(one, weight), one[:, 7:8] * weight[:, 7])
+    assert torch.equal(rows.product(x, one[:1]), one[:1, 7] * x[:, 7:8])
 
 
 @pytest.mark.usefixtures("products_by")
@@ -157,9 +157,9 @@ def test_products_are_as_exact_as_float32(rows: int) -> None:
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
 def test_products_of_numbers_that_are_none_are_none(rows: int, odd: float) -> None:
     x, weight = torch.randn(rows, 70), torch.randn(90, 70)
-    clean = product.product(x, weight)
+    clean = rows.product(x, weight)
     x[1, 33] = weight[5, 2] = odd
-    made = product.product(x, weight)
+    made = rows.product(x, weight)
     there = torch.ones(rows, 90, dtype=torch.bool)
     there[1], there[:, 5] = False, False
     assert torch.equal(made.isfinite(), there) and torch.equal(made[there], clean[there])
@@ -169,23 +169,23 @@ def test_products_of_numbers_that_are_none_are_none(rows: int, odd: float) -> No
     "x", [torch.ones(4, 8, dtype=torch.float64), torch.ones(0, 8), torch.ones(7), torch.tensor(1.0)]
 )
 def test_products_that_are_left_to_torch(x: Tensor) -> None:
-    assert not product.serves(x, torch.ones(3, 8, dtype=x.dtype))
-    assert not product.serves(torch.ones(4, 3), torch.ones(8, 4))
+    assert not rows.serves(x, torch.ones(3, 8, dtype=x.dtype))
+    assert not rows.serves(torch.ones(4, 3), torch.ones(8, 4))
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     left, right = torch.ones(200, 8), torch.ones(3, 8)
     with pytest.raises(AssertionError, match="one number a column"):
-        product.product(left, right, torch.ones(2))
+        rows.product(left, right, torch.ones(2))
     for total in (torch.ones(200, 2), torch.ones(3, 200).T):
         with pytest.raises(AssertionError):
-            product.add_product(total, left, right)
+            rows.add_product(total, left, right)
     with pytest.raises(AssertionError):
-        product.add_product(torch.ones(2, 100, 3), left.view(2, 100, 8), right)
+        rows.add_product(torch.ones(2, 100, 3), left.view(2, 100, 8), right)
 
 
 def test_a_bias_of_another_dtype_is_cast() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5).bfloat16()
     exact = x.double() @ weight.double().T + bias.double()
     lost = kernel_product_bound(x, weight.T, more=1) + gamma(1) * bias.double().abs()
-    assert_within(product.product(x, weight, bias), exact, lost)
+    assert_within(rows.product(x, weight, bias), exact, lost)
