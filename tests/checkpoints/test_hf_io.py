@@ -17,7 +17,7 @@ from tests.checkpoints.test_peft_io import check
 from tests.models.common import sequences, tiny
 from weft.checkpoints import hf_io, weight_files
 from weft.errors import CheckpointError, RunError
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 

@@ -16,8 +16,8 @@ from weft.checkpoints import hf_io, peft_io
 from weft.cli.main import main
 from weft.models.kv.slots import KVCache
 from weft.models.network import lora
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 from .test_peft_io import ROW, logits, save_both

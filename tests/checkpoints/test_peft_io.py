@@ -22,8 +22,8 @@ from weft.cli.convert import main as convert
 from weft.errors import CheckpointError
 from weft.evaluation.models import _add_adapter
 from weft.models.network import lora
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 ROW = sequences([18])[0].clamp_min(1)

@@ -19,7 +19,7 @@ from tests.models.network.test_prefix import COUNT, with_prefix
 from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.prefix_files import CONFIG
 from weft.errors import CheckpointError
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 
 ROW = sequences([18])[0].clamp_min(1)

@@ -33,7 +33,7 @@ from weft.engine.base import Engine, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.models.network import lora
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 
 
 @pytest.fixture(scope="module")

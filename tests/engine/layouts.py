@@ -31,7 +31,7 @@ from weft.engine.generation.settings import SettingsTable
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.training import compile_blocks
 from weft.models.network.transformer import Head
 from weft.parallel.mesh import ProcessGroups, RankMesh

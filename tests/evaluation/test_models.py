@@ -14,7 +14,7 @@ from weft.checkpoints.triton import write
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import find_context_length, is_scorer, open_policy, open_scorer
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Pooling
 from weft.registry import families
 

@@ -13,8 +13,8 @@ from tests.roundings import LIKELY, exactly
 from weft.checkpoints import hf_io
 from weft.models.network import lora
 from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 from weft.registry import families
 

@@ -16,7 +16,7 @@ from tests.models.common import tiny
 from weft.checkpoints import hf_io
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.registry import families
 from weft.testing import check_family
 from weft.testing.families import build_reference_model

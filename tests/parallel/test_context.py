@@ -22,9 +22,9 @@ from tests.ranks import Ranks
 from weft.kernels.cpu import library
 from weft.models.network import lora
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import Packed, SamplingSupport, TopIds, pack
-from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 from weft.parallel import context
 

@@ -16,8 +16,8 @@ from tests.models.common import sequences, tiny
 from tests.ranks import Ranks
 from weft.models.network import lora
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import experts, shard
 from weft.topology import build_whole_slice, compute_expert_slice, is_expert_weight

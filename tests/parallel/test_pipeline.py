@@ -22,9 +22,9 @@ from tests.ranks import Ranks
 from weft.errors import ConfigError, RunError
 from weft.models.network import lora
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.moe import MoEAuxLoss
 from weft.models.network.packed import Microbatch, pack
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.pipeline import Outputs, Pipeline, find_tied_copies, sum_tied_gradients
 from weft.parallel.schedule import Kind, build_placement

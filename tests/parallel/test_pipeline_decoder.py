@@ -24,7 +24,7 @@ from weft.engine.generation.interleaved import InterleavedGenerator, open_interl
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
-from weft.models.network.parameters import find_canonical_parameters
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.pipeline import split_network
 from weft.parallel.pipeline_decoder import StagedDecoder

@@ -24,8 +24,8 @@ from tests.ranks import Ranks
 from weft.kernels.cpu import library
 from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network import lora
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import tensor
 from weft.registry import families

@@ -20,8 +20,8 @@ from tests.parallel.test_context import BALANCE, CASES, RATE, STEPS, WANT, Case,
 from tests.parallel.test_tensor import Run, Values
 from tests.ranks import Ranks
 from weft.engine.torch.step import AuxLoss
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel import collectives, tensor
 from weft.parallel.collectives import RowAssignment

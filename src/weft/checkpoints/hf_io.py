@@ -39,7 +39,7 @@ from weft.errors import CheckpointError, find_nearest
 from weft.models.families.base import Family
 from weft.models.families.keymap import CheckpointRectangle, Key, list_rectangles
 from weft.models.network.config import TransformerConfig
-from weft.models.network.parameters import find_canonical_values as canonical_values
+from weft.models.network.linear import find_canonical_values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
 from weft.reading import check_folder, refuse_url
 from weft.registry import families

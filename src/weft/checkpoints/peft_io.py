@@ -29,8 +29,8 @@ from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
 from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.lora import A, B, attach_ranks, find_adapters
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 from weft.reading import explain_read_errors, read_object
 from weft.registry import families

@@ -238,7 +238,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.engine import checkpoint_tokens
     from weft.engine.spec import ModelSpec
     from weft.models.network import lora
-    from weft.models.network.parameters import find_canonical_values
+    from weft.models.network.linear import find_canonical_values
 
     # Load the base model with the adapter.
     adapter = _find_adapter(arguments.adapter)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from weft.data.sample import SequenceSample
 from weft.engine.collectives import MicrobatchProcessor, Outputs, PreparedPass, run_microbatch
-from weft.models.network.parameters import StoredParameter
+from weft.models.network.linear import StoredParameter
 from weft.parallel import shard, tensor
 from weft.parallel.collectives import find_max_over_ranks, sum_over_ranks
 from weft.parallel.mesh import RankMesh

@@ -198,7 +198,7 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
 
     from weft.checkpoints import hf_io, peft_io
     from weft.models.network import lora
-    from weft.models.network.parameters import find_canonical_values
+    from weft.models.network.linear import find_canonical_values
     from weft.topology import build_whole_slice
 
     stored = hf_io.ParameterReader(hf_io.resolve(base), "lm").dtype

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from weft.models.network.linear import StoredParameter, find_canonical_parameters
 from weft.models.network.moe import ExpertMLP
-from weft.models.network.parameters import StoredParameter, find_canonical_parameters
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh
 

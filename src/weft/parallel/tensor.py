@@ -37,10 +37,9 @@ from weft.models.network import lora
 from weft.models.network.block import Block, BlockContext, Norm, ResidualStream
 from weft.models.network.config import TransformerConfig
 from weft.models.network.dropout import TokenDropout
-from weft.models.network.linear import Linear
+from weft.models.network.linear import Linear, StoredParameter
 from weft.models.network.moe import MoE
 from weft.models.network.packed import Packed
-from weft.models.network.parameters import StoredParameter
 from weft.models.network.transformer import Transformer
 from weft.parallel.collectives import (
     RowAssignment,

@@ -23,8 +23,8 @@ from torch.testing import assert_close
 from weft.checkpoints import hf_io
 from weft.models.families.base import Family
 from weft.models.kv.slots import KVCache
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 from weft.registry import families
 

@@ -17,7 +17,7 @@ from weft.kernels import CachedForward, cpu_library
 from weft.models.kv.slots import KVCache
 from weft.models.network import lora
 from weft.models.network.config import Experts, TransformerConfig
-from weft.models.network.parameters import find_canonical_values
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 compiled = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from weft.engine.torch import engine as torch_engine
 from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import CheckpointError, ConfigError
-from weft.models.network.parameters import find_canonical_parameters
+from weft.models.network.linear import find_canonical_parameters
 from weft.topology import build_whole_slice
 
 GROUPS = [(5, [4, 7, 1]), (2, [6]), (9, [3, 3])]

@@ -35,8 +35,8 @@ from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import ConfigError, RunError
 from weft.models.network import token_outputs
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_values
 from weft.registry import backends, losses
 from weft.topology import Layout
 

@@ -29,7 +29,7 @@ from weft.engine.torch.narrow_states import (
 )
 from weft.engine.torch.optimizer import Optimizer
 from weft.errors import ConfigError
-from weft.models.network.parameters import StoredParameter
+from weft.models.network.linear import StoredParameter
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends
 from weft.topology import Mesh

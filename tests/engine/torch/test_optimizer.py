@@ -24,7 +24,7 @@ from weft.engine.torch.optimizer import (
     list_decayed_names,
 )
 from weft.errors import CheckpointError
-from weft.models.network.parameters import (
+from weft.models.network.linear import (
     StoredParameter,
     find_canonical_parameters,
     find_canonical_values,

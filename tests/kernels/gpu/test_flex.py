@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from tests.bounds import assert_within, attention_bounds
 from weft.kernels import AttentionSpec, flex
-from weft.models.attention import cascade, rectangles
+from weft.models.attention import cached, rectangles
 from weft.models.attention.contexts import AttentionInputs, Dense, PrefixContinuation, Prefixed
 
 CUTS = [0, 150, 290, 301, 520, 700]
@@ -150,7 +150,7 @@ def test_a_block_that_only_a_prefix_fills_is_full() -> None:
 def test_a_shared_prefix_is_that_of_the_joined_parts_forward_and_backward() -> None:
     context, spec = prefixed(), AttentionSpec(0.25)
     ours, theirs = inputs(torch.float64), inputs(torch.float64)
-    out, expected = attend(*ours, context, spec), cascade.attend(*theirs, context.parts, spec.scale)
+    out, expected = attend(*ours, context, spec), cached.attend(*theirs, context.parts, spec.scale)
     assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(out)
     for a, b in zip(

@@ -20,8 +20,8 @@ from weft import kernels
 from weft.kernels.cpu import library
 from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network.config import Rope
+from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.transformer import Transformer
 
 

@@ -15,8 +15,8 @@ from tests.roundings import assert_computed
 from weft import randomness
 from weft.models.network import dropout, lora
 from weft.models.network.dropout import DropoutKeys, TokenDropout
+from weft.models.network.linear import find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_values
 from weft.models.network.transformer import Transformer
 
 LOGPROBS = frozenset({"logprobs"})

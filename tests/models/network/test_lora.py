@@ -13,8 +13,8 @@ from tests.models.common import adapted, roundings, sequences, tiny
 from weft.checkpoints import hf_io
 from weft.errors import ConfigError
 from weft.models.network import lora
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 
 ROW = sequences([18])[0].clamp_min(1)

@@ -22,8 +22,8 @@ from weft.checkpoints import hf_io
 from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network import lora, prefix
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Head, Transformer
 
 COUNT = 5

@@ -14,8 +14,8 @@ from tests.models.common import sequences, tiny
 from weft.algorithms.base import Output
 from weft.models.kv.slots import KVCache
 from weft.models.network.dropout import DropoutKeys
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.packed import Packed, pack
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 
 CUTS = [[1], [2], [1, 2]]  # where one part ends and the next begins

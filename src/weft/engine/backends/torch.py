@@ -26,9 +26,8 @@ from weft.engine.torch.step import AuxLoss
 from weft.models.network import lora, quantized
 from weft.models.network.block import MLP, Block
 from weft.models.network.config import TransformerConfig
-from weft.models.network.linear import Linear
+from weft.models.network.linear import Linear, find_canonical_parameters
 from weft.models.network.moe import ExpertStack, choose_aux_loss_weight
-from weft.models.network.parameters import find_canonical_parameters
 from weft.models.network.training import compile_blocks
 from weft.models.network.transformer import Transformer
 from weft.parallel.mesh import RankMesh

@@ -42,8 +42,8 @@ from weft.engine.torch.step import (
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import build_copy_queue
 from weft.models.network import training
+from weft.models.network.linear import StoredParameter
 from weft.models.network.packed import TopIds
-from weft.models.network.parameters import StoredParameter
 from weft.topology import Layout, Slice
 
 if TYPE_CHECKING:

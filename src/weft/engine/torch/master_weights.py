@@ -20,7 +20,7 @@ from weft.engine.torch.staging import HostGradientAccumulator, MasterUploader
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import CopyQueue
 from weft.models.network import quantized
-from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.linear import StoredParameter, find_canonical_parameters
 from weft.models.network.quantized import Quantized
 from weft.topology import Slice, build_whole_slice
 
@@ -35,7 +35,7 @@ class MasterWeights:
 
     Parameters that require gradients are trained. They must be float32 or wider. In a network with
     adapters, they can also be in the compute dtype. Unless noted otherwise, methods identify
-    parameters by canonical name (`weft.models.network.parameters`).
+    parameters by canonical name (`weft.models.network.linear`).
 
     Args:
         network: Network on the device. Its parameters become the compute copies.

@@ -22,8 +22,7 @@ from weft.errors import ConfigError
 from weft.models.network import lora, prefix, quantized, training
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
-from weft.models.network.linear import Linear
-from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.linear import Linear, StoredParameter, find_canonical_parameters
 from weft.models.network.quantized import Kind
 from weft.models.network.transformer import Head, Pooling, Transformer
 from weft.parallel import context, experts, tensor

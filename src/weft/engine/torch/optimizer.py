@@ -22,7 +22,7 @@ from weft.engine.torch.optimizer_states import State
 from weft.engine.torch.update_rules import SGD, AdamW, Lion
 from weft.errors import CheckpointError
 from weft.kernels import CopyQueue
-from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.linear import StoredParameter, find_canonical_parameters
 
 FUSED = ("cuda", "cpu")
 # elements updated at once if states or new values are copied while others are updated

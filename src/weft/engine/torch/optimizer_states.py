@@ -1,6 +1,6 @@
 """Conversion of optimizer states to and from a saved form that is independent of the layout.
 
-Saved tensors are named by canonical parameters (`weft.models.network.parameters`). A stored
+Saved tensors are named by canonical parameters (`weft.models.network.linear`). A stored
 parameter of the network can contain several canonical parameters, such as q, k and v.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.checkpoint import SavedTensors
-from weft.models.network.parameters import StoredParameter
+from weft.models.network.linear import StoredParameter
 from weft.topology import Slice
 
 State = dict[str, Tensor]  # state of one parameter, by slot

@@ -27,7 +27,7 @@ from weft.engine.torch.engine import DTYPES, RankShard, choose_dtype
 from weft.engine.torch.master_weights import HALF
 from weft.engine.torch.network_source import NetworkSource
 from weft.models.network import lora, quantized
-from weft.models.network.parameters import StoredParameter, find_canonical_parameters
+from weft.models.network.linear import StoredParameter, find_canonical_parameters
 from weft.models.network.prefix import list_prefixes
 from weft.models.network.transformer import Transformer
 from weft.parallel import context, shard, tensor

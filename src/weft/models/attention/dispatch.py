@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft import kernels
 from weft.kernels import AttentionSpec, VarlenSegments
-from weft.models.attention import accelerator, cached, cascade, pack_shards, rectangles
+from weft.models.attention import accelerator, cached, pack_shards, rectangles
 from weft.models.attention.contexts import AttentionContext, AttentionInputs, Dense, Prefixed
 from weft.models.attention.pack_shards import PackShard
 from weft.models.kv.pages import Paged
@@ -103,7 +103,7 @@ def _attend_by_segments(given: AttentionInputs, context: Dense | Prefixed) -> Te
 
 
 def _attend_by_cascade(given: AttentionInputs, context: Prefixed) -> Tensor:
-    return cascade.attend(given.q, given.k, given.v, context.parts, given.spec.scale)
+    return cached.attend(given.q, given.k, given.v, context.parts, given.spec.scale)
 
 
 def _with_cache_write(backend: Backend) -> Backend:

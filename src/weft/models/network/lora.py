@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from weft import randomness
 from weft.errors import ConfigError, find_nearest
 from weft.models.network.dropout import ADAPTERS
-from weft.models.network.linear import Adapter, Linear
+from weft.models.network.linear import Adapter, Linear, find_canonical_parameters, number_block
 from weft.models.network.moe import ExpertStack
-from weft.models.network.parameters import find_canonical_parameters, number_block
 from weft.models.network.prefix import PrefixKeysValues
 
 # the linear layers of a block, by their canonical names

@@ -16,7 +16,7 @@ The modules of this package know nothing of other devices: `weft.parallel` wraps
 from outside.
 
 The parameters have the following canonical names, in which `{i}` is the layer.
-`weft.models.network.parameters` finds where each parameter is stored.
+`weft.models.network.linear` finds where each parameter is stored.
 
 - `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`
 - `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`

@@ -12,8 +12,8 @@ from torch import nn
 from tests.models.common import adapted, sequences, tiny
 from weft.checkpoints import hf_io
 from weft.models.families.base import Family
+from weft.models.network.linear import find_canonical_parameters, find_canonical_values
 from weft.models.network.packed import pack
-from weft.models.network.parameters import find_canonical_parameters, find_canonical_values
 from weft.models.network.transformer import Transformer
 from weft.registry import families
 
