@@ -7,7 +7,6 @@ function that exists only as a kernel, the caller must first call the correspond
 `serves`, which returns whether the kernel supports the tensors.
 """
 
-from weft.kernels.activations import activate
 from weft.kernels.compiling import compile_by_rows as compiled_by_rows
 from weft.kernels.compiling import find_obstacle as compiling_obstacle
 from weft.kernels.copy_queue import (
@@ -38,6 +37,7 @@ from weft.kernels.cpu.library import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in
 from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
+from weft.kernels.formulas import activate
 from weft.kernels.fp8 import Fp8Product, NarrowProduct
 from weft.kernels.fp8 import find_obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex

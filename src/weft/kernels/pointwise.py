@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.kernels import compiling, formulas
-from weft.kernels.activations import activate, compute_activation_gradient
 from weft.kernels.cpu import library
 from weft.kernels.cpu import rows as native
+from weft.kernels.formulas import activate, compute_activation_gradient
 from weft.kernels.products import GradientSum, compute_weight_gradient, product
 from weft.kernels.types import Activation
 

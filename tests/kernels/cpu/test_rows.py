@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.bounds import assert_within, gamma, rms_norm_bounds
-from weft.kernels.activations import activate
 from weft.kernels.cpu import rows
+from weft.kernels.formulas import activate
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 7, 37), (3, 256), (150, 40)])
