@@ -29,8 +29,7 @@ from weft.host.http import parse_retry_after
 from weft.host.reward import RewardFunction
 from weft.host.spec import RewardOptions, locate, parse_reward
 from weft.host.verifiers import _judge_server
-from weft.host.verifiers._judge_server import JudgeEndpoint, find_cache_file
-from weft.host.verifiers._judge_text import SCORE, ScoreScale
+from weft.host.verifiers._judge_server import SCORE, JudgeEndpoint, ScoreScale, find_cache_file
 from weft.host.verifiers.judge import judge
 
 KEY = "sk-very/secret-0123456789"

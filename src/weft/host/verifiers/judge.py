@@ -13,22 +13,20 @@ from typing import Any
 from weft.errors import ConfigError, UserError
 from weft.host.verifiers._judge_server import (
     KEY_VARIABLE,
+    RUBRIC,
+    SCORE,
     JudgeAnswer,
     JudgeEndpoint,
     JudgeSession,
+    JudgeTemplate,
     RequestLimits,
+    ScoreScale,
     UnansweredRequest,
+    check_integer,
+    check_number,
     find_cache_file,
     hash_request,
     open_cache,
-)
-from weft.host.verifiers._judge_text import (
-    RUBRIC,
-    SCORE,
-    JudgeTemplate,
-    ScoreScale,
-    check_integer,
-    check_number,
     shorten,
 )
 from weft.registry import register_verifier

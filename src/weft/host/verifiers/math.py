@@ -10,20 +10,18 @@ from weft.host.verifiers import _symbolic as symbolic
 from weft.host.verifiers._answers import count_boxes, extract_boxed, extract_stated, find_references
 from weft.host.verifiers._latex import (
     are_spelled_alike,
+    extract_set,
     is_formula,
     measure,
     parse_exact,
-    parse_quantities,
-    split_name,
-    tidy,
-    to_plain_form,
-)
-from weft.host.verifiers._sets import (
-    extract_set,
     parse_inequality,
+    parse_quantities,
     split_brackets,
     split_list,
+    split_name,
     split_union,
+    tidy,
+    to_plain_form,
 )
 from weft.host.verifiers._value import compare_congruences, compare_ratios, have_same_value
 from weft.registry import register_verifier
