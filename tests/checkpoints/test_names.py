@@ -18,7 +18,7 @@ from weft.checkpoints.names import (
 )
 from weft.data import hub
 from weft.errors import CheckpointError
-from weft.observe.short_names import POLICIES
+from weft.observe.jsonl import POLICIES
 
 
 @pytest.fixture

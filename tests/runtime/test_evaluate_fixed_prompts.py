@@ -13,7 +13,7 @@ from weft.errors import UserError
 from weft.experiments import SFTConfig
 from weft.experiments.common import RunConfig
 from weft.launch import run
-from weft.observe.filmstrip import FILE
+from weft.observe.sample_rows import FILE
 
 PROMPTS = ["1+1=", "the sun is"]
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import CheckpointError
+from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP
 from weft.observe.run_list import list_newest_first
-from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
 from weft.reading import refuse_url, suggest_sibling
 
 SCORERS = ("rew", "model")  # roles that can be used as a reward model, best first

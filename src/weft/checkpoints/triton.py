@@ -18,7 +18,7 @@ from weft import writing
 from weft.checkpoints import config_file, hf_io
 from weft.checkpoints.library_output import hide_library_output
 from weft.errors import CheckpointError, ConfigError
-from weft.observe.short_names import build_served_name
+from weft.observe.jsonl import build_served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25

@@ -12,7 +12,7 @@ from weft.checkpoints.names import ADAPTER, SCORERS, ModelQuery, find_model
 from weft.cli.parsing import CommandParser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
-from weft.observe.short_names import POLICIES
+from weft.observe.jsonl import POLICIES
 from weft.reading import make_folder
 
 STORE_PREFIX = (

@@ -12,7 +12,7 @@ from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
 from weft.evaluation.models import check_generates_text, open_policy, open_scorer
-from weft.observe.short_names import POLICIES
+from weft.observe.jsonl import POLICIES
 
 if TYPE_CHECKING:
     from weft.evaluation.models import OpenedModel

@@ -23,7 +23,7 @@ from weft.engine.limits import find_cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
-from weft.observe.short_names import build_served_name
+from weft.observe.jsonl import build_served_name
 from weft.reading import read_text
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
-from weft.observe.short_names import POLICIES
+from weft.observe.jsonl import POLICIES
 
 # Roles of another run whose checkpoints a role can use; all other roles use those of a policy
 ACCEPTED_ROLES = {"rew": SCORERS, "critic": CRITICS}

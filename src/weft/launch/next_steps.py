@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
-from weft.observe.short_names import shorten_path
+from weft.observe.jsonl import shorten_path
 
 INDENT = " " * 8
 REPORT = "report.html"

@@ -12,8 +12,8 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.memory import GIB, MemoryForecast, format_role_name, format_size
+from weft.observe.jsonl import shorten_path
 from weft.observe.plan import LINES, RunPlan
-from weft.observe.short_names import shorten_path
 from weft.runtime.schedule import RunLength
 from weft.topology import LETTERS, Layout, Mesh
 

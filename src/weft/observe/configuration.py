@@ -11,10 +11,10 @@ from typing import Any
 from weft import registry
 from weft.errors import UserError
 from weft.observe.diagnosis import ALGORITHMS
+from weft.observe.jsonl import shorten_path
 from weft.observe.metrics import LAST_TIME, is_finite
 from weft.observe.page import escape_text, render_folded
 from weft.observe.run_files import RunFiles
-from weft.observe.short_names import shorten_path
 from weft.options import iterate_options
 
 NAMES = ("experiment_name", "trial_name", "fileroot")  # identify the run; never a difference

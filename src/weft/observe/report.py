@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from weft.observe import charts, completions, configuration, timing, trend
 from weft.observe.charts import Chart
 from weft.observe.diagnosis import RunDiagnosis
-from weft.observe.filmstrip import render_filmstrip
 from weft.observe.metrics import (
     EVAL,
     ROWS,
@@ -36,6 +35,7 @@ from weft.observe.metrics import (
 )
 from weft.observe.page import DARK, Page, PageSection, escape_text, render_folded, write
 from weft.observe.run_files import METRICS, SAMPLES, TIMELINE, RunFiles
+from weft.observe.sample_rows import render_filmstrip
 
 
 def render_lede(run: RunFiles) -> str:

@@ -19,9 +19,9 @@ import numpy as np
 
 from weft.errors import ConfigError
 from weft.observe.diagnosis import RunDiagnosis, diagnose_run
-from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import clean_value, read_config, read_json, read_rows
 from weft.observe.metrics import LARGEST, LAST_TIME, is_finite, is_step
+from weft.observe.sample_rows import FILE as FILMSTRIP
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import TimelineSpan, read_spans
 from weft.redaction import mask_values, redact

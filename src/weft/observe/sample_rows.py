@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.observe.jsonl import clean_value, read_row
-from weft.observe.metrics import is_finite
+from weft.observe.metrics import format_number, is_finite
+from weft.observe.page import escape_text
 
 SAMPLES = "samples.jsonl"
 STEPS = 12  # maximum steps that a report shows
@@ -134,3 +136,68 @@ def _sort_ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort answers from best to worst if all have a rank; otherwise keep their order."""
     ranked = all(is_finite(row.get("rank")) for row in rows)
     return sorted(rows, key=lambda row: row["rank"]) if ranked else list(rows)
+
+
+FILE = "eval_prompts.jsonl"
+FRAMES = 12  # maximum steps of a strip, evenly spaced, including the first and the last
+STRIPS = 20  # maximum prompts
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def render_filmstrip(rows: Rows) -> str:
+    """Render one strip per prompt, which shows the model's answers at several steps side by side.
+
+    Returns "" if there are no answers.
+    """
+    answers_by_prompt: dict[str, dict[float, Mapping[str, Any]]] = {}
+    for row in rows:
+        if is_finite(row.get("step")):
+            answers_by_prompt.setdefault(str(row.get("id")), {})[float(row["step"])] = row
+    if not answers_by_prompt:
+        return ""
+    steps = pick(
+        sorted({step for answers in answers_by_prompt.values() for step in answers}), FRAMES
+    )
+    strips = "".join(
+        _strip(answers, steps) for answers in list(answers_by_prompt.values())[:STRIPS]
+    )
+    more = len(answers_by_prompt) - STRIPS
+    note = (
+        "The same prompts, answered greedily at several steps: scroll sideways. Answers that are "
+        "the same as the one before "
+        "are grey."
+    ) + (f" {more} more prompts are in {FILE}." if more > 0 else "")
+    return f'<p class="note">{note}</p>{strips}'
+
+
+def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
+    there = [answers[step] for step in steps if step in answers]
+    before = [None, *(row.get("completion") for row in there)]
+    frames = "".join(
+        _render_frame(row, same=row.get("completion") == last)
+        for row, last in zip(there, before, strict=False)
+    )
+    prompt = escape_text(str(there[0].get("prompt") or "")) if there else ""
+    return (
+        f'<article class="strip"><div class="prompt" tabindex="0" aria-label="prompt">{prompt}</div>'
+        f'<ol class="frames" tabindex="0" role="list" aria-label="answers by step, scrolls sideways">{frames}</ol></article>'
+    )
+
+
+def _render_frame(row: Mapping[str, Any], *, same: bool) -> str:
+    completion = (
+        escape_text(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
+    )
+    if row.get("finish_reason") == "length":
+        cut = ' <span class="warn">cut by length</span>'
+    else:
+        cut = ""
+    if is_finite(row.get("tokens")):
+        tokens = f"{escape(format_number(float(row['tokens'])))} tokens"
+    else:
+        tokens = ""
+    return (
+        f'<li class="frame{" same" if same else ""}"><b>Step {escape(format_number(float(row["step"])))}</b>'
+        f'<div class="completion">{completion}</div><footer><span>{tokens}</span>{cut}</footer></li>'
+    )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.observe.test_report import EVIL, Page, write_run
-from weft.observe.filmstrip import FILE, FRAMES, STRIPS, render_filmstrip
 from weft.observe.report import build_report
+from weft.observe.sample_rows import FILE, FRAMES, STRIPS, render_filmstrip
 
 
 def row(step: int, id: str, said: str, **more: Any) -> dict[str, Any]:

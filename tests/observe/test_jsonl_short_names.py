@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.observe.short_names import build_served_name, shorten_path
+from weft.observe.jsonl import build_served_name, shorten_path
 
 
 @pytest.mark.parametrize(
