@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.evaluation.test_rewards import make_scorer
+from tests.evaluation.test_answers_rewards import make_scorer
 from weft.cli.main import main
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.test_rewards import make_scorer
+from tests.evaluation.test_answers_rewards import make_scorer
 from tests.tiny import write_jsonl
 from weft.cli.main import main
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.evaluation.test_rewards import make_scorer
+from tests.evaluation.test_answers_rewards import make_scorer
 from tests.tiny import write_jsonl
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, DataError
-from weft.evaluation.answers import EvaluationPrompt
+from weft.evaluation.answers import EvaluationPrompt, score_replies
 from weft.evaluation.models import OpenedModel, open_scorer
 from weft.evaluation.reward_model import (
     AgreementSummary,
@@ -20,7 +20,6 @@ from weft.evaluation.reward_model import (
     evaluate,
     summarize_by_category,
 )
-from weft.evaluation.rewards import score_replies
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from weft.errors import DataError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction
 from weft.host.base import StatelessHostFunction
-from weft.runtime.background import PrefetchingLoader
+from weft.runtime.node_runner import PrefetchingLoader
 
 SECONDS = 300.0  # until a thread that waits for another one gives up, and the test with it
 

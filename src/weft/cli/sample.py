@@ -245,7 +245,7 @@ def score_reports(given: argparse.Namespace) -> None:
     The scores are written into the reports. The mean score is printed for each model and each
     sampling setting.
     """
-    from weft.evaluation import rewards, sampling_report
+    from weft.evaluation import answers, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
     opened = model_arguments.load_scorer(given.reward, given)
@@ -256,7 +256,7 @@ def score_reports(given: argparse.Namespace) -> None:
             [text for result in row["results"] for text in result["outputs"]]
             for row in read["prompts"]
         ]
-        sampling_report.add_scores(read, rewards.score_replies(opened, prompts, outputs))
+        sampling_report.add_scores(read, answers.score_replies(opened, prompts, outputs))
         read["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
         for name, statistics in sampling_report.compute_means(read).items():
@@ -299,7 +299,7 @@ def write_best_answers(given: argparse.Namespace) -> None:
     SFT, the worst answers in the same format, and preference pairs of the best and the worst answer
     of each prompt.
     """
-    from weft.evaluation import best_of, rewards
+    from weft.evaluation import answers, sampling_report
     from weft.evaluation.answers import SampledAnswer, read_prompts, sample_answers
 
     settings = _read_settings(given)
@@ -319,11 +319,11 @@ def write_best_answers(given: argparse.Namespace) -> None:
     answers: list[list[SampledAnswer]] = []
     for of_prompt in sampled:
         answers.append([answer for group in of_prompt for answer in group])
-    scores = rewards.score_replies(
+    scores = answers.score_replies(
         reward, prompts, [[answer.text for answer in group] for group in answers]
     )
-    choices = best_of.choose(prompts, answers, scores, finished_only=not given.keep_cut)
-    for name, count in best_of.save(choices, given.out, least=given.least).items():
+    choices = sampling_report.choose(prompts, answers, scores, finished_only=not given.keep_cut)
+    for name, count in sampling_report.save(choices, given.out, least=given.least).items():
         print(f"{given.out / name}  {count} rows")
     if choices:
         top = sum(choice.scores[0] for choice in choices) / len(choices)

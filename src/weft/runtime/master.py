@@ -27,10 +27,9 @@ from weft.graph.ready import (
     find_ready_firings,
     find_surplus,
 )
-from weft.runtime.background import PrefetchingLoader
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
 from weft.runtime.group import WorkerGroup
-from weft.runtime.node_runner import NodeRunner
+from weft.runtime.node_runner import NodeRunner, PrefetchingLoader
 from weft.runtime.roles import find_separate_copies
 from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore

@@ -26,13 +26,12 @@ from weft.runtime.checkpoints import (
     RecoveryPointStore,
     find_named_point,
 )
-from weft.runtime.directory import RunDirectory, Status
+from weft.runtime.directory import RunDirectory, Status, record_process
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.processes import SignalHandlers
-from weft.runtime.record import record_process
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import ActionFrequency, RunLength, StepProfiler
 

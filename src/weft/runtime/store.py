@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, find_nearest
-from weft.graph.blocks import StateBlocks
+from weft.graph.ready import StateBlocks
 
 
 class TensorStore:

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.toy import Toy
 from weft.observe.run_files import RunRecord
 from weft.observe.run_list import list_runs
-from weft.runtime.record import build_command, parse_quickstart, read_commit, record_process
+from weft.runtime.directory import build_command, parse_quickstart, read_commit, record_process
 
 
 def test_a_run_records_how_it_was_started(tmp_path, monkeypatch):

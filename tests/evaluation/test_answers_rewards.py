@@ -12,9 +12,8 @@ from tests.bounds import gamma
 from tests.tiny import make_tokenizer
 from tests.wide import in_float64
 from weft.engine.spec import ModelSpec
-from weft.evaluation.answers import EvaluationPrompt
+from weft.evaluation.answers import EvaluationPrompt, score_replies
 from weft.evaluation.models import OpenedModel, open_scorer
-from weft.evaluation.rewards import score_replies
 
 
 def make_scorer(folder: Path, *, chat: bool = True) -> Path:

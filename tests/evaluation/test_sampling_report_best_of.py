@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
-from weft.evaluation.best_of import choose, save
+from weft.evaluation.sampling_report import choose, save
 
 
 def prompt(id: str) -> EvaluationPrompt:

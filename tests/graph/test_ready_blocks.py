@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.graph.blocks import StateBlocks
+from weft.graph.ready import StateBlocks
 
 IDS = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1)
 
