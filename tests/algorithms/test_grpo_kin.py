@@ -22,10 +22,14 @@ from weft.algorithms.advantages import (
     compute_step_advantages,
     subtract_baseline,
 )
-from weft.algorithms.covariance import compute_covariances, select_clip_cov_rows, select_kl_cov_rows
 from weft.algorithms.grpo import GRPOLoss
 from weft.algorithms.kl import K3_BOUND, estimate_kl
-from weft.algorithms.ppo import PPOActorLoss
+from weft.algorithms.ppo import (
+    PPOActorLoss,
+    compute_covariances,
+    select_clip_cov_rows,
+    select_kl_cov_rows,
+)
 from weft.algorithms.sampler import compute_sampler_weights
 from weft.errors import ConfigError, UserError
 

@@ -14,9 +14,8 @@ from loss_cases import evaluate, gradients, make_sample
 from tests.bounds import unit
 from tests.wide import in_float64
 from weft.algorithms import dpo, preferences
-from weft.algorithms.dpo import build_preference_loss
-from weft.algorithms.scores import is_above
-from weft.algorithms.transport import TRANSPORTED
+from weft.algorithms.dpo import TRANSPORTED, build_preference_loss
+from weft.algorithms.preferences import is_above
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext
 from weft.host.bco_shift import BCOShift

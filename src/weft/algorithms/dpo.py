@@ -11,16 +11,250 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import array_api_compat
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float
 
-from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed
-from weft.algorithms.labelled import LABELLED, LabelledLoss
-from weft.algorithms.preferences import DIVERGENCES, KINDS, compute_divergence_score
+from weft.algorithms.base import (
+    Array,
+    Loss,
+    RowBatch,
+    Sample,
+    Stat,
+    Sum,
+    count_trained_rows,
+    fixed,
+    log_sigmoid,
+)
+from weft.algorithms.preferences import (
+    DIVERGENCES,
+    KINDS,
+    compute_completion_scores,
+    compute_divergence_score,
+    compute_pair_stats,
+    compute_sigmoid_loss,
+    divide_by_tokens,
+    is_above,
+)
 from weft.algorithms.reward import count_pairs
-from weft.algorithms.scores import compute_completion_scores, compute_pair_stats, divide_by_tokens
-from weft.algorithms.transport import TRANSPORTED, TransportLoss
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.options import option
 from weft.registry import register_loss
+
+
+def compute_kto_loss(
+    scores: Float[Array, "S"], labels: Float[Array, "S"], baseline: Float[Array, "S"], beta: float
+) -> Float[Array, "S"]:
+    """Return the KTO loss of each completion, [S].
+
+        1 - sigmoid(beta (score - z0))     desirable completions (label 1)
+        1 - sigmoid(beta (z0 - score))     undesirable completions
+
+    The source is Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0, a constant without a
+    gradient: the mean score of mismatched completions (each paired with the prompt of another
+    completion), or 0 if this mean is negative. The host functions `kto_mismatch` and `kto_baseline`
+    compute z0 over the whole batch. (TRL estimates it in every micro-batch, so its gradient depends
+    on the micro-batch size.)
+    """
+    xp = array_api_compat.array_namespace(scores)
+    sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
+    return xp.exp(log_sigmoid(-beta * sign * (scores - baseline)))
+
+
+def compute_bco_loss(
+    scores: Float[Array, "S"], labels: Float[Array, "S"], shift: Float[Array, "S"], beta: float
+) -> Float[Array, "S"]:
+    """Return the BCO loss of each completion, [S].
+
+        -log sigmoid(beta score - shift)     desirable completions (label 1)
+        -log sigmoid(shift - beta score)     undesirable completions
+
+    The source is Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10.
+    `shift` is the paper's delta, a constant: the midpoint between the mean desirable and the mean
+    undesirable reward. The host function `bco_shift` computes it over all completions seen so far.
+    """
+    xp = array_api_compat.array_namespace(scores)
+    sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
+    return -log_sigmoid(sign * (beta * scores - shift))
+
+
+# Loss type -> key of the batch-wide statistic that the loss reads.
+LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
+
+
+@dataclass(frozen=True)
+class LabelledLoss(Loss):
+    """KTO or BCO loss, averaged over the completions that have trained tokens.
+
+    The loss of a desirable completion is multiplied by `desirable_weight`, and the loss of an
+    undesirable completion by `undesirable_weight`.
+
+    The loss reads the keys `label` (1 for desirable, 0 for undesirable), `ref_logprobs`, and
+    `kl_baseline` (z0, for KTO) or `reward_shift` (delta, for BCO). z0 and delta have one value for
+    the whole batch, which is also logged under the name of the key.
+
+    In the names of the other metrics, "chosen" stands for desirable completions and "rejected" for
+    undesirable ones. The reward of a completion is beta times the sum of log pi - log ref over its
+    trained tokens. `rewards/{chosen,rejected}` are mean rewards, `rewards/margins` is their
+    difference, and `logps/{chosen,rejected}` are means of the summed log-probs.
+
+    `rewards/accuracies` is the share of correctly classified completions. A desirable completion is
+    classified correctly if its reward is above a threshold, and an undesirable one if its reward is
+    below it. The threshold is beta * z0 for KTO and delta for BCO. Rewards that differ from it only
+    by rounding errors count as incorrect.
+    """
+
+    loss_type: str
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+
+    outputs = frozenset({"logprobs"})
+    unit = "sequence"
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """Return the number of completions with trained tokens, under the key `sequences`."""
+        return {"sequences": float(np.count_nonzero(count_trained_rows(minibatch)))}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        xp = array_api_compat.array_namespace(out["logprobs"])
+        scores, logps = compute_completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
+        key = LABELLED[self.loss_type]
+        labels = batch["label"]
+        baseline = batch[key]
+        # Weights: 0 for completions without trained tokens.
+        taken = xp.astype(batch.lengths > 0, scores.dtype)
+        good = xp.astype(labels > 0.5, scores.dtype) * taken
+        weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
+        kto = self.loss_type == "kto"
+        each = (compute_kto_loss if kto else compute_bco_loss)(scores, labels, baseline, self.beta)
+        # Metrics: implicit rewards, and the share on the correct side of the threshold.
+        threshold = self.beta * baseline if kto else baseline
+        terms = self.beta * logps  # magnitude of the operands of `rewards`
+        rewards = self.beta * fixed(scores)
+        right = xp.astype(is_above(rewards, threshold, terms), good.dtype) * good
+        right = right + xp.astype(is_above(threshold, rewards, terms), good.dtype) * (taken - good)
+        stats = _compute_label_stats(rewards, right, logps, good, taken - good)
+        stats[key] = Sum(xp.sum(baseline * taken), xp.sum(taken))
+        return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
+
+    def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics, with `rewards/margins` added if the minibatch has both labels.
+
+        The margin is the mean desirable reward minus the mean undesirable reward.
+        """
+        metrics = dict(stats)
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
+
+
+def _compute_label_stats(
+    rewards: Array, right: Array, logps: Array, good: Array, bad: Array
+) -> dict[str, Stat]:
+    xp = array_api_compat.array_namespace(rewards)
+    return {
+        "rewards/chosen": Sum(xp.sum(rewards * good), xp.sum(good)),
+        "rewards/rejected": Sum(xp.sum(rewards * bad), xp.sum(bad)),
+        "rewards/accuracies": Sum(xp.sum(right), xp.sum(good + bad)),
+        "logps/chosen": Sum(xp.sum(logps * good), xp.sum(good)),
+        "logps/rejected": Sum(xp.sum(logps * bad), xp.sum(bad)),
+    }
+
+
+TRANSPORTED = ("aot", "aot_unpaired")
+
+
+def find_sorted_partners(
+    one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return, for each element of `one`, the element of `other` with the same rank, [P].
+
+    Ties are ranked in their original order.
+    """
+    partners = np.empty_like(one)
+    partners[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
+    return partners
+
+
+@dataclass(frozen=True)
+class TransportLoss(Loss):
+    """AOT loss: mean of -log sigmoid(beta (a - b)) over values a and b that are matched by sorting.
+
+    `loss_type` determines these values:
+
+        aot            a is log pi(better) - log pi(worse) of a pair under the policy, and b is the
+                       same difference under the reference
+        aot_unpaired   a is the log-ratio of policy to reference for a better completion, and b is
+                       the log-ratio for a worse completion
+
+    Before the model is updated, the host function `optimal_transport` sorts all a and all b of the
+    batch. Values at the same position are matched. The function outputs the key `partner`, with one
+    number per completion:
+
+        aot            for the better completion of a pair: the b that is matched with the pair's a
+        aot_unpaired   for a better completion: the b that is matched with its a;
+                       for a worse completion: the a that is matched with its b
+
+    No gradient flows through `partner`.
+
+    The loss reads the keys `rank`, `ref_logprobs`, `partner` and, if present, `comparison`.
+    `label_smoothing` has the same meaning as in cDPO. The metrics are those of `PairwiseLoss`.
+    """
+
+    loss_type: str
+    beta: float
+    label_smoothing: float
+
+    outputs = frozenset({"logprobs"})
+    unit = "group"
+
+    def denominators(self, minibatch: Sample) -> Mapping[str, float]:
+        """Return the number of pairs in the minibatch, under the key `pairs`."""
+        return {"pairs": float(count_pairs(minibatch).sum())}
+
+    def __call__(
+        self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
+    ) -> tuple[Array, Mapping[str, Stat]]:
+        xp = array_api_compat.array_namespace(out["logprobs"])
+        ratios, logps = compute_completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
+        better, worse = batch.pairs()
+        partner = batch["partner"]
+        if self.loss_type == "aot":
+            sums = compute_completion_scores(out["logprobs"], None, batch)[0]
+            each = self._compute_each(
+                xp.take(sums, better) - xp.take(sums, worse) - xp.take(partner, better)
+            )
+        else:
+            each = self._average_both_sides(
+                self._compute_each(xp.take(ratios, better) - xp.take(partner, better)),
+                self._compute_each(xp.take(partner, worse) - xp.take(ratios, worse)),
+            )
+        rewards = (
+            self.beta * fixed(xp.take(ratios, better)),
+            self.beta * fixed(xp.take(ratios, worse)),
+        )
+        both = xp.take(logps, better), xp.take(logps, worse)
+        stats = compute_pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
+        return xp.sum(each) / max(total["pairs"], 1.0), stats
+
+    def _compute_each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
+        return compute_sigmoid_loss(delta, self.beta, self.label_smoothing)
+
+    def _average_both_sides(
+        self, one: Float[Array, "P"], other: Float[Array, "P"]
+    ) -> Float[Array, "P"]:
+        """Return the mean of two losses, but with the gradient of their sum.
+
+        `one` is the loss of the better completions, and `other` that of the worse ones. Each is
+        computed over all comparisons, so the mean of both is reported. However, the gradient of
+        each flows only through the completions on its own side, so the gradients are added.
+        """
+        whole = one + other
+        return whole - 0.5 * fixed(whole)
+
 
 LOSS_TYPES = (*KINDS, *TRANSPORTED, *LABELLED)
 REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "free")

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import array_api_compat
-from jaxtyping import Float
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Float
 
 from weft.algorithms.base import (
     Array,
@@ -25,11 +27,70 @@ from weft.algorithms.base import (
     fixed,
     masked_mean,
 )
-from weft.algorithms.covariance import METHODS
 from weft.algorithms.kl import estimate_kl
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.options import option
 from weft.registry import register_loss
+
+Vector = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+METHODS = ("none", "clip", "kl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HighCovariance:
+    """Options of the selection of tokens; `method` is "clip" for Clip-Cov or "kl" for KL-Cov."""
+
+    method: str
+    share: float = option(
+        2e-4, "share of all tokens that covariance applies to", at_least=0.0, at_most=1.0
+    )
+    low: float = option(1.0, "smallest covariance for clip")
+    high: float = option(5.0, "largest covariance for clip")
+
+
+def compute_covariances(
+    logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
+) -> Float[Vector, "T"]:
+    """Return each token's contribution to the covariance of log-prob and advantage, [T].
+
+    The contribution is (log pi - mean) * (advantage - mean), where the means are over tokens with
+    mask 1. It is -inf for tokens with mask 0.
+    """
+    count = max(float(mask.sum()), 1.0)
+    means = [(values * mask).sum() / count for values in (logprobs, advantages)]
+    return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
+
+
+def select_clip_cov_rows(
+    covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
+) -> Bool[Flags, "T"]:
+    """Return the mask of the tokens that Clip-Cov removes from the loss, bool [T].
+
+    Candidates are the tokens with a covariance in [`low`, `high`]. The number of removed tokens is
+    at most `share` times the number of trained tokens, or 1 if this product is below 1. If there
+    are more candidates, the choice is random: `order` has one random number per token, and the
+    candidates with the smallest numbers are removed.
+    """
+    chosen = np.zeros(len(covariance), dtype=np.bool_)
+    able = np.flatnonzero((covariance >= low) & (covariance <= high))
+    count = max(int(share * np.isfinite(covariance).sum()), 1)
+    chosen[able[np.argsort(order[able], kind="stable")[:count]]] = True
+    return chosen
+
+
+def select_kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
+    """Return the mask of the tokens that KL-Cov penalises, bool [T].
+
+    These are the tokens with the largest covariance: a fraction `share` of all trained tokens, at
+    least one.
+    """
+    chosen = np.zeros(len(covariance), dtype=np.bool_)
+    trained = int(np.isfinite(covariance).sum())
+    if trained:
+        chosen[np.argsort(-covariance, kind="stable")[: max(int(share * trained), 1)]] = True
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -204,7 +265,7 @@ class PolicyLoss(Loss):
         """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
 
         `each` is the policy loss of each token before these changes. First, the loss of
-        high-covariance tokens is changed (`weft.algorithms.covariance`). Then all losses are
+        high-covariance tokens is changed (`weft.algorithms.ppo`). Then all losses are
         multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.sampler`).
         """
         xp = array_api_compat.array_namespace(each)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.algorithms.advantages import PassRates
-from weft.algorithms.covariance import HighCovariance
-from weft.algorithms.ppo import PolicyLoss
+from weft.algorithms.ppo import HighCovariance, PolicyLoss
 from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection
 from weft.data.spec import DatasetSpec
 from weft.engine.limits import MOST_PASSES

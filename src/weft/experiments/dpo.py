@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, PreferenceLossOptions, build_preference_loss
-from weft.algorithms.labelled import LABELLED
-from weft.algorithms.transport import TRANSPORTED
+from weft.algorithms.dpo import (
+    LABELLED,
+    REFERENCE_FREE,
+    TRANSPORTED,
+    PreferenceLossOptions,
+    build_preference_loss,
+)
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError

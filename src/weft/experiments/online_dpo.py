@@ -16,10 +16,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from weft.algorithms.dpo import REFERENCE_FREE, PairLossOptions, build_preference_loss
-from weft.algorithms.labelled import LABELLED
+from weft.algorithms.dpo import (
+    LABELLED,
+    REFERENCE_FREE,
+    TRANSPORTED,
+    PairLossOptions,
+    build_preference_loss,
+)
 from weft.algorithms.preferences import PreferencesByReward
-from weft.algorithms.transport import TRANSPORTED
 from weft.engine.limits import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment

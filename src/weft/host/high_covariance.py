@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft import randomness
-from weft.algorithms.covariance import (
+from weft.algorithms.ppo import (
     HighCovariance,
     compute_covariances,
     select_clip_cov_rows,
@@ -23,7 +23,7 @@ class HighCovarianceFunction(ConfiguredHostFunction):
     """Host function that selects the tokens on which Clip-Cov or KL-Cov acts.
 
     The output key `high_covariance` is 1 for selected completion tokens and 0 for all others.
-    `method` is the algorithm: "clip" for Clip-Cov, "kl" for KL-Cov; `weft.algorithms.covariance`
+    `method` is the algorithm: "clip" for Clip-Cov, "kl" for KL-Cov; `weft.algorithms.ppo`
     describes both. `share` is the fraction of all trained tokens to select. Clip-Cov draws these
     tokens at random from those with a covariance between `low` and `high`.
 

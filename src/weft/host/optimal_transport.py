@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.base import to_host_array
-from weft.algorithms.transport import TRANSPORTED, find_sorted_partners
+from weft.algorithms.dpo import TRANSPORTED, find_sorted_partners
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 from weft.host._rows import CompletionRows
@@ -34,7 +34,7 @@ def optimal_transport(
 
     With "aot_unpaired", the score of a completion is its log-ratio: its log-prob under the policy
     minus that under the reference. The log-ratios of the better completions are compared with those
-    of the worse completions, and vice versa. See `weft.algorithms.transport`.
+    of the worse completions, and vice versa. See `weft.algorithms.dpo`.
 
     The function reads `old_logprobs` [L] (of the policy before its update), `ref_logprobs` [L],
     `rank`, the lengths of `completion` and, if present, `comparison`, `loss_mask` and `prompt`.
