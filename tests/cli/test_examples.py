@@ -8,8 +8,7 @@ import shlex
 
 import pytest
 
-from weft.cli.example_files import build_files
-from weft.cli.examples import DESCRIPTIONS, main
+from weft.cli.examples import DESCRIPTIONS, build_files, main
 from weft.cli.quickstart import build_config
 from weft.data.counts import render_table
 from weft.data.loader import load_data

@@ -5,14 +5,294 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft import writing
 from weft.cli.common_options import EXAMPLES
 from weft.cli.ls import format_size
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
+
+CHARACTERS = "0123456789+="
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
+TEXT_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
+# share of correct SFT answers; below 1, so that training with a reward can improve the model
+CORRECT_SHARE = 0.7
+ROWS_PER_SUM = 8  # SFT rows per sum
+SEED = 1
+# Each sum is answered on its own: the template renders only the messages from the last question on.
+CHAT_TEMPLATE = (
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
+    "%}{% endfor %}"
+    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', "
+    "'') }}="
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes that define a Llama model, such as its width and its number of layers."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    tied: bool
+
+
+SUMS_SHAPE = LlamaShape(hidden=96, inner=288, layers=3, heads=4, kv_heads=4, context=64, tied=True)
+TEXT_SHAPE = LlamaShape(hidden=32, inner=64, layers=2, heads=4, kv_heads=2, context=512, tied=False)
+TEXT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_files() -> dict[str, bytes]:
+    """Return the contents of all example files, keyed by path relative to the output folder."""
+    sums = []
+    for left in range(10):
+        for right in range(10):
+            sums.append((left, right))
+    draw = random.Random(SEED)
+    draw.shuffle(sums)
+    lessons = []
+    for each in sums * ROWS_PER_SUM:
+        lessons.append(
+            (
+                each,
+                _format_answer(each)
+                if draw.random() < CORRECT_SHARE
+                else _draw_wrong_answer(each, draw),
+            )
+        )
+    draw.shuffle(lessons)
+    slips = sorted({(each, _draw_wrong_answer(each, draw)) for each in sums * 6})
+    draw.shuffle(slips)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "sft.jsonl": [
+            {"prompt": _format_prompt(each), "answer": answer} for each, answer in lessons
+        ],
+        "chat.jsonl": [
+            {"messages": _build_conversation(each, answer)} for each, answer in lessons[:100]
+        ],
+        "pairs.jsonl": [
+            {"prompt": _format_prompt(each), "chosen": _format_answer(each), "rejected": wrong}
+            for each, wrong in slips
+        ],
+        "prompts.jsonl": [
+            {"prompt": _format_prompt(each), "answer": _format_answer(each)} for each in sums
+        ],
+    }
+    models = {"model": _build_sums_model(), "text-model": _build_text_model()}
+    return {name: _encode_lines(each) for name, each in rows.items()} | {
+        f"{folder}/{name}": content
+        for folder, model_files in models.items()
+        for name, content in model_files.items()
+    }
+
+
+def _format_prompt(each: tuple[int, int]) -> str:
+    return f"{each[0]}+{each[1]}="
+
+
+def _format_answer(each: tuple[int, int]) -> str:
+    return str(sum(each))
+
+
+def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
+    """Return a random wrong answer to the sum of the two digits in `each`.
+
+    The answer differs from the sum by at most 3.
+    """
+    return str(
+        draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
+    )
+
+
+def _build_conversation(each: tuple[int, int], answer: str) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": _format_prompt(each).rstrip("=")},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _encode_lines(rows: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def _build_sums_model() -> dict[str, bytes]:
+    """Return the files of a random Llama with about 400,000 weights and a character tokenizer."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    pattern = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    core = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    tokenizer = _build_tokenizer(vocabulary, SPECIAL_TOKENS, pattern, {"type": "Fuse"}, core)
+    return _build_model_files(
+        SUMS_SHAPE, vocabulary, tokenizer, {**special, "chat_template": CHAT_TEMPLATE}
+    )
+
+
+def _build_text_model() -> dict[str, bytes]:
+    """Return the files of a random Llama with about 40,000 weights and a byte tokenizer.
+
+    The tokenizer has a chat template.
+    """
+    vocabulary = {
+        token: i for i, token in enumerate([*TEXT_SPECIAL_TOKENS, *_list_byte_characters()])
+    }
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    core = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    tokenizer = _build_tokenizer(vocabulary, TEXT_SPECIAL_TOKENS, level, level, core)
+    return _build_model_files(
+        TEXT_SHAPE, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE}
+    )
+
+
+def _list_byte_characters() -> list[str]:
+    """Return the character that represents each byte in byte-level vocabularies.
+
+    Printable bytes represent themselves. Other bytes are represented by characters from U+0100 on
+    (Radford et al. 2019, GPT-2).
+    """
+    printed = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = itertools.count(0x100)
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def _build_model_files(
+    shape: LlamaShape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
+) -> dict[str, bytes]:
+    """Return the files of a Llama with random weights, keyed by file name.
+
+    `tokenizer` is the content of tokenizer.json. `named` has the special tokens and the chat
+    template, under their keys in tokenizer_config.json.
+    """
+    from safetensors.numpy import save
+
+    ids = {}
+    for name in ("bos", "eos", "pad"):
+        ids[f"{name}_token_id"] = vocabulary.get(named.get(f"{name}_token", ""))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(vocabulary),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.hidden // shape.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": shape.tied,
+        **ids,
+        "dtype": "float32",
+    }
+    more = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "model_max_length": shape.context,
+    }
+    return {
+        "config.json": _encode_json(config),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _encode_json(more),
+        "model.safetensors": save(_draw_weights(shape, len(vocabulary)), metadata={"format": "pt"}),
+    }
+
+
+def _encode_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _build_tokenizer(
+    vocabulary: dict[str, int],
+    special: Iterable[str],
+    pieces: Any,
+    decoder: Any,
+    core: dict[str, Any],
+) -> bytes:
+    """Return the content of tokenizer.json.
+
+    `pieces`, `decoder` and `core` are the sections `pre_tokenizer`, `decoder` and `model` of the
+    file. `special` are the special tokens in `vocabulary`.
+    """
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return _encode_json(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": vocabulary[token], "content": token, **flags} for token in special
+            ],
+            "normalizer": None,
+            "pre_tokenizer": pieces,
+            "post_processor": None,
+            "decoder": decoder,
+            "model": core,
+        }
+    )
+
+
+def _draw_weights(shape: LlamaShape, vocabulary: int) -> dict[str, Any]:
+    """Return random weights for a Llama, keyed by parameter name.
+
+    `RandomState` draws the same numbers in every version of numpy.
+    """
+    import numpy as np
+
+    draw = np.random.RandomState(SEED)
+    bound = 0.02 * 3**0.5
+
+    def draw_matrix(rows: int, columns: int) -> Any:
+        return draw.uniform(-bound, bound, (rows, columns)).astype(np.float32)
+
+    hidden, narrow = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    weights = {"model.embed_tokens.weight": draw_matrix(vocabulary, hidden)}
+    for layer in range(shape.layers):
+        own = f"model.layers.{layer}"
+        for name, rows in (("q", hidden), ("k", narrow), ("v", narrow), ("o", hidden)):
+            weights[f"{own}.self_attn.{name}_proj.weight"] = draw_matrix(rows, hidden)
+        for name in ("gate", "up"):
+            weights[f"{own}.mlp.{name}_proj.weight"] = draw_matrix(shape.inner, hidden)
+        weights[f"{own}.mlp.down_proj.weight"] = draw_matrix(hidden, shape.inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{own}.{name}.weight"] = np.ones(hidden, np.float32)
+    weights["model.norm.weight"] = np.ones(hidden, np.float32)
+    if shape.tied:
+        return weights
+    return {**weights, "lm_head.weight": draw_matrix(vocabulary, hidden)}
+
 
 FIRST_COMMAND = f"weft quickstart sft experiment_name=first trial_name=sft {EXAMPLES['sft']}"
 DESCRIPTIONS = {
@@ -40,7 +320,6 @@ def main(argv: Sequence[str]) -> int:
     if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    from weft.cli.example_files import build_files
 
     file_contents = build_files()
     if given.command == "write":

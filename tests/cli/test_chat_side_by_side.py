@@ -11,9 +11,9 @@ import pytest
 
 from tests.cli.test_chat import Says, Seen
 from tests.tiny import make_llama
+from weft.cli.chat import SideBySide
 from weft.cli.conversation import Conversation, StreamedAnswer
 from weft.cli.main import main
-from weft.cli.side_by_side import SideBySide
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine

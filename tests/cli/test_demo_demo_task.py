@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from weft.cli import demo_task as task
+from weft.cli import demo as task
 
 
 def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_path: Path) -> None:
