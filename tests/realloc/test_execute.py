@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.realloc.common import Sizes, on, shapes
 from weft.errors import RunError
-from weft.realloc import link
+from weft.realloc import messages
 from weft.realloc.execute import Reallocation, ReallocationStatistics, move
 from weft.realloc.plan import Holdings, ParameterTransfer, count_least_bytes, count_traffic, plan
 from weft.topology import Layout, Slice
@@ -111,13 +111,13 @@ def expected(case: Case, name: str, part: Slice) -> Tensor:
 @contextmanager
 def ways(case: Case) -> Iterator[None]:
     """Ranks of one host always see each other's memory: without shelves they are kept from it."""
-    laid_out = link.create_buffer
+    laid_out = messages.create_buffer
     if not case.shelves:
-        link.create_buffer = lambda size: None
+        messages.create_buffer = lambda size: None
     try:
         yield
     finally:
-        link.create_buffer = laid_out
+        messages.create_buffer = laid_out
 
 
 def run(case: Case) -> ReallocationStatistics:
@@ -265,7 +265,7 @@ def told(
     """
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=timeout))
     source, target = engines(case, rank)
-    batch, laid_out = dist.batch_isend_irecv, link.create_buffer
+    batch, laid_out = dist.batch_isend_irecv, messages.create_buffer
     changed = change(rank, source, case)
     try:
         if changed is not None:
@@ -281,7 +281,7 @@ def told(
     except RunError as error:
         return str(error)
     finally:
-        dist.batch_isend_irecv, link.create_buffer = batch, laid_out
+        dist.batch_isend_irecv, messages.create_buffer = batch, laid_out
         dist.barrier()  # nobody leaves while another still waits for it
     return ""
 
@@ -292,7 +292,7 @@ def same(rank: int, source: Engine | None, case: Case) -> Case:
 
 def damage(rank: int, source: Engine | None, case: Case) -> Case:
     """Rank 0 gives one bit that is not the one it packed."""
-    post, lay = dist.batch_isend_irecv, link.create_buffer
+    post, lay = dist.batch_isend_irecv, messages.create_buffer
     laid = []
 
     def kept(size: int) -> Any:
@@ -307,7 +307,7 @@ def damage(rank: int, source: Engine | None, case: Case) -> Case:
                 laid[0].memory[int(op.tensor) + 5] ^= 16
         return post(ops)
 
-    link.create_buffer = kept
+    messages.create_buffer = kept
     if rank == 0:
         dist.batch_isend_irecv = flip
     return case

@@ -34,9 +34,8 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
-from weft.realloc.execute import ParameterSource, Reallocation
+from weft.realloc.execute import ParameterSnapshot, ParameterSource, Reallocation
 from weft.realloc.plan import ParameterTransfer
-from weft.realloc.snapshot import ParameterSnapshot
 from weft.registry import import_user_code
 from weft.runtime import disk
 from weft.runtime.device_process import NO_COMMAND, CommandReport, DeviceProcess

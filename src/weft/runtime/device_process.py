@@ -32,8 +32,7 @@ from weft.engine.profile import DeviceTrace
 from weft.errors import TRANSPORTS, DevicesLost, NotFinite, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, choose_backend
-from weft.realloc.execute import Reallocation
-from weft.realloc.snapshot import ParameterSnapshot
+from weft.realloc.execute import ParameterSnapshot, Reallocation
 from weft.runtime.roles import EngineKey
 from weft.runtime.store import TensorRequest, TensorStore
 from weft.runtime.worker import Worker

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weft.realloc import link
+from weft.realloc import messages
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has files without a name"
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_another_process_sees_it() -> None:
-    laid = link.SharedMemoryBuffer(32)
+    laid = messages.SharedMemoryBuffer(32)
     laid.memory.copy_(torch.arange(32, dtype=torch.uint8))
     code = (
-        f"from weft.realloc import link; found = link.map_buffer({laid.address}); "
+        f"from weft.realloc import link; found = messages.map_buffer({laid.address}); "
         "print(found.tolist()); found[3] = 77"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -29,10 +29,10 @@ def test_another_process_sees_it() -> None:
 
 
 def test_what_cannot_be_seen() -> None:
-    laid = link.SharedMemoryBuffer(32)
+    laid = messages.SharedMemoryBuffer(32)
     pid, file, size, token = laid.address
-    assert link.map_buffer((pid, file, size, token + 1)) is None
-    assert link.map_buffer((pid, file, size + 8, token)) is None
-    assert link.map_buffer((2**22 + 1, file, size, token)) is None
+    assert messages.map_buffer((pid, file, size, token + 1)) is None
+    assert messages.map_buffer((pid, file, size + 8, token)) is None
+    assert messages.map_buffer((2**22 + 1, file, size, token)) is None
     laid.close_descriptor()
-    assert link.map_buffer(laid.address) is None
+    assert messages.map_buffer(laid.address) is None

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from weft.realloc.execute import Reallocation
+from weft.realloc.execute import ParameterSnapshot, Reallocation
 from weft.realloc.plan import plan
-from weft.realloc.snapshot import ParameterSnapshot
 from weft.topology import Slice, build_whole_slice
 
 

@@ -25,7 +25,7 @@ from weft.models.network.token_outputs import (
     compute_token_outputs,
 )
 from weft.models.network.vocabulary import WHOLE, OutputVocabulary
-from weft.parallel.vocabulary import SplitVocabulary
+from weft.parallel.tensor import SplitVocabulary
 from weft.topology import compute_vocabulary
 
 N, H, V = 9, 5, 11
