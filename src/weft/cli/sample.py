@@ -299,8 +299,8 @@ def write_best_answers(given: argparse.Namespace) -> None:
     SFT, the worst answers in the same format, and preference pairs of the best and the worst answer
     of each prompt.
     """
-    from weft.evaluation import answers, sampling_report
-    from weft.evaluation.answers import SampledAnswer, read_prompts, sample_answers
+    from weft.evaluation import sampling_report
+    from weft.evaluation.answers import SampledAnswer, read_prompts, sample_answers, score_replies
 
     settings = _read_settings(given)
     prompts = read_prompts(given.prompts, given.n)
@@ -319,7 +319,7 @@ def write_best_answers(given: argparse.Namespace) -> None:
     answers: list[list[SampledAnswer]] = []
     for of_prompt in sampled:
         answers.append([answer for group in of_prompt for answer in group])
-    scores = answers.score_replies(
+    scores = score_replies(
         reward, prompts, [[answer.text for answer in group] for group in answers]
     )
     choices = sampling_report.choose(prompts, answers, scores, finished_only=not given.keep_cut)
