@@ -235,7 +235,7 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}"
         )
     settings = read_object(file, str(file), CheckpointError)
-    if settings.get("peft_type") == prefix_files.KIND:
+    if settings.get("peft_type") == prefix_files.PREFIX_KIND:
         raise CheckpointError(
             f"{file} is a prefix: keys and values, which no weights can take in; name {directory} "
             f"itself as the model"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.checkpoints.names import ADAPTER
 from weft.errors import CheckpointError
 from weft.reading import read_object
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-KIND = "PREFIX_TUNING"
-TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX_KIND = "PREFIX_TUNING"
+PREFIX_TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ def read_prefix(path: str | Path) -> PrefixSettings | None:
 
     Raises `CheckpointError` for a prefix that weft does not support.
     """
-    file = Path(path).expanduser() / CONFIG
+    file = Path(path).expanduser() / ADAPTER
     if not file.is_file():
         return None
     settings = read_object(file, str(file), CheckpointError)
-    if settings.get("peft_type") != KIND:
+    if settings.get("peft_type") != PREFIX_KIND:
         return None
     if settings.get("prefix_projection") and not settings.get("inference_mode"):
         raise CheckpointError(
@@ -51,9 +52,9 @@ def read_prefix(path: str | Path) -> PrefixSettings | None:
             f"still to be projected; save it "
             "with PEFT's save_pretrained, which projects them"
         )
-    if settings.get("task_type") not in TASKS:
+    if settings.get("task_type") not in PREFIX_TASKS:
         raise CheckpointError(
-            f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}"
+            f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(PREFIX_TASKS)}"
         )
     count = settings.get("num_virtual_tokens")
     base = settings.get("base_model_name_or_path")

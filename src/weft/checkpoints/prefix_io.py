@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.checkpoints import weight_files
-from weft.checkpoints.prefix_files import CONFIG, KIND, TASKS, WEIGHTS, PrefixSettings
+from weft.checkpoints.names import ADAPTER
+from weft.checkpoints.prefix_files import ADAPTER_WEIGHTS, PREFIX_KIND, PREFIX_TASKS, PrefixSettings
 from weft.checkpoints.weight_files import WeightFiles
 from weft.errors import CheckpointError
 from weft.models.network.config import TransformerConfig
@@ -36,8 +37,8 @@ class PrefixReader:
     def __init__(
         self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str
     ) -> None:
-        self._files = WeightFiles(directory, single=WEIGHTS)
-        self._where = directory / WEIGHTS
+        self._files = WeightFiles(directory, single=ADAPTER_WEIGHTS)
+        self._where = directory / ADAPTER_WEIGHTS
         self._layers = config.num_layers
         self._score = HEAD.format(name=score)
         width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -97,8 +98,8 @@ def save_prefix(
     if head != "lm":
         tensors[HEAD.format(name=score)] = parameters["score.weight"].detach().contiguous()
     settings = {
-        "peft_type": KIND,
-        "task_type": next(task for task, kind in TASKS.items() if (kind == "lm") == (head == "lm")),
+        "peft_type": PREFIX_KIND,
+        "task_type": next(task for task, kind in PREFIX_TASKS.items() if (kind == "lm") == (head == "lm")),
         "base_model_name_or_path": base,
         "num_virtual_tokens": config.prefix_tokens,
         "num_layers": config.num_layers,
@@ -110,5 +111,5 @@ def save_prefix(
         "modules_to_save": None if head == "lm" else [score.rpartition(".")[0]],
         "inference_mode": True,
     }
-    weight_files.write_safetensors(folder / WEIGHTS, tensors)
-    weight_files.write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    weight_files.write_safetensors(folder / ADAPTER_WEIGHTS, tensors)
+    weight_files.write_text(folder / ADAPTER, json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -340,7 +340,7 @@ class Demo:
         The fraction is also stored in `accuracy` under the key `stage`.
         """
         rows = self.material / "held_out.jsonl"
-        self.accuracy[stage] = task.compute_accuracy(
+        self.accuracy[stage] = compute_accuracy(
             self.generate(model, rows, f"accuracy-{stage}")
         )
         return self.accuracy[stage]
@@ -348,14 +348,14 @@ class Demo:
 
 def write_material(demo: Demo) -> None:
     """Write training data, held-out problems, a tokenizer and a model configuration."""
-    training, held_out = task.draw_problems(demo.seed, HELD_OUT)
-    task.write_rows(
-        demo.material / "sft.jsonl", task.build_lesson_rows(training, demo.seed, times=10)
+    training, held_out = draw_problems(demo.seed, HELD_OUT)
+    write_rows(
+        demo.material / "sft.jsonl", build_lesson_rows(training, demo.seed, times=10)
     )
-    task.write_rows(demo.material / "prompts.jsonl", task.build_prompt_rows(training))
-    task.write_rows(demo.material / "mistakes.jsonl", task.build_prompt_rows(training, times=3))
-    task.write_rows(demo.material / "held_out.jsonl", task.build_prompt_rows(held_out, times=4))
-    task.write_model(demo.material / "model")
+    write_rows(demo.material / "prompts.jsonl", build_prompt_rows(training))
+    write_rows(demo.material / "mistakes.jsonl", build_prompt_rows(training, times=3))
+    write_rows(demo.material / "held_out.jsonl", build_prompt_rows(held_out, times=4))
+    write_model(demo.material / "model")
 
 
 def train_sft(demo: Demo) -> Path:
@@ -382,15 +382,15 @@ def train_reward_model(demo: Demo, model: Path) -> tuple[Path, float, float]:
     first step, and the mean of this fraction over the last steps.
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
-    training, _ = task.draw_problems(demo.seed, HELD_OUT)
-    rows = task.build_preference_rows(samples, training, demo.seed, times=30)
+    training, _ = draw_problems(demo.seed, HELD_OUT)
+    rows = build_preference_rows(samples, training, demo.seed, times=30)
     config = RWConfig(**demo.build_options("reward", max_steps=220))
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
     # Centre the scores, so that the critic need not learn a separate level for each problem.
     config.rw.loss = RewardLoss(center=0.01)
-    config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
+    config.dataset.train_path = str(write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
     result = demo.run_stage(config)
     shares = [line["train/accuracy"] for line in result.metrics]
@@ -460,7 +460,7 @@ def run_stages(demo: Demo, say: Callable[[str], None]) -> None:
     actor = train_sft(demo)
     say(
         _format_rise(demo, "start", actor, "sft")
-        + f"; the teacher is right in {task.TEACHER_ACCURACY:.0%}"
+        + f"; the teacher is right in {TEACHER_ACCURACY:.0%}"
     )
     say("[bold]2. Reward model[/]  learns to prefer correct sums to the model's own mistakes")
     reward, first, last = train_reward_model(demo, actor)

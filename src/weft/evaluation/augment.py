@@ -19,7 +19,13 @@ from weft.data.bad_replies import PromptReplies, make_worse_reply, read_replies
 from weft.data.rows import BadRow
 from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.errors import ConfigError, DataError
-from weft.evaluation.answers import MAX_REPORTED, EvaluationPrompt, Progress, sample_answers
+from weft.evaluation.answers import (
+    MAX_REPORTED,
+    EvaluationPrompt,
+    Progress,
+    sample_answers,
+    score_replies,
+)
 from weft.evaluation.models import OpenedModel
 from weft.evaluation.settings import SamplingSettings
 from weft.writing import open_file, replace_file
@@ -267,7 +273,7 @@ def _sample_weak_replies(
     if weak.reward is None:
         return [replies[place][0] if place in replies else None for place in range(len(rows))]
     # Select the best reply to each row by reward.
-    scores = answers.score_replies(
+    scores = score_replies(
         weak.reward, [prompts[place] for place in replies], list(replies.values())
     )
     best = {

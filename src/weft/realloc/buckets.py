@@ -104,7 +104,7 @@ def plan_rounds(
             pair = (each.source, each.target)
             size = itemsize[each.name]
             for piece in split_piece(each.piece, bucket_bytes // PIECES // size):
-                num_bytes = _count_elements(piece) * size
+                num_bytes = _count_piece_elements(piece) * size
                 queues[pair].append((each.name, piece, num_bytes))
                 left[pair] += num_bytes
     rounds: list[list[BucketMessage]] = []
@@ -144,11 +144,11 @@ def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
 
     The first dimension is split first, and the next ones only if that is not enough.
     """
-    if _count_elements(piece) <= max(limit, 1):
+    if _count_piece_elements(piece) <= max(limit, 1):
         yield piece
         return
     dim = next(at for at, part in enumerate(piece) if part.stop - part.start > 1)
-    rest = _count_elements(piece[dim + 1 :])
+    rest = _count_piece_elements(piece[dim + 1 :])
     rows = max(1, limit // rest)
     part = piece[dim]
     for start in range(part.start, part.stop, rows):
@@ -157,5 +157,5 @@ def split_piece(piece: Slice, limit: int) -> Iterator[Slice]:
         )
 
 
-def _count_elements(piece: Slice) -> int:
+def _count_piece_elements(piece: Slice) -> int:
     return math.prod(part.stop - part.start for part in piece)

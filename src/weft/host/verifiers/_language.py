@@ -129,7 +129,7 @@ WORDS = {
 
 # Language in `WORDS` -> its script, if that is not Latin
 SCRIPT_BY_LANGUAGE = {"hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI"}
-WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
+LETTERS = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 
 
 def detect(text: str) -> str:
@@ -179,7 +179,7 @@ def _detect_by_words(text: str, script: str) -> str:
     Only languages that are written in `script` are considered. If none of them scores higher than
     the script's default language, the default is returned.
     """
-    tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
+    tokens = text.split() if script == "DEVANAGARI" else LETTERS.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)
     scores = {}
     for language, known in WORDS.items():

@@ -26,7 +26,7 @@ SECONDS = 2.0  # maximum processor time of one answer, in seconds
 ALLOWANCE = 4.0  # processor time shared by all answers of this process, in seconds
 REFILL = 0.05  # seconds added to the allowance for each answer
 START_SECONDS = 120.0  # time limit of importing the library
-MOST_CHARACTERS = 100_000  # maximum length of a text that is searched for its answer
+MOST_SEARCHED_CHARACTERS = 100_000  # maximum length of a text that is searched for its answer
 MOST_COMMAS = 150  # maximum number of commas in a text's last `TAIL` characters
 TAIL = 300  # number of last characters that are searched for expressions that are too large
 # Expressions that take computer algebra too long: large powers of letters and brackets, towers of
@@ -59,7 +59,7 @@ def are_equal(reference: str, answer: str) -> bool:
 def _is_too_large(text: str) -> bool:
     tail = text[-TAIL:]
     return (
-        len(text) > MOST_CHARACTERS
+        len(text) > MOST_SEARCHED_CHARACTERS
         or HUGE.search(tail) is not None
         or tail.count(",") > MOST_COMMAS
     )
