@@ -17,7 +17,7 @@ from tests.models import common
 from tests.models.common import sequences, tiny
 from tests.models.network.test_prefix import COUNT, with_prefix
 from weft.checkpoints import hf_io, peft_io, prefix_io
-from weft.checkpoints.prefix_files import CONFIG
+from weft.checkpoints.names import ADAPTER
 from weft.errors import CheckpointError
 from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Head, Transformer
@@ -91,8 +91,8 @@ def test_a_part_of_a_prefix(tmp_path: Path) -> None:
 
 def test_a_prefix_of_another_model_is_refused(tmp_path: Path) -> None:
     _, where = saved(tmp_path)
-    settings = json.loads((where / CONFIG).read_text())
-    (where / CONFIG).write_text(json.dumps(settings | {"num_virtual_tokens": 9}))
+    settings = json.loads((where / ADAPTER).read_text())
+    (where / ADAPTER).write_text(json.dumps(settings | {"num_virtual_tokens": 9}))
     with pytest.raises(
         CheckpointError, match=r"prompt_embeddings; a prefix of 9 tokens of .* has \(9, "
     ):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
-from weft.checkpoints.prefix_files import CONFIG
+from weft.checkpoints.names import ADAPTER
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, PrefixSpec
 from weft.errors import CheckpointError, ConfigError
@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prefix_of(directory: Path, base: Path) -> Path:
     settings = {"peft_type": "PREFIX_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
-    (directory / CONFIG).write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
+    (directory / ADAPTER).write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
     return directory
 
 

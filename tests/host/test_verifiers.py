@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.host.verifiers._answers import find_numbers
-from weft.host.verifiers._language import detect
 from weft.host.verifiers.code import code, extract_program
 from weft.host.verifiers.exact import exact
 from weft.host.verifiers.format import format_match
 from weft.host.verifiers.gsm8k import find_final_number, gsm8k
+from weft.host.verifiers.ifeval import detect
 from weft.host.verifiers.length import length
 
 

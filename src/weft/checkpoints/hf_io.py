@@ -31,8 +31,8 @@ from weft.checkpoints.config_file import (
     find_shipped_config,
     prefix_errors,
     read_config_file,
+    read_prefix,
 )
-from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
 from weft.errors import CheckpointError, find_nearest

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoints import hf_io, prefix_files, weight_files
+from weft.checkpoints import config_file, hf_io, weight_files
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
@@ -235,7 +235,7 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
             f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}"
         )
     settings = read_object(file, str(file), CheckpointError)
-    if settings.get("peft_type") == prefix_files.PREFIX_KIND:
+    if settings.get("peft_type") == config_file.PREFIX_KIND:
         raise CheckpointError(
             f"{file} is a prefix: keys and values, which no weights can take in; name {directory} "
             f"itself as the model"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.checkpoints import weight_files
+from weft.checkpoints.config_file import ADAPTER_WEIGHTS, PREFIX_KIND, PREFIX_TASKS, PrefixSettings
 from weft.checkpoints.names import ADAPTER
-from weft.checkpoints.prefix_files import ADAPTER_WEIGHTS, PREFIX_KIND, PREFIX_TASKS, PrefixSettings
 from weft.checkpoints.weight_files import WeightFiles
 from weft.errors import CheckpointError
 from weft.models.network.config import TransformerConfig
@@ -99,7 +99,9 @@ def save_prefix(
         tensors[HEAD.format(name=score)] = parameters["score.weight"].detach().contiguous()
     settings = {
         "peft_type": PREFIX_KIND,
-        "task_type": next(task for task, kind in PREFIX_TASKS.items() if (kind == "lm") == (head == "lm")),
+        "task_type": next(
+            task for task, kind in PREFIX_TASKS.items() if (kind == "lm") == (head == "lm")
+        ),
         "base_model_name_or_path": base,
         "num_virtual_tokens": config.prefix_tokens,
         "num_layers": config.num_layers,

@@ -340,18 +340,14 @@ class Demo:
         The fraction is also stored in `accuracy` under the key `stage`.
         """
         rows = self.material / "held_out.jsonl"
-        self.accuracy[stage] = compute_accuracy(
-            self.generate(model, rows, f"accuracy-{stage}")
-        )
+        self.accuracy[stage] = compute_accuracy(self.generate(model, rows, f"accuracy-{stage}"))
         return self.accuracy[stage]
 
 
 def write_material(demo: Demo) -> None:
     """Write training data, held-out problems, a tokenizer and a model configuration."""
     training, held_out = draw_problems(demo.seed, HELD_OUT)
-    write_rows(
-        demo.material / "sft.jsonl", build_lesson_rows(training, demo.seed, times=10)
-    )
+    write_rows(demo.material / "sft.jsonl", build_lesson_rows(training, demo.seed, times=10))
     write_rows(demo.material / "prompts.jsonl", build_prompt_rows(training))
     write_rows(demo.material / "mistakes.jsonl", build_prompt_rows(training, times=3))
     write_rows(demo.material / "held_out.jsonl", build_prompt_rows(held_out, times=4))

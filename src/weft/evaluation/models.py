@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints import config_file
+from weft.checkpoints.config_file import has_prefix, read_prefix
 from weft.checkpoints.names import ADAPTER
-from weft.checkpoints.prefix_files import has_prefix, read_prefix
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError

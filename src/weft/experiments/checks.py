@@ -13,9 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.config_file import is_reward_model, prefix_option, read_config_values
+from weft.checkpoints.config_file import (
+    PrefixSettings,
+    is_reward_model,
+    prefix_option,
+    read_config_values,
+    read_prefix,
+)
 from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
-from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.adapters_spec import PrefixSpec

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.errors import RunError
-from weft.realloc.buckets import plan_rounds
 from weft.realloc.messages import (
     MessageExchange,
     ReallocationLink,
@@ -27,7 +26,7 @@ from weft.realloc.messages import (
     SourcePieces,
     Values,
 )
-from weft.realloc.plan import ParameterTransfer
+from weft.realloc.plan import ParameterTransfer, plan_rounds
 from weft.topology import Slice
 
 BUCKET_BYTES = 32 * 2**20

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from weft.errors import RunError
-from weft.realloc.buckets import SEAL, BucketMessage, MessagePiece
-from weft.realloc.plan import ParameterTransfer
+from weft.realloc.plan import SEAL, BucketMessage, MessagePiece, ParameterTransfer
 from weft.topology import Slice
 
 TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right memory

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.bounds import assert_within, gamma
 from tests.engine.common import EXACT, Nll, batch_of, engine_of, load_exactly, spec_of, tiny
-from weft.checkpoints.prefix_files import PrefixSettings, read_prefix
+from weft.checkpoints.config_file import PrefixSettings, read_prefix
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Request

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft import kernels
 from weft.checkpoints import hf_io
-from weft.checkpoints.prefix_files import has_prefix
+from weft.checkpoints.config_file import has_prefix
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.device import choose_flash, read_memory_bytes, resolve_device
 from weft.engine.quantize import check_quantize

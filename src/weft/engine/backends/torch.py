@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft import kernels
 from weft.checkpoints import hf_io, peft_io, prefix_io
-from weft.checkpoints.prefix_files import read_prefix
+from weft.checkpoints.config_file import read_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.engine import checkpoint_tokens
 from weft.engine.backends import common

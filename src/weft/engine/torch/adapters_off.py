@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from weft.algorithms.base import Array, Loss, Output
-from weft.checkpoints.prefix_files import has_prefix
+from weft.checkpoints.config_file import has_prefix
 from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, StepStats
 from weft.engine.spec import GenerationSpec, ModelSpec

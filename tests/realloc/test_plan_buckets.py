@@ -9,8 +9,15 @@ import pytest
 
 from tests.realloc.common import Sizes, layouts, on, shapes
 from weft.errors import ConfigError
-from weft.realloc.buckets import SMALLEST, BucketMessage, MessagePiece, plan_rounds, split_piece
-from weft.realloc.plan import ParameterTransfer, plan
+from weft.realloc.plan import (
+    SMALLEST,
+    BucketMessage,
+    MessagePiece,
+    ParameterTransfer,
+    plan,
+    plan_rounds,
+    split_piece,
+)
 from weft.topology import Layout
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft.checkpoints.prefix_files import CONFIG, PrefixSettings, has_prefix, read_prefix
+from weft.checkpoints.config_file import PrefixSettings, has_prefix, read_prefix
+from weft.checkpoints.names import ADAPTER
 from weft.errors import CheckpointError
 
 GOOD = {
@@ -20,7 +21,7 @@ GOOD = {
 
 
 def write(directory: Path, **changes: Any) -> Path:
-    (directory / CONFIG).write_text(json.dumps(GOOD | changes))
+    (directory / ADAPTER).write_text(json.dumps(GOOD | changes))
     return directory
 
 
@@ -47,6 +48,6 @@ def test_settings_that_are_refused(changes: dict[str, Any], message: str, tmp_pa
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_broken_settings(text: str, tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text(text)
+    (tmp_path / ADAPTER).write_text(text)
     with pytest.raises(CheckpointError, match="JSON"):
         read_prefix(tmp_path)
