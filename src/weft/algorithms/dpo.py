@@ -1,7 +1,7 @@
 """Preference losses without a reward model: DPO variants on pairs, KTO and BCO.
 
-The formulas are in `preferences.py` and `labelled.py`; this module applies them to minibatches. KTO
-and BCO train on single labelled completions instead of pairs.
+KTO and BCO train on single labelled completions instead of pairs. The formulas of pairs are in
+`preferences.py`, which this module applies to minibatches.
 """
 
 from __future__ import annotations

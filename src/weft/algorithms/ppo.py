@@ -1,6 +1,7 @@
 """PPO: the clipped policy loss, which GRPO shares, and the clipped value loss.
 
-The source is Schulman et al. 2017.
+The source is Schulman et al. 2017. Tokens with a high covariance of log-prob and advantage can be
+clipped (Clip-Cov) or penalized (KL-Cov).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read and check a model's config.json, and choose the backend of the model, without torch.
+"""Read and check the settings of a model or a trained prefix, and choose the backend, without torch.
 
 Values that no network, tokenizer or library could use are refused.
 

@@ -1,4 +1,4 @@
-"""Columns of a user's rows: renaming them, and reading the prompt.
+"""Columns of a user's rows: renaming them, and reading the prompt, also from a dialogue in one text.
 
 Names are changed by `dataset.columns={prompt: question, answer: solution}`. The prompt of a row is
 read, as text or as messages, in the same way for all dataset types.

@@ -1,4 +1,4 @@
-"""Splitting and joining of groups, and of numpy and torch arrays along the first dimension.
+"""Division of batches by token count, and splitting and joining of groups and of arrays.
 
 A group is a prompt with several completions. If it has too many tokens for a microbatch, it is
 split into parts with fewer completions each; this needs index arithmetic only. Operations on arrays

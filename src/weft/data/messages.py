@@ -1,4 +1,4 @@
-"""Normalization of messages: standard role names, text contents and uniform tool calls."""
+"""Normalization of messages (role names, texts, tool calls), and system texts added to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of tokenizers and datasets, as plain dataclasses. This module does not import torch."""
+"""Options of tokenizers and datasets, as plain dataclasses, and the named chat templates.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

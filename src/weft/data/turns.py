@@ -5,6 +5,8 @@ continue. The generation prompt is found by rendering the messages before the tu
 render a turn differently if other turns follow (they leave out reasoning, use another end token, or
 move tools to a later place). Such a turn is located by rendering the conversation again with other
 words in place of the message's text.
+
+`count_common_prefix` counts the ids, or characters, at the start that several sequences share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts from files, and a model's answers to them with several sampling settings at once.
+"""Prompts from files, a model's answers to them with several settings, and scores of the answers.
 
 The prompts are plain texts or conversations.
 """

@@ -1,4 +1,4 @@
-"""Sampling reports: a model's answers to prompts under named settings, as JSON and as HTML.
+"""Sampling reports as JSON and HTML, and the best of several answers as training data.
 
 The JSON has the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts:
 [{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`. A result also has `scores` if

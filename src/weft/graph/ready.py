@@ -1,6 +1,8 @@
 """Scheduling: selection of the nodes that can run next, and of the sample ids to run them on.
 
 Decisions depend only on ids, keys and counters. No tensors or clocks are involved.
+
+State per sample id is stored once for each block: the ids that share the same state.
 """
 
 from __future__ import annotations

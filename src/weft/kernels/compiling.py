@@ -1,4 +1,4 @@
-"""Compilation of parts of a network by torch, with a dynamic number of rows."""
+"""Compilation by torch of parts of a network and of single functions, for any number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between host and device, in parallel with the device's computation.
+"""Copies between host and device, in parallel with the device's computation; access to memory.
 
     queue = build_copy_queue(device)
     queue.follow_device()             # later copies start after the device's queued work

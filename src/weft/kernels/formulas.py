@@ -1,4 +1,4 @@
-"""Formulas of the pointwise operations of a block, each compiled by torch into one kernel."""
+"""Activation functions, and pointwise operations of a block compiled by torch into one kernel each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Files of a run: JSON Lines with one object per line, each for one training step, and JSON.
 
 Files can be missing or damaged; readers return what is left of them.
+
+`shorten_path` and `build_served_name` name a run's checkpoints for display.
 """
 
 from __future__ import annotations

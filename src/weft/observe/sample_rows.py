@@ -1,4 +1,4 @@
-"""Reader of `samples.jsonl` for reports: the rows of a few steps, grouped by prompt."""
+"""Rows of `samples.jsonl` for reports, by prompt, and their filmstrip: one strip per prompt."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ a reduce-scatter followed by an all-gather. Only `forward` splits the rows: gene
 
 The network does not know of the other ranks. Hooks on its modules exchange the tensors, norms over
 heads of several ranks are replaced, and so is the head's vocabulary.
-`weft.topology.compute_tensor_slice` defines how weights are split.
+`weft.topology.compute_tensor_slice` defines how weights are split. The softmax over a split
+vocabulary, of which each rank has consecutive ids, is also here.
 """
 
 from __future__ import annotations

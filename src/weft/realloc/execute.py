@@ -4,6 +4,7 @@
     reallocation.move(source, target)                                   # every rank of both layouts, at the same time
 
 The ranks first exchange versions and dtypes. `messages.py` then sends and receives the parameters.
+A snapshot in host memory lets an engine change before its parameters are sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages of one rank in a reallocation: packing, sending, receiving and verifying.
+"""Messages of one rank in a reallocation, and the process group over which they are sent.
 
 While the messages of one round are in flight, those of the next round are packed; a rank uses at
 most two buckets (message buffers) in each direction. If the receiver has mapped the sender's shared

@@ -6,6 +6,8 @@ itself if possible, otherwise from a rank on the same machine, otherwise from an
 equally near ranks, the one that has sent the fewest elements so far is chosen.
 
 `ReallocationTraffic` is the cost of a plan in bytes: per rank, and within and between machines.
+
+The pieces are grouped into messages of bounded size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Directory of a run, with its lock, configuration and status."""
+"""Directory of a run: its lock, configuration and status, and the processes that worked on it."""
 
 from __future__ import annotations
 

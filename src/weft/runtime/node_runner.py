@@ -1,4 +1,4 @@
-"""Runner of graph nodes.
+"""Runner of graph nodes, and work in background threads.
 
 Model function calls run in the worker group. Host functions run in this process, each firing
 (execution of a node) in a thread of its own; some can begin their work when a call announces early

@@ -1,4 +1,4 @@
-"""Interface of dataset classes, and base class of the built-in dataset types."""
+"""Interface of dataset classes, base class of the built-in types, and samples that differ by epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataset type `prompt`: prompts to complete.
+"""Dataset type `prompt`: prompts to complete, and fixed prompts for evaluation.
 
 All other columns of a row are kept for rewards and verifiers.
 """

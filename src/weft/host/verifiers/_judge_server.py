@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server for judges, with limits, retries and a cache.
+"""Client of an OpenAI-compatible server for judges, with its prompt, limits, retries and a cache.
 
 The cache of answers is an SQLite file that several processes share.
 """

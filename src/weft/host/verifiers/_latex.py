@@ -1,4 +1,4 @@
-"""Normalisation of mathematical answers in LaTeX, in two steps.
+"""Normalisation of mathematical answers in LaTeX, in two steps, and parsing of answers with members.
 
 `tidy` removes markup that has no mathematical meaning; its result is still LaTeX. `to_plain_form`
 then rewrites equivalent notations in the same way; its result is called a normalized answer.

@@ -1,4 +1,6 @@
-r"""Check that a verdict of `math_verify` depends on every letter and number of both answers.
+r"""Process that compares answers with the library `math_verify`, and checks the library's verdicts.
+
+A verdict must depend on every letter and number of both answers.
 
 The library drops input that its grammar does not know, and evaluates expressions that it considers
 constant: `1 \bmod 4` is read as 4, and `\frac{dy}{dx}` becomes 0. It would then find two answers

@@ -5,7 +5,7 @@ Large Language Models").
 
 Each check returns whether a response follows an instruction, given the instruction's arguments. The
 definitions are those of the published evaluation, except that sentences and words are split by
-rules instead of nltk, and languages are detected by `_language`.
+rules instead of nltk, and languages are detected by `detect`.
 """
 
 from __future__ import annotations

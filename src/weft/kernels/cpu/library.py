@@ -1,4 +1,4 @@
-"""Compilation and loading of the C++ kernels in this folder for the current processor.
+"""Compilation and loading of the C++ kernels in this folder, and constants that depend on them.
 
 The compiled file is cached in the user's cache folder (`weft/kernels` in `$XDG_CACHE_HOME`, else in
 `~/.cache`). The name of the file contains a hash of the sources, the flags, the versions of the

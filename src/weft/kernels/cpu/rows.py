@@ -1,4 +1,7 @@
-"""Operations between the matrix products of a block, each computed in one pass over memory."""
+"""Operations of a block by weft's own CPU kernels: products, softmax, and those between products.
+
+Each is computed in one pass over memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of new tokens over keys and values in cache slots, computed by torch or by kernels.
+"""Attention of new tokens over cache slots, and its computation in parts that are merged exactly.
 
 A slot is the contiguous memory for the keys and values of one sequence (`weft.models.kv.slots`).
 """

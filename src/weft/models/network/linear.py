@@ -1,4 +1,4 @@
-"""Linear layers; layers with the same input are fused into one matrix with named parts.
+"""Linear layers, fused where they share an input, and a network's parameters by canonical name.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
