@@ -14,8 +14,7 @@ import pytest
 from weft import registry
 from weft.cli import main as weft
 from weft.cli.aliases import map_spellings
-from weft.cli.common_options import EXAMPLES, find_common_options
-from weft.cli.help import format_quickstart_help, split_command
+from weft.cli.help import EXAMPLES, find_common_options, format_quickstart_help, split_command
 from weft.cli.quickstart import build_config
 from weft.cli.reference import SHIPPED
 from weft.errors import ConfigError

@@ -8,9 +8,8 @@ from tests.tiny import make_llama
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import DataError
-from weft.evaluation.answers import EvaluationPrompt, sample_answers
+from weft.evaluation.answers import EvaluationPrompt, choose, sample_answers
 from weft.evaluation.models import OpenedModel, open_policy
-from weft.evaluation.settings import choose
 
 
 @pytest.fixture(scope="module")

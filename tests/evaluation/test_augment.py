@@ -13,9 +13,9 @@ from weft.data.bad_replies import PromptReplies
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, DataError
 from weft.evaluation import augment
+from weft.evaluation.answers import SamplingSettings
 from weft.evaluation.augment import AugmentationOptions, WeakModel, read, write
 from weft.evaluation.models import open_policy
-from weft.evaluation.settings import SamplingSettings
 
 ROWS = [
     {

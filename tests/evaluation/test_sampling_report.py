@@ -11,8 +11,7 @@ import pytest
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.evaluation import sampling_report
-from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
-from weft.evaluation.settings import choose
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer, choose
 
 PROMPTS = [
     EvaluationPrompt("0", "Who <are> you?", ({"role": "user", "content": "Who <are> you?"},))

@@ -195,8 +195,8 @@ def _find_paths(given: argparse.Namespace) -> list[str]:
 def _open_weak_model(given: argparse.Namespace) -> WeakModel | None:
     if given.model is None:
         return None
+    from weft.evaluation.answers import SamplingSettings
     from weft.evaluation.augment import WeakModel
-    from weft.evaluation.settings import SamplingSettings
 
     spec = GenerationSpec(
         max_new_tokens=given.max_new_tokens,

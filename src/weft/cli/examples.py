@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import writing
-from weft.cli.common_options import EXAMPLES
+from weft.cli.help import EXAMPLES
 from weft.cli.ls import format_size
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError

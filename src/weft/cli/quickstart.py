@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from weft import registry
 from weft.cli import deepspeed, overrides
 from weft.cli.aliases import list_spellings, translate
-from weft.cli.common_options import NAMES
-from weft.cli.help import describe_config, format_quickstart_help, get_terminal_width, print_page
+from weft.cli.help import (
+    NAMES,
+    describe_config,
+    format_quickstart_help,
+    get_terminal_width,
+    print_page,
+)
 from weft.errors import ConfigError, find_nearest
 from weft.experiments.common import RunConfig, build_experiment
 from weft.options import Config, coerce, iterate_options, read, to_mapping, validate

@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.options import validate
 
 if TYPE_CHECKING:
-    from weft.evaluation.settings import SamplingSettings
+    from weft.evaluation.answers import SamplingSettings
 
 EPILOG = """examples:
   weft sample report runs/E/T OTHER_MODEL --prompts prompts.jsonl --settings greedy,k50 --samples 2 --out answers
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
-    from weft.evaluation.settings import SHIPPED
+    from weft.evaluation.answers import SHIPPED
 
     one = command.prog.endswith("best")
     command.add_argument(
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read_settings(given: argparse.Namespace) -> list[SamplingSettings]:
-    from weft.evaluation.settings import choose
+    from weft.evaluation.answers import choose
 
     base = GenerationSpec(max_new_tokens=given.max_new_tokens, seed=given.seed)
     validate(base)

@@ -23,11 +23,11 @@ from weft.evaluation.answers import (
     MAX_REPORTED,
     EvaluationPrompt,
     Progress,
+    SamplingSettings,
     sample_answers,
     score_replies,
 )
 from weft.evaluation.models import OpenedModel
-from weft.evaluation.settings import SamplingSettings
 from weft.writing import open_file, replace_file
 
 ROWS_PER_PART = 64

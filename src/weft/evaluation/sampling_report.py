@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from weft import writing
 from weft.errors import DataError
-from weft.evaluation.answers import EvaluationPrompt, SampledAnswer
-from weft.evaluation.settings import SamplingSettings
+from weft.evaluation.answers import EvaluationPrompt, SampledAnswer, SamplingSettings
 from weft.reading import explain_read_errors, make_folder, read_json
 
 HERE = Path(__file__).parent

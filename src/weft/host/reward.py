@@ -21,8 +21,7 @@ from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
 from weft.host._pool import RewardPool, RewardReply
 from weft.host._results import MOST_REWARD, Value
-from weft.host._routes import RewardRoute, RewardRoutes
-from weft.host._texts import CompletionTexts
+from weft.host._routes import CompletionTexts, RewardRoute, RewardRoutes
 from weft.host.base import ConfiguredHostFunction, HostContext
 from weft.host.spec import RewardOptions
 from weft.host.verifiers._sandbox import describe_protections, find_protections

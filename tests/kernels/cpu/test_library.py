@@ -18,8 +18,8 @@ from tests.bounds import assert_within, kernel_product_bound
 from tests.processes import fork_server
 from weft.errors import ConfigError
 from weft.kernels import product
+from weft.kernels.cpu import library
 from weft.kernels.cpu import library as native
-from weft.kernels.cpu import structures
 
 SOURCES = native.FOLDER
 
@@ -206,7 +206,7 @@ def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("structure", structures.SHARED, ids=lambda structure: structure.__name__)
+@pytest.mark.parametrize("structure", library.SHARED, ids=lambda structure: structure.__name__)
 def test_a_structure_of_another_size_than_in_cpp_is_refused(
     structure: type[ctypes.Structure], fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,10 +215,10 @@ def test_a_structure_of_another_size_than_in_cpp_is_refused(
         (ctypes.Structure,),
         {"_fields_": (*structure._fields_, ("more", ctypes.c_long))},
     )
-    shared = tuple(longer if each is structure else each for each in structures.SHARED)
+    shared = tuple(longer if each is structure else each for each in library.SHARED)
     monkeypatch.setattr(native, "SHARED", shared)
     with pytest.raises(
-        AssertionError, match=rf"other sizes in C\+\+ than in structures.py: {structure.__name__}$"
+        AssertionError, match=rf"other sizes in C\+\+ than in library.py: {structure.__name__}$"
     ):
         native.load_library()
 
@@ -229,4 +229,4 @@ def test_every_structure_is_compared() -> None:
         for each in vars(structures).values()
         if isinstance(each, type) and issubclass(each, ctypes.Structure)
     }
-    assert made == set(structures.SHARED)
+    assert made == set(library.SHARED)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.kernels.cpu import library, rows
-from weft.kernels.cpu.structures import AttentionStruct, HeadsStruct
+from weft.kernels.cpu.library import AttentionStruct, HeadsStruct
 from weft.kernels.types import AttentionState, VarlenSegments
 
 MOST_DIM = 256  # largest head size

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu import library, structures
+from weft.kernels.cpu import library
+from weft.kernels.cpu.library import get_pointer
 from weft.kernels.cpu.rows import MOST_ROWS
-from weft.kernels.cpu.structures import get_pointer
 
 NO_MEMORY = -2  # value of `Outcome` in kernels.h
 
@@ -161,15 +161,15 @@ class CachedForward:
 
     weights: NetworkWeights
     _blocks: Any = field(init=False, repr=False)
-    _step: structures.StepStruct = field(init=False, repr=False)
+    _step: library.StepStruct = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         weights = self.weights
-        self._blocks = (structures.BlockStruct * len(weights.blocks))(
+        self._blocks = (library.BlockStruct * len(weights.blocks))(
             *map(_build_block_struct, weights.blocks)
         )
         vocabulary, hidden = weights.embedding.shape
-        self._step = structures.StepStruct(
+        self._step = library.StepStruct(
             embedding=get_pointer(weights.embedding),
             norm=get_pointer(weights.norm),
             blocks=len(weights.blocks),
@@ -212,7 +212,7 @@ class CachedForward:
         logprobs = torch.empty(steps, rows)
         given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
         _, _referenced = self._begin(at, None)
-        how = structures.DrawsStruct(*map(get_pointer, given), draws.temperature, steps)
+        how = library.DrawsStruct(*map(get_pointer, given), draws.temperature, steps)
         count = library.call("weft_decode_ahead", self._blocks, how, self._step)
         if count < 0:
             raise self._build_error(count, at, None)
@@ -246,7 +246,7 @@ class CachedForward:
             step.half = rotation[0].shape[-1]
         prefixes = [_build_prefix_struct(prefix) for prefix in at.prefixes]
         step.prefixes, step.shared = (
-            (structures.PrefixStruct * len(prefixes))(*prefixes),
+            (library.PrefixStruct * len(prefixes))(*prefixes),
             len(prefixes),
         )
         return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
@@ -266,17 +266,17 @@ class CachedForward:
         )
 
 
-def _build_block_struct(block: BlockWeights) -> structures.BlockStruct:
-    norms = [getattr(block, name) for name in structures.NORMS]
-    linear = [part for name in structures.PRODUCTS for part in getattr(block, name)]
-    pointers = structures.Parameters(*map(get_pointer, (*norms, *linear)))
-    return structures.BlockStruct(
+def _build_block_struct(block: BlockWeights) -> library.BlockStruct:
+    norms = [getattr(block, name) for name in library.NORMS]
+    linear = [part for name in library.PRODUCTS for part in getattr(block, name)]
+    pointers = library.Parameters(*map(get_pointer, (*norms, *linear)))
+    return library.BlockStruct(
         pointers, get_pointer(block.keys), get_pointer(block.values), block.scale, block.window or 0
     )
 
 
-def _build_prefix_struct(prefix: PrefixRows) -> structures.PrefixStruct:
+def _build_prefix_struct(prefix: PrefixRows) -> library.PrefixStruct:
     stored = (ctypes.c_void_p * len(prefix.stored))(*map(get_pointer, prefix.stored))
-    return structures.PrefixStruct(
+    return library.PrefixStruct(
         get_pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored
     )

@@ -9,7 +9,7 @@ import pytest
 
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
-from weft.evaluation.settings import choose, read_file
+from weft.evaluation.answers import choose, read_file
 
 BASE = GenerationSpec(max_new_tokens=7, seed=3)
 
