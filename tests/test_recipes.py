@@ -15,10 +15,10 @@ from weft.checkpoints.config_file import find_family, read_shipped_configs
 from weft.checkpoints.hf_io import read_config
 from weft.cli import main as weft
 from weft.cli.quickstart import build_config
-from weft.data.named.fetch import find_entry
+from weft.data.named.catalogue import find_entry
 from weft.data.spec import list_source_specs
 from weft.engine.spec import GenerationSpec
-from weft.evaluation.answers import read_file
+from weft.evaluation.settings import read_file
 from weft.launch.run import mark_as_planned
 from weft.models.network.transformer import Transformer
 

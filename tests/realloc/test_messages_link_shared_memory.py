@@ -19,7 +19,7 @@ def test_another_process_sees_it() -> None:
     laid = messages.SharedMemoryBuffer(32)
     laid.memory.copy_(torch.arange(32, dtype=torch.uint8))
     code = (
-        f"from weft.realloc import link; found = messages.map_buffer({laid.address}); "
+        f"from weft.realloc import messages; found = messages.map_buffer({laid.address}); "
         "print(found.tolist()); found[3] = 77"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

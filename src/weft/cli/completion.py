@@ -221,7 +221,7 @@ def _complete_values(name: str, words: Sequence[str], current: str) -> Iterator[
     elif option == "dataset.type":
         offered = [(value, "") for value in registry.datasets.list_names()]
     elif option == "dataset.named":
-        from weft.data.named.fetch import list_names
+        from weft.data.named.catalogue import list_names
 
         offered = [(value, "") for value in list_names()]
     elif last in VALUE_SOURCES:

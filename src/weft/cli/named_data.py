@@ -21,7 +21,8 @@ from weft.data.datasets.base import TokenizedDataset
 from weft.data.loader import LoadedData, assign_unique_names
 from weft.data.mixture import SourceShare, count_per_epoch, hold_out
 from weft.data.named import find_entry, list_names
-from weft.data.named.fetch import CatalogueEntry, find_local
+from weft.data.named.catalogue import CatalogueEntry
+from weft.data.named.fetch import find_local
 from weft.data.named.prepare import PreparedSource, ValidationSplit, find_cache_root, prepare
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, find_first_key
 from weft.data.sources import UnreadableRow, find_files, read_rows

@@ -4,6 +4,6 @@ A catalogue entry (`entries/*.yaml`) says where a dataset comes from and which r
 converts its rows.
 """
 
-from weft.data.named.fetch import CatalogueEntry, find_entry, list_names
+from weft.data.named.catalogue import CatalogueEntry, find_entry, list_names
 
 __all__ = ["CatalogueEntry", "find_entry", "list_names"]

@@ -17,15 +17,9 @@ from typing import Any, TextIO, get_args, get_type_hints
 from weft.data.lengths import LengthLimits
 from weft.data.messages import track_unread_keys
 from weft.data.mixture import hold_out
+from weft.data.named.catalogue import CatalogueEntry, find_entry
 from weft.data.named.example import TYPES, Example, ReaderContext, to_row
-from weft.data.named.fetch import (
-    CatalogueEntry,
-    DatasetFiles,
-    find_entry,
-    format_file_name,
-    locate,
-    read_entry_rows,
-)
+from weft.data.named.fetch import DatasetFiles, format_file_name, locate, read_entry_rows
 from weft.data.rows import BadRow, Row
 from weft.data.sources import ORIGIN, RowLocation, UnreadableRow, hash_content
 from weft.data.spec import SourceSpec
