@@ -18,7 +18,7 @@ from weft.cli.quickstart import build_config
 from weft.data.named.catalogue import find_entry
 from weft.data.spec import list_source_specs
 from weft.engine.spec import GenerationSpec
-from weft.evaluation.settings import read_file
+from weft.evaluation.answers import read_file
 from weft.launch.run import mark_as_planned
 from weft.models.network.transformer import Transformer
 
