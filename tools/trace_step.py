@@ -37,7 +37,10 @@ PACKAGE = str(ROOT / "src" / "weft") + os.sep
 OUTPUT = "WEFT_TRACE_OUTPUT"  # the folder in which each process writes what it called
 CONFIGURATION_MODULES = ("weft.experiments", "weft.experiment")
 TRACED_STEP = 2
+STEP = "Master.step"
 TRAINS = "Optimizer.step"
+CALLS = "interfaces/"  # the modules with the methods in which a model function call begins
+METHODS = ("generate", "inference", "train_step")
 SHORT_MODULE = 40  # lines; `__init__.py` does not count
 
 RUN = (
@@ -58,7 +61,8 @@ class Tracer:
         self.folder = folder
         self.steps = 0
         self.called: set[CodeType] = set()
-        self.stacks: dict[str, list[str]] = {}
+        self.stacks: dict[str, list[str]] = {}  # at `Optimizer.step`, by thread
+        self.entries: dict[str, list[str]] = {}  # at `Master.step` and where calls begin
         self.configuration: list[str] = []
         # A device's process has no Master: everything that it calls between two trainings of a
         # role belongs to a step.
@@ -73,7 +77,7 @@ class Tracer:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
             return
-        is_step = code.co_qualname == "Master.step"
+        is_step = code.co_qualname == STEP
         if event == "return":
             if is_step and self.steps == TRACED_STEP:
                 self.write()
@@ -83,8 +87,11 @@ class Tracer:
             if self.steps == TRACED_STEP:
                 self.called = set()
         self.called.add(code)
+        path = code.co_filename.removeprefix(PACKAGE)
+        if is_step or (path.startswith(CALLS) and code.co_name in METHODS):
+            self.entries.setdefault(code.co_qualname, list_functions(frame))
         if not self.steps and _has_configuration(frame):
-            self.configuration.append(code.co_filename.removeprefix(PACKAGE))
+            self.configuration.append(path)
         if code.co_qualname == TRAINS:
             self.trained += 1
             if not self.stacks:
@@ -107,6 +114,7 @@ class Tracer:
             "trained": self.trained,
             "functions": functions,
             "stacks": self.stacks,
+            "entries": self.entries,
             "configuration": self.configuration,
         }
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps(record))
@@ -179,6 +187,17 @@ def count_lines(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
                 path = function.rpartition(":")[0]
                 lines.setdefault(path, set()).update(numbers)
     return {path: len(numbers) for path, numbers in sorted(lines.items())}
+
+
+def find_entry_files(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the files with functions on the stack at `Master.step`, where a call begins, and at
+    `Optimizer.step`.
+    """
+    found = set()
+    for record in records:
+        for stack in (*record["stacks"].values(), *record["entries"].values()):
+            found.update(function.rpartition(":")[0] for function in stack)
+    return found
 
 
 def find_returns(way: Sequence[str]) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Comparison of two answers by the computer algebra of `math_verify` (Hugging Face), with limits.
 
-The library runs in a separate process (`_algebra`), which the kernel ends when its processor time
+The library runs in a separate process (`_survival`), which the kernel ends when its processor time
 is used up: no loop in Python, C or a regular expression can exceed the limit. Unlike limits by
 signals, this also works in threads.
 """
@@ -144,7 +144,7 @@ class AlgebraProcess:
                     "-W",
                     "ignore",
                     "-m",
-                    f"{__package__}._algebra",
+                    f"{__package__}._survival",
                     str(theirs.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -238,7 +238,7 @@ def _check_sizes(kernels: ctypes.CDLL) -> ctypes.CDLL:
     sizes = (ctypes.c_long * len(SHARED))()
     kernels.weft_sizes(sizes)
     wrong = [s.__name__ for s, size in zip(SHARED, sizes, strict=True) if ctypes.sizeof(s) != size]
-    assert not wrong, f"other sizes in C++ than in structures.py: {', '.join(wrong)}"
+    assert not wrong, f"other sizes in C++ than in library.py: {', '.join(wrong)}"
     return kernels
 
 

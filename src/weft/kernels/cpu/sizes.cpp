@@ -1,4 +1,4 @@
-// Sizes of the structures shared by C++ and Python, in the order of `structures.py`.
+// Sizes of the structures shared by C++ and Python, in the order of `library.py`.
 #include "forward.h"
 
 extern "C" void weft_sizes(long *sizes) {
