@@ -2,7 +2,8 @@
 
 The name of a built-in object is the name of its file: `data/datasets/prompt.py` registers the
 dataset `prompt`. All names are therefore known without importing anything (`--help` does not import
-torch), and adding a file is enough to add a name. User code registers objects with the `register_*`
+torch), and adding a file is enough to add a name. The few built-in objects outside of the package
+for their kind are listed with the registry. User code registers objects with the `register_*`
 functions, as decorators or plain calls. A name can also be an import location: `module:thing` or
 `FILE.py:thing`.
 """
@@ -14,7 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,12 +55,16 @@ class Registry:
     """Registry of objects of one kind, such as dataset types or losses, by name.
 
     `package` is the subpackage of `weft` whose modules register the built-in objects when they are
-    imported.
+    imported. `elsewhere` maps the names of further built-in objects to their modules in other
+    packages, which `package` must not import.
     """
 
-    def __init__(self, kind: str, package: str = "") -> None:
+    def __init__(
+        self, kind: str, package: str = "", elsewhere: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
         self._package = package
+        self._elsewhere = elsewhere or {}
         self._objects: dict[str, Any] = {}
         self._conversions: dict[str, FunctionConversion] = {}
         self._converted: dict[str, Any] = {}  # cache of converted functions
@@ -100,9 +105,10 @@ class Registry:
             return []
         folder = ROOT.joinpath(*self._package.split("."))
         module_names = (module.name for module in pkgutil.iter_modules([str(folder)]))
-        return sorted(
+        names = {
             name for name in module_names if not name.startswith("_") and name not in SHARED_MODULES
-        )
+        }
+        return sorted(names | set(self._elsewhere))
 
     def list_names(self) -> list[str]:
         """Return the sorted names of all built-in modules and registered objects.
@@ -118,7 +124,7 @@ class Registry:
         `ConfigError` for an unknown name; the message suggests similar names.
         """
         if name not in self._objects and name in self.list_shipped():
-            importlib.import_module(f"weft.{self._package}.{name}")
+            self._import_shipped(name)
         if name not in self._objects and ":" in name:
             return self._load_from_path(name)
         if name not in self._objects:
@@ -126,6 +132,9 @@ class Registry:
         if name not in self._objects:
             raise build_unknown_name_error(self.kind, name, self._objects)
         return self._convert(name)
+
+    def _import_shipped(self, name: str) -> None:
+        importlib.import_module(self._elsewhere.get(name, f"weft.{self._package}.{name}"))
 
     def _convert(self, name: str) -> Any:
         if name not in self._conversions:
@@ -163,7 +172,7 @@ class Registry:
         `FILE.py:thing`, are left out.
         """
         for module in self.list_shipped():
-            importlib.import_module(f"weft.{self._package}.{module}")
+            self._import_shipped(module)
         return sorted(name for name in self._objects if ":" not in name)
 
     def __contains__(self, name: object) -> bool:
@@ -192,7 +201,7 @@ datasets = Registry("dataset type", "data.datasets")
 interfaces = Registry("interface", "interfaces")
 functions = Registry("host function", "host")
 verifiers = Registry("verifier", "host.verifiers")
-backends = Registry("backend", "engine.backends")
+backends = Registry("backend", "engine.backends", {"service": "weft.serve.client"})
 families = Registry("model family", "models.families")
 losses = Registry("loss", "algorithms")
 experiments = Registry("experiment")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from tests.tiny import make_llama
 from weft.cli import serve
-from weft.serve.limits import ServerLimits
+from weft.serve.exchange import ServerLimits
 from weft.serve.server import Server, ServerPorts
 
 TOKEN = "token-of-the-tests"

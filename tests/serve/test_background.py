@@ -22,8 +22,8 @@ from tests.tiny import make_llama
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.serve import openai_api
-from weft.serve.asgi import RequestRefused
 from weft.serve.background import LARGE, BackgroundWork
+from weft.serve.exchange import RequestRefused
 from weft.serve.openai_api import CompletionEndpoints
 from weft.serve.openai_fields import read_settings
 from weft.serve.served_model import ServedModel

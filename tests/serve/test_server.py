@@ -22,7 +22,7 @@ from weft.engine.generation.generate import BatchGenerator
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.registry import backends
-from weft.serve.limits import ServerLimits
+from weft.serve.exchange import ServerLimits
 from weft.serve.server import Server, ServerPorts
 from weft.serve.worker import build_sample
 from weft.topology import Layout

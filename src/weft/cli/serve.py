@@ -160,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
         import uvicorn  # noqa: F401
 
         from weft.serve import server
-        from weft.serve.limits import ServerLimits
+        from weft.serve.exchange import ServerLimits
     except ImportError as error:
         from weft.extras import install
 

@@ -9,8 +9,7 @@ import os
 from dataclasses import replace
 
 from weft.checkpoints.config_file import TORCH_BACKEND
-from weft.engine.service_address import ServiceAddress
-from weft.engine.service_spec import SERVICE, ServedSpec
+from weft.engine.service_spec import SERVICE, ServedSpec, ServiceAddress
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments._assemble import check_config

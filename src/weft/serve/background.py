@@ -2,7 +2,7 @@
 
 Threads suffice for work that releases the GIL regularly (tokenizers in Rust, templates, numpy in
 chunks). Parsing large JSON bodies holds the GIL throughout, so a child process does that
-(`_read_json.py`).
+(`bodies.main`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError
-from weft.protocol.tensors import read_object
-from weft.serve.asgi import RequestRefused
+from weft.serve.bodies import read_object
+from weft.serve.exchange import RequestRefused
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class BackgroundWork:
         Raises `DataError` for an invalid body, and `RunError` if the process dies meanwhile.
         """
         if self._reader is None or self._reader.poll() is not None:
-            command = [sys.executable, "-m", "weft.serve._read_json"]
+            command = [sys.executable, "-m", "weft.serve.bodies"]
             self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         given = self._reader.stdin
         answers = self._reader.stdout

@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 
 from weft.errors import DataError, UserError
-from weft.protocol import messages
+from weft.serve import inference_grpc
 from weft.serve.app import ServerApp, is_authorized
-from weft.serve.asgi import RequestRefused
+from weft.serve.exchange import RequestRefused
 from weft.serve.served_model import VERSION
 
 log = logging.getLogger(__name__)
@@ -88,24 +88,24 @@ class GrpcCallHandlers:
             )
 
     def _ServerLive(self, request: Any, context: Any) -> Any:
-        return messages.get_message_class("ServerLiveResponse")(live=True)
+        return inference_grpc.get_message_class("ServerLiveResponse")(live=True)
 
     def _ServerReady(self, request: Any, context: Any) -> Any:
-        return messages.get_message_class("ServerReadyResponse")(
+        return inference_grpc.get_message_class("ServerReadyResponse")(
             ready=all(m.worker.is_alive for m in self.app.models.values())
         )
 
     def _ModelReady(self, request: Any, context: Any) -> Any:
         served = self.app.inference_endpoint.get_model(request.name, request.version)
-        return messages.get_message_class("ModelReadyResponse")(ready=served.worker.is_alive)
+        return inference_grpc.get_message_class("ModelReadyResponse")(ready=served.worker.is_alive)
 
     def _ServerMetadata(self, request: Any, context: Any) -> Any:
-        return messages.get_message_class("ServerMetadataResponse")(
+        return inference_grpc.get_message_class("ServerMetadataResponse")(
             **self.app.inference_endpoint.describe_server()
         )
 
     def _ModelMetadata(self, request: Any, context: Any) -> Any:
-        return messages.get_message_class("ModelMetadataResponse")(
+        return inference_grpc.get_message_class("ModelMetadataResponse")(
             **self.app.inference_endpoint.get_model(request.name, request.version).build_metadata()
         )
 
@@ -119,18 +119,18 @@ class GrpcCallHandlers:
 
     def _infer(self, request: Any, context: Any) -> Any:
         served = self.app.inference_endpoint.get_model(request.model_name, request.model_version)
-        inputs = messages.read_tensors(request.inputs, request.raw_input_contents)
+        inputs = inference_grpc.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:
             if output.name != served.output:
                 raise DataError(
                     f"model {served.name!r} has no output {output.name!r}; it has {served.output}"
                 )
-        parameters = messages.read_parameters(request.parameters)
+        parameters = inference_grpc.read_parameters(request.parameters)
         tensors = self._run(self.app.inference_endpoint.infer(served, inputs, parameters), context)
-        reply = messages.get_message_class("ModelInferResponse")(
+        reply = inference_grpc.get_message_class("ModelInferResponse")(
             model_name=served.name, model_version=VERSION, id=request.id
         )
-        messages.write_tensors(tensors, reply.outputs, reply.raw_output_contents)
+        inference_grpc.write_tensors(tensors, reply.outputs, reply.raw_output_contents)
         return reply
 
     def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
@@ -160,7 +160,7 @@ def build_grpc_server(app: ServerApp, loop: asyncio.AbstractEventLoop) -> grpc.S
     def build_handler(name: str) -> grpc.RpcMethodHandler:
         return grpc.unary_unary_rpc_method_handler(
             lambda request, context: calls.answer(name, request, context),
-            request_deserializer=messages.get_message_class(f"{name}Request").FromString,
+            request_deserializer=inference_grpc.get_message_class(f"{name}Request").FromString,
             response_serializer=lambda reply: reply.SerializeToString(),
         )
 
@@ -172,8 +172,8 @@ def build_grpc_server(app: ServerApp, loop: asyncio.AbstractEventLoop) -> grpc.S
             ("grpc.so_reuseport", 0),
         ],
     )
-    handlers = {name: build_handler(name) for name in messages.CALLS}
+    handlers = {name: build_handler(name) for name in inference_grpc.CALLS}
     server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(messages.SERVICE, handlers),)
+        (grpc.method_handlers_generic_handler(inference_grpc.SERVICE, handlers),)
     )
     return server

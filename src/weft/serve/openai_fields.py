@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.engine.spec import GenerationSpec
 from weft.errors import find_nearest
-from weft.serve.asgi import RequestRefused
+from weft.serve.exchange import RequestRefused
 
 MOST_CHOICES = 128
 MOST_STOPS = 16

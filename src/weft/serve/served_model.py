@@ -16,8 +16,8 @@ from weft.data.token_bytes import TokenBytes
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
-from weft.protocol.tensors import Tensor
 from weft.serve.background import BackgroundWork
+from weft.serve.bodies import Tensor
 from weft.serve.worker import ScoredRows, ServingWorker
 
 PLATFORM = "weft"

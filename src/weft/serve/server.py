@@ -19,10 +19,15 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.serve.app import ServerApp
-from weft.serve.asgi import HttpExchange, Message, RequestRefused
 from weft.serve.background import BackgroundWork
-from weft.serve.limits import ServerLimits
-from weft.serve.metrics import TYPE, ServerMetrics
+from weft.serve.exchange import (
+    TYPE,
+    HttpExchange,
+    Message,
+    RequestRefused,
+    ServerLimits,
+    ServerMetrics,
+)
 from weft.serve.served_model import ServedModel
 
 GRACE_S = 5.0  # time for running requests to finish at shutdown

@@ -1,28 +1,45 @@
-"""Client for scores and log-probs of a model served at a URL, with concurrent requests and retries."""
+"""Backend `service`: scores and log-probs of a model that is served at a URL.
+
+Requests follow the open inference protocol (KServe v2). They are sent concurrently, and again after
+failures that may be temporary. A transport's calls return an answer or a `RequestFailure`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
-from weft.engine.service_address import ServiceAddress
-from weft.engine.service_spec import ServiceSpec
-from weft.engine.service_transport import HTTPTransport, ServiceMetadata, ServiceTransport
-from weft.errors import ConfigError, RunError
+from weft.engine.backends.null import NullEngine
+from weft.engine.service_spec import ServedSpec, ServiceAddress, ServiceSpec
+from weft.engine.spec import ModelSpec
+from weft.errors import ConfigError, DataError, RunError
 from weft.extras import install
 from weft.host import http
 from weft.host.http import RequestFailure
-from weft.protocol.tensors import DATATYPES, Tensor
+from weft.registry import register_backend
+from weft.serve.bodies import (
+    DATATYPES,
+    LENGTH_HEADER,
+    ServiceMetadata,
+    Tensor,
+    pack,
+    read_object,
+    unpack,
+)
+from weft.topology import Layout
 
 T = TypeVar("T")
 Vector = npt.NDArray[np.float32]
@@ -37,6 +54,34 @@ LOGIT_ROWS = 8  # maximum rows of a request whose answer is whole logits
 IDS = "input_ids"
 MASK = "attention_mask"
 STARTS = "prompt_length"
+ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
+STATUS_FIXES = {
+    401: "set the token that the server asks for in the environment variable that service.token_env names",
+    404: "check the model's name at the end of url",
+    413: "lower service.rows",
+}
+
+
+@register_backend("service")
+def service(spec: ModelSpec, layout: Layout) -> NullEngine:
+    """Build an engine that gets its outputs from a service.
+
+    Raises `ConfigError` for a role without a URL, and for a trained role.
+    """
+    if not isinstance(spec, ServedSpec) or spec.url is None:
+        raise ConfigError(
+            "backend=service: the role needs a url; leave backend out and set rew.url or ref.url"
+        )
+    if spec.trained:
+        raise ConfigError(
+            f"url={spec.url!r}: a role that is trained has its network here; set path"
+        )
+    client = ServiceClient(
+        ROLES[spec.head],
+        ServiceAddress.parse(ROLES[spec.head], spec.url, spec.service),
+        spec.service,
+    )
+    return NullEngine(layout, client.compute, f"served by {spec.url}")
 
 
 @dataclass
@@ -234,22 +279,6 @@ class ServiceClient:
         return f"{self.role}.url={self.place.url}"
 
 
-def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport:
-    """Return the transport for the URL's scheme.
-
-    Raises `ConfigError` if the scheme needs gRPC and gRPC isn't installed.
-    """
-    if place.scheme in ("http", "https"):
-        return HTTPTransport(place, timeout_s)
-    try:
-        from weft.engine.service_grpc import GRPCTransport
-    except ImportError as error:
-        raise ConfigError(
-            f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}"
-        ) from None
-    return GRPCTransport(place, timeout_s)
-
-
 def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float) -> Vector:
     """Return the log-prob of `ids[i]` in row i of `logits` [n, V], for each i, as float32 [n].
 
@@ -259,3 +288,124 @@ def _compute_log_softmax(logits: Tensor, ids: Sequence[int], temperature: float)
     scaled -= scaled.max(axis=-1, keepdims=True)
     chosen = scaled[np.arange(len(ids)), list(ids)]
     return (chosen - np.log(np.exp(scaled).sum(axis=-1))).astype(np.float32)
+
+
+def build_transport(place: ServiceAddress, timeout_s: float) -> ServiceTransport:
+    """Return the transport for the URL's scheme.
+
+    Raises `ConfigError` if the scheme needs gRPC and gRPC isn't installed.
+    """
+    if place.scheme in ("http", "https"):
+        return HTTPTransport(place, timeout_s)
+    try:
+        from weft.serve.inference_grpc import GRPCTransport
+    except ImportError as error:
+        raise ConfigError(
+            f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}"
+        ) from None
+    return GRPCTransport(place, timeout_s)
+
+
+class ServiceTransport(Protocol):
+    """Interface of clients that send inference requests to a server, for example over HTTP."""
+
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure: ...
+    def infer(
+        self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
+    ) -> Tensor | RequestFailure: ...
+    def close(self) -> None: ...
+
+
+class HTTPTransport:
+    """Implementation of `ServiceTransport` over HTTP; tensors are sent in binary form."""
+
+    def __init__(self, place: ServiceAddress, timeout_s: float) -> None:
+        self._place = place
+        self._timeout_s = timeout_s
+        self._base = f"{place.scheme}://{place.address}/v2/models/{quote(place.model, safe='')}"
+        if place.token is not None:
+            headers = {"Authorization": f"Bearer {place.token}"}
+        else:
+            headers = {}
+        # Don't follow redirects: another host would get the token. Bypass the proxy for loopback
+        # addresses, which it cannot reach.
+        self._client = httpx.Client(
+            headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
+        )
+
+    def fetch_metadata(self) -> ServiceMetadata | RequestFailure:
+        came = self._send("GET", self._base)
+        if isinstance(came, RequestFailure):
+            return came
+        with contextlib.suppress(DataError, KeyError, TypeError, AttributeError):
+            metadata = read_object(came.content)
+            inputs = {entry["name"]: entry["datatype"] for entry in metadata["inputs"]}
+            return ServiceMetadata(inputs, tuple(entry["name"] for entry in metadata["outputs"]))
+        return _build_reply_trouble(self._place)
+
+    def infer(
+        self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
+    ) -> Tensor | RequestFailure:
+        head: dict[str, Any] = {"outputs": [{"name": output, "parameters": {"binary_data": True}}]}
+        if parameters:
+            head["parameters"] = dict(parameters)
+        body, length = pack(head, "inputs", inputs, set(inputs))
+        headers = {LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
+        came = self._send("POST", f"{self._base}/infer", content=body, headers=headers)
+        if isinstance(came, RequestFailure):
+            return came
+        with contextlib.suppress(DataError, ValueError, KeyError):
+            size = came.headers.get(LENGTH_HEADER)
+            return np.asarray(
+                unpack(came.content, None if size is None else int(size), "outputs")[1][output]
+            )
+        return _build_reply_trouble(self._place)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, method: str, url: str, **more: Any) -> httpx.Response | RequestFailure:
+        try:
+            response = self._client.request(method, url, **more)
+        except httpx.TimeoutException:
+            return _build_timeout_trouble(self._timeout_s)
+        except httpx.HTTPError as error:
+            return RequestFailure(
+                type(error).__name__,
+                "start the server, or correct url",
+                True,
+                http.mask_key(str(error), self._place.token),
+            )
+        status = response.status_code
+        if status == 200:
+            return response
+        if status in (401, 403):
+            response_text = ""
+        else:
+            response_text = http.mask_key(response.text, self._place.token)
+        fix = STATUS_FIXES.get(
+            status, "look at the server's log" if status >= 500 else "check url and the model"
+        )
+        return RequestFailure(
+            f"status {status}",
+            fix,
+            http.is_retryable_status(status),
+            response_text,
+            http.parse_retry_after(response.headers.get("Retry-After")),
+        )
+
+
+def _build_timeout_trouble(timeout_s: float) -> RequestFailure:
+    return RequestFailure(
+        f"no answer within service.timeout_s={timeout_s:g} seconds",
+        "raise it, lower service.rows, or check that the server works",
+        True,
+    )
+
+
+def _build_reply_trouble(place: ServiceAddress) -> RequestFailure:
+    return RequestFailure(
+        "the answer does not follow the inference protocol",
+        f"check that {place.url} is a server of that protocol (KServe v2, Triton)",
+        False,
+    )

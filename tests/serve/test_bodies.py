@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft.errors import DataError
-from weft.protocol.tensors import DATATYPES, pack, unpack
+from weft.serve.bodies import DATATYPES, pack, unpack
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)

@@ -1,11 +1,18 @@
-"""Handling of one HTTP request over ASGI: reading the body, replying, and detecting disconnects."""
+"""One HTTP request over ASGI and its reply, and the limits and counts of all requests.
+
+An exchange reads the body, replies, and detects disconnects. The counts are written in the text
+format of Prometheus.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import json
+import threading
 import zlib
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +25,19 @@ ENCODINGS = ("gzip", "deflate")
 # A body that is too large is read up to this multiple of the limit and discarded, so that its
 # sender can read the answer.
 DRAIN = 4
+
+# Metrics
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # seconds
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HELP = {
+    "weft_requests_total": "Requests answered, by endpoint and status.",
+    "weft_request_seconds": "Seconds from a request's arrival to the end of its answer.",
+    "weft_abandoned_total": "Requests whose client disconnected before the answer.",
+    "weft_prompt_tokens_total": "Prompt tokens.",
+    "weft_generated_tokens_total": "Sampled tokens.",
+    "weft_scored_tokens_total": "Scored tokens.",
+    "weft_load": "Waiting and running completions and rows, by model.",
+}
 
 
 class RequestRefused(Exception):
@@ -180,3 +200,90 @@ def compress_body(body: bytes, encoding: str) -> bytes:
     if encoding == "gzip":
         return gzip.compress(body, 1, mtime=0)
     return zlib.compress(body, 1)
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits on each request and on the load of each model.
+
+    Attributes:
+        body_bytes: Maximum size of a request's body in bytes, also after decompression.
+        body_seconds: Maximum time in seconds for a body to arrive.
+        seconds: Maximum time in seconds from the arrival of a request to the end of its answer.
+        most_prompt: Maximum length of a prompt in tokens.
+        prompt_bytes: Maximum size of a request's text in bytes, before it is tokenized.
+        most_new: Maximum length of a completion in tokens.
+        most_load: Maximum load of a model: its waiting and running completions, plus the
+            sequences that it has to score.
+    """
+
+    body_bytes: int = 16 * 2**20
+    body_seconds: float = 30.0
+    seconds: float = 600.0  # time from a request's arrival to the end of its answer
+    most_prompt: int = 16384
+    prompt_bytes: int = 512 * 2**10  # size of a request's text, before tokenizing
+    most_new: int = 1024
+    most_load: int = 1024  # waiting and running completions and rows per model
+
+
+@dataclass
+class ServerMetrics:
+    """Thread-safe counters of requests and tokens, and a histogram of request durations."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    seconds: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_answer(self, endpoint: str, status: str, seconds: float) -> None:
+        with self._lock:
+            self.requests[endpoint, status] += 1
+            self.buckets[bisect_left(BUCKETS, seconds)] += 1
+            self.seconds += seconds
+
+    def count_abandoned(self) -> None:
+        with self._lock:
+            self.counts["weft_abandoned_total"] += 1
+
+    def count_tokens(self, prompt: int = 0, generated: int = 0, scored: int = 0) -> None:
+        with self._lock:
+            self.counts["weft_prompt_tokens_total"] += prompt
+            self.counts["weft_generated_tokens_total"] += generated
+            self.counts["weft_scored_tokens_total"] += scored
+
+    def format_text(self, loads: dict[str, int]) -> str:
+        """Return all metrics in Prometheus's text format.
+
+        `loads` maps the name of each model to its current load.
+        """
+        with self._lock:
+            lines = _format_head("weft_requests_total", "counter")
+            for (endpoint, status), count in sorted(self.requests.items()):
+                lines.append(
+                    f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}'
+                )
+            lines += _format_head("weft_request_seconds", "histogram")
+            total = 0
+            for bound, count in zip((*map(str, BUCKETS), "+Inf"), self.buckets, strict=True):
+                total += count
+                lines.append(f'weft_request_seconds_bucket{{le="{bound}"}} {total}')
+            lines += [
+                f"weft_request_seconds_sum {self.seconds:.6f}",
+                f"weft_request_seconds_count {total}",
+            ]
+            for name in HELP:
+                if name.endswith("_total") and name != "weft_requests_total":
+                    lines += [*_format_head(name, "counter"), f"{name} {self.counts[name]}"]
+        lines += _format_head("weft_load", "gauge")
+        for model, load in loads.items():
+            lines.append(f'weft_load{{model="{_escape_label(model)}"}} {load}')
+        return "\n".join(lines) + "\n"
+
+
+def _format_head(name: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
+
+
+def _escape_label(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -18,14 +18,13 @@ import pytest
 from tests.bounds import gamma
 from tests.launch.cases import options, prepare
 from tests.serve.serving import TOKEN, make_reward, serving
-from weft.engine.service_address import ServiceAddress
-from weft.engine.service_client import ServiceClient
-from weft.engine.service_spec import ServiceSpec
+from weft.engine.service_spec import ServiceAddress, ServiceSpec
 from weft.errors import ConfigError, RunError
 from weft.experiments import GRPOConfig, PPOConfig
 from weft.host import http
 from weft.launch import run
-from weft.protocol.tensors import LENGTH_HEADER, pack, unpack
+from weft.serve.bodies import LENGTH_HEADER, pack, unpack
+from weft.serve.client import ServiceClient
 from weft.serve.server import Server
 from weft.serve.worker import build_sample
 

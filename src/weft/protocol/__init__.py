@@ -1,1 +1,0 @@
-"""Open inference protocol (KServe v2, also used by Triton), for server and client."""
