@@ -52,12 +52,13 @@ MAX_NAME_LENGTH = 200  # maximum characters of a tensor's name in a message
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Location, dtype and shape of a tensor in a file.
+    """Location, dtype and shape of a tensor in a safetensors file.
 
     `start` is the offset of its first byte in the file.
     """
 
     file: Path
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # position of the first byte in the file
@@ -66,6 +67,35 @@ class StoredTensor:
     def end(self) -> int:
         """Offset of the first byte after the tensor in the file."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, where: Slice | None = None) -> Tensor:
+        """Return the slice `where` of the tensor, or the whole tensor if `where` is None.
+
+        Other bytes of the file are not read. `safetensors.safe_open` maps the whole file instead:
+        pages that were read count as memory of the process, and a file that becomes shorter
+        meanwhile ends the process. It also parses the whole header at each open.
+        """
+        where = build_whole_slice(self.shape) if where is None else where
+        shape = [s.stop - s.start for s in where]
+        out = torch.empty(math.prod(shape), dtype=self.dtype)
+        if not len(out):
+            return out.reshape(shape)
+        into = out.view(torch.uint8).numpy().data
+        handle = os.open(self.file, os.O_RDONLY)
+        try:
+            place = 0
+            for start, length in _list_byte_ranges(self, where):
+                got = os.preadv(handle, [into[place : place + length]], start)
+                # a read may return less than asked for (2 GiB at most on Linux)
+                while got < length:
+                    more = os.preadv(handle, [into[place + got : place + length]], start + got)
+                    if not more:
+                        raise CheckpointError(f"{self.file} ended while {self.name} was read")
+                    got += more
+                place += length
+        finally:
+            os.close(handle)
+        return out.reshape(shape)
 
 
 class WeightFiles:
@@ -82,11 +112,15 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         if (directory / INDEX).is_file():
             for file, names in _read_index(directory / INDEX).items():
+                if not (directory / file).exists():
+                    raise CheckpointError(
+                        f"{directory / file} is missing, though the index of {directory} names it"
+                    )
                 self.tensors |= _select_tensors(
-                    _read_header(directory / file), names, directory / INDEX
+                    read_header(directory / file)[0], names, directory / INDEX
                 )
         elif (directory / single).exists():
-            self.tensors = _read_header(directory / single)
+            self.tensors, _ = read_header(directory / single)
         else:
             self._pickle_tensors = _load_old(directory)
 
@@ -149,29 +183,9 @@ class WeightFiles:
             return (
                 self._pickle_tensors[name] if where is None else self._pickle_tensors[name][where]
             )
-        stored = self.tensors[name]
-        where = build_whole_slice(stored.shape) if where is None else where
-        shape = [s.stop - s.start for s in where]
-        out = torch.empty(math.prod(shape), dtype=stored.dtype)
-        if not len(out):
-            return out.reshape(shape)
-        into = out.view(torch.uint8).numpy().data
-        handle = os.open(stored.file, os.O_RDONLY)
-        try:
-            place = 0
-            for start, length in _list_byte_ranges(stored, where):
-                got = os.preadv(handle, [into[place : place + length]], start)
-                # a read may return less than asked for (2 GiB at most on Linux)
-                while got < length:
-                    more = os.preadv(handle, [into[place + got : place + length]], start + got)
-                    if not more:
-                        raise CheckpointError(f"{stored.file} ended while {name} was read")
-                    got += more
-                place += length
-                self.bytes_read += length
-        finally:
-            os.close(handle)
-        return out.reshape(shape)
+        tensor = self.tensors[name].read(where)
+        self.bytes_read += tensor.nbytes
+        return tensor
 
 
 def _list_byte_ranges(stored: StoredTensor, where: Slice) -> Iterator[tuple[int, int]]:
@@ -236,16 +250,14 @@ def _select_tensors(
     return {name: tensors[name] for name in names}
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors listed in the header of a safetensors file, by name.
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors listed in the header of a safetensors file, by name, and its metadata.
 
     The file consists of the header's length (8 bytes), the header in JSON, and the tensors. Raises
     `CheckpointError` if a tensor's size does not match its shape and dtype, if two tensors overlap,
     or if some bytes belong to no tensor. In these cases, the file is damaged or has data appended
     to it.
     """
-    if not file.exists():
-        raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
     check_file(file, str(file), CheckpointError)
     # Read the header, whose length is checked first: a damaged file could ask for gigabytes.
     size = file.stat().st_size
@@ -300,7 +312,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is "
             f"damaged, copy it again"
         )
-    return tensors
+    return tensors, notes
 
 
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -359,7 +371,7 @@ def _parse_entry(file: Path, name: str, entry: Any, first: int) -> StoredTensor:
             f"header gives it "
             f"{offsets[1] - offsets[0]:,}; the file is damaged"
         )
-    return StoredTensor(file, DTYPES[kind], tuple(shape), first + offsets[0])
+    return StoredTensor(file, name, DTYPES[kind], tuple(shape), first + offsets[0])
 
 
 def _is_shape(values: Any) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.checkpoints.weight_files import StoredTensor, read_header
 from weft.errors import CheckpointError, RunError
 from weft.topology import Slice
 from weft.writing import write
@@ -56,10 +57,18 @@ class SavedTensors:
             directory / f"{stem}.safetensors"
         ]
         self._directory = directory
-        self._pieces: dict[str, list[tuple[Path, Slice | None]]] = {}
+        self._pieces: dict[str, list[tuple[StoredTensor, Slice | None]]] = {}
         for file in files:
-            for name, place in _read_slices(file).items():
-                self._pieces.setdefault(name, []).append((file, place))
+            try:
+                tensors, metadata = read_header(file)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{file} cannot be read ({error}); it is missing or was cut short"
+                ) from error
+            places = json.loads(metadata.get(PLACES, "{}"))
+            for name, stored in sorted(tensors.items()):
+                place = tuple(slice(*ends) for ends in places[name]) if name in places else None
+                self._pieces.setdefault(name, []).append((stored, place))
         self.names = list(self._pieces)
 
     def read(self, name: str, where: Slice | None) -> Tensor:
@@ -68,23 +77,24 @@ class SavedTensors:
         If `where` is None, or if the saved tensor is a scalar, the whole tensor is returned.
         """
         pieces = self._pieces[name]
-        if where is None or pieces[0][1] is None:
-            with _open_tensors(pieces[0][0]) as file:
-                whole = file.get_tensor(name)
-                return whole if where is None or not whole.dim() else whole[where].clone()
+        first, place = pieces[0]
+        if where is None or not first.shape:
+            return first.read()
+        if place is None:  # a tensor of another model may be smaller
+            sizes = zip(where, first.shape, strict=True)
+            return first.read(
+                tuple(slice(min(part.start, n), min(part.stop, n)) for part, n in sizes)
+            )
         tensor: Tensor | None = None
         missing = math.prod(part.stop - part.start for part in where)
-        for path, place in pieces:
+        for stored, place in pieces:
             assert place is not None
             common = []
             for a, b in zip(where, place, strict=True):
                 common.append(slice(max(a.start, b.start), min(a.stop, b.stop)))
             if any(part.start >= part.stop for part in common):
                 continue
-            with _open_tensors(path) as file:
-                part = file.get_slice(name)[
-                    tuple(_from(c, p) for c, p in zip(common, place, strict=True))
-                ]
+            part = stored.read(tuple(_from(c, p) for c, p in zip(common, place, strict=True)))
             if tensor is None:
                 tensor = part.new_empty([part.stop - part.start for part in where])
             tensor[tuple(_from(c, w) for c, w in zip(common, where, strict=True))] = part
@@ -98,28 +108,6 @@ class SavedTensors:
 
 def _from(part: slice, origin: slice) -> slice:
     return slice(part.start - origin.start, part.stop - origin.start)
-
-
-def _open_tensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); it is missing or was cut short"
-        ) from error
-
-
-def _read_slices(path: Path) -> dict[str, Slice | None]:
-    """Map the name of each tensor in the file to its slice of the whole tensor.
-
-    The value is None for a tensor that was saved whole.
-    """
-    with _open_tensors(path) as file:
-        cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
-        return {
-            name: tuple(slice(*ends) for ends in cut[name]) if name in cut else None
-            for name in file.keys()  # noqa: SIM118
-        }
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
