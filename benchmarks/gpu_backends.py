@@ -183,7 +183,7 @@ def adapted(raw: dict[str, Any], where: Where, rank: int) -> Any:
     dtype.
     """
     from weft.checkpoints import hf_io
-    from weft.engine.adapters_spec import LoRASpec
+    from weft.engine.spec_parts import LoRASpec
     from weft.models.network import lora
     from weft.models.network.transformer import Transformer
 

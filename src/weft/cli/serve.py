@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.cli.parsing import CommandParser
-from weft.engine.limits import find_cache_problem
 from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
+from weft.engine.spec_parts import find_cache_problem
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
 from weft.observe.jsonl import build_served_name

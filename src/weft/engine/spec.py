@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from weft.data.spec import TokenizerSpec
-from weft.engine import rope_scaling
-from weft.engine.adapters_spec import LoRASpec, PrefixSpec, check_adapters
-from weft.engine.limits import (
+from weft.engine.spec_parts import (
+    LoRASpec,
+    PrefixSpec,
+    check_adapters,
     check_temperature,
     find_cache_problem,
+    find_rope_problem,
     find_stop_ids_problem,
     find_stop_problem,
 )
@@ -274,7 +276,7 @@ class ModelSpec:
         None,
         "extend the model's context: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; "
         "saved in config.json",
-        check=rope_scaling.find_problem,
+        check=find_rope_problem,
     )
     router_aux_loss_coef: float | None = option(
         None,
@@ -542,3 +544,34 @@ class GenerationSpec:
         Log-probs are then normalized over the ids that can be sampled.
         """
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+def check_quantize(spec: ModelSpec, role: str = "") -> None:
+    """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing.
+
+    `role` is the name of the role in the error message.
+    """
+    if spec.quantize is None:
+        return
+    dot = f"{role}." if role else ""
+    setting = f"{dot}quantize={spec.quantize}"
+    if spec.trained and spec.lora.r == 0:
+        raise ConfigError(
+            f"{setting}: quantized weights cannot be trained; train adapters on top of them "
+            f"({dot}lora.r=16), or leave it out"
+        )
+    others = {
+        "backend": spec.backend if spec.backend not in (AUTO, "torch") else None,
+        "compile": spec.compile,
+        "fp8": spec.fp8,
+        "offload": spec.offload,
+    }
+    for name, value in others.items():
+        if value:
+            raise ConfigError(
+                f"{setting} and {dot}{name}={str(value).lower()} exclude each other; set one of them"
+            )
+    if spec.quantize == "4bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
+        raise ConfigError(
+            f"{setting}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from weft.data.spec import DatasetSpec
-from weft.engine import rope_scaling
 from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
+from weft.engine.spec_parts import compute_scaled_context
 from weft.errors import ConfigError
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
@@ -52,7 +52,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
                 if isinstance(holder.get(key), int) and holder[key] > 0:
                     lengths.append(holder[key])
             if lengths:
-                return rope_scaling.compute_context(
+                return compute_scaled_context(
                     spec.rope_scaling, int(lengths[0])
                 ) - checks.count_prefix_tokens(spec)
     return None

@@ -10,9 +10,9 @@ from weft.algorithms.advantages import PassRates
 from weft.algorithms.ppo import HighCovariance, PolicyLoss
 from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection
 from weft.data.spec import DatasetSpec
-from weft.engine.limits import MOST_PASSES
 from weft.engine.service_spec import NO_NETWORK, ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec_parts import MOST_PASSES
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.host.spec import RewardOptions
 from weft.options import include, option

@@ -23,10 +23,9 @@ from weft.checkpoints.config_file import (
 from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, list_source_specs
-from weft.engine.adapters_spec import PrefixSpec
-from weft.engine.quantize import check_quantize
 from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import ModelSpec, check_quantize
+from weft.engine.spec_parts import PrefixSpec
 from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.experiment import parse_step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION

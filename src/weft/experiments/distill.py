@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from weft.algorithms.distill import GKDLoss, TeacherAdvantages
 from weft.data.spec import DatasetSpec
-from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks

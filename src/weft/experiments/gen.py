@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.data.spec import DatasetSpec
-from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.spec_parts import MOST_SAMPLES
 from weft.experiment import Experiment
 from weft.experiments._assemble import (
     ExperimentParts,

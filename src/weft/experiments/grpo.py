@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from weft.algorithms.advantages import GroupAdvantages
 from weft.algorithms.grpo import GRPOLoss
-from weft.engine.limits import MOST_SAMPLES
+from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions

@@ -24,7 +24,8 @@ from weft.algorithms.dpo import (
     build_preference_loss,
 )
 from weft.algorithms.preferences import PreferencesByReward
-from weft.engine.limits import MOST_SAMPLES
+from weft.algorithms.dpo import TRANSPORTED
+from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments._policy_options import SamplingConfig, SamplingOptions

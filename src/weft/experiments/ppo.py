@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from weft.algorithms.advantages import GAEAdvantages
 from weft.algorithms.ppo import PPOActorLoss, PPOCriticLoss
-from weft.engine.limits import MOST_SAMPLES
 from weft.engine.spec import ModelSpec, OptimizerSpec
+from weft.engine.spec_parts import MOST_SAMPLES
 from weft.experiment import Experiment
 from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.experiments._rl_graph import RLGraphBuilder

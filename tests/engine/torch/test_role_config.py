@@ -34,7 +34,7 @@ from weft.checkpoints import hf_io, peft_io
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
-from weft.engine import rope_scaling
+from weft.engine import spec_parts
 from weft.engine.spec import LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch import role_config
 from weft.engine.torch.engine import TorchEngine
@@ -270,8 +270,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_values_of_rope_scaling() -> None:
     assert (
-        rope_scaling.find_problem(None) is None
-        and rope_scaling.find_problem({"type": "ntk", "alpha": 2}) is None
+        spec_parts.find_rope_problem(None) is None
+        and spec_parts.find_rope_problem({"type": "ntk", "alpha": 2}) is None
     )
     for wrong in (
         "linear",
@@ -280,10 +280,10 @@ def test_values_of_rope_scaling() -> None:
         {"type": "linear", "factor": 0.5},
         {"type": "x"},
     ):
-        assert "rope_scaling=" in str(rope_scaling.find_problem(wrong))
+        assert "rope_scaling=" in str(spec_parts.find_rope_problem(wrong))
     assert (
-        rope_scaling.compute_context({"type": "linear", "factor": 2}, 512) == 1024
-        and rope_scaling.compute_context(None, 512) == 512
+        spec_parts.compute_scaled_context({"type": "linear", "factor": 2}, 512) == 1024
+        and spec_parts.compute_scaled_context(None, 512) == 512
     )
 
 

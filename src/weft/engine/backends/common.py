@@ -12,8 +12,7 @@ from weft.checkpoints import hf_io
 from weft.checkpoints.config_file import has_prefix
 from weft.checkpoints.weight_files import WeightFiles
 from weft.engine.device import choose_flash, read_memory_bytes, resolve_device
-from weft.engine.quantize import check_quantize
-from weft.engine.spec import AUTO, ModelSpec
+from weft.engine.spec import AUTO, ModelSpec, check_quantize
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.errors import CheckpointError, ConfigError
 from weft.extras import install

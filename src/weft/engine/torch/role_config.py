@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
-from weft.engine import rope_scaling
 from weft.engine.spec import ModelSpec
+from weft.engine.spec_parts import compute_scaled_context, read_rope_factor
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
@@ -82,7 +82,7 @@ def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> Transform
         else:
             has = f"rope_scaling of type {rope.scaling} already"
         raise ConfigError(f"rope_scaling={value!r}: {spec.path} has {has}; leave the option out")
-    number = rope_scaling.read_factor(value)
+    number = read_rope_factor(value)
     positions = config.max_positions
     match value["type"]:
         case "linear":
@@ -97,4 +97,4 @@ def _apply_rope_scaling(spec: ModelSpec, config: TransformerConfig) -> Transform
             )
         case _:
             rope = replace(rope, theta=rope.theta * number ** (rope.dim / (rope.dim - 2)))
-    return replace(config, rope=rope, max_positions=rope_scaling.compute_context(value, positions))
+    return replace(config, rope=rope, max_positions=compute_scaled_context(value, positions))

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.engine.quantize import check_quantize
-from weft.engine.spec import LoRASpec, ModelSpec
+from weft.engine.spec import LoRASpec, ModelSpec, check_quantize
 from weft.errors import ConfigError
 
 
