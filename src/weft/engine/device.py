@@ -1,4 +1,4 @@
-"""Choice of a device, and functions for its memory, speed and numerical settings."""
+"""Choice of a device, and functions for its memory, speed, numerical settings and traces."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from weft.engine.flops import find_peak_rates
 from weft.errors import ConfigError
 from weft.kernels import flash, product
 from weft.observe import memory as observe_memory
+from weft.writing import rename, resolve_destination
 
 GIGABYTE = 1024.0**3
 # Large enough to run at full speed, small enough to go unnoticed.
@@ -314,3 +316,35 @@ def _measure_rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
         wait_for_device(device)
         seconds.append(time.perf_counter() - start)
     return 2.0 * size**3 / min(seconds[1:])
+
+
+def label_work(name: str) -> AbstractContextManager[object]:
+    """Return a context manager that labels the work in its block as `name` in profiler traces."""
+    label: AbstractContextManager[object] = torch.profiler.record_function(name)
+    return label
+
+
+class DeviceTrace:
+    """Recorder of one thread's operators and GPU kernels.
+
+    Recording starts when the object is created. `end` must be called in the same thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        ]
+        self._profiler: Any = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def end(self, path: Path) -> None:
+        """Stop the trace and write it to `path`, which ends in .json.gz.
+
+        The file has Chrome's trace event format, which ui.perfetto.dev can display.
+        """
+        self._profiler.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name("." + path.name)
+        self._profiler.export_chrome_trace(str(temporary))
+        rename(temporary, resolve_destination(path))

@@ -1,4 +1,7 @@
-"""Conversion of a `SequenceSample` to the inputs of the network (`Packed`) and loss (`RowBatch`).
+"""Micro-batches of a batch, and their conversion to the inputs of the network and the loss.
+
+A micro-batch is the `SequenceSample` of one forward pass. It is converted to a `Packed` for the
+network and a `RowBatch` for the loss.
 
 Each completion is laid out as its prompt followed by its tokens. Prefixes that sequences have in
 common are repeated or, on request, shared. The row of a completion token is the hidden state that
@@ -8,10 +11,11 @@ has no preceding token. Its row is then its own hidden state, with mask, log-pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.algorithms.base import to_host_array
 from weft.data import groups
+from weft.data.groups import PART
 from weft.data.sample import SequenceSample
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import DataError
@@ -29,10 +34,61 @@ from weft.models.attention.contexts import Dense, PrefixContinuation, Prefixed
 from weft.models.network.packed import Packed, SamplingSupport
 
 Index = npt.NDArray[np.int64]
-
-
 # minimum tokens of a shared prompt; its last token is never shared
 LEAST_PROMPT = 16
+KEPT_IDS = 3  # ids of a minibatch that are kept
+KEPT_TOKENS = 65_536  # maximum tokens of all completions of an id; ids with more are not kept
+KEPT_OUTPUTS = ("logprobs", "scores")
+
+
+def split_batch(
+    batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]
+) -> list[SequenceSample]:
+    """Split a batch into micro-batches of at most `max_tokens` tokens.
+
+    With unit "group", all completions of an id are in one micro-batch. With "sequence", the
+    completions of an id are divided among several micro-batches if they are too large for one.
+    Raises `ConfigError`, which names the option `max_tokens_per_microbatch`, if the batch cannot be
+    split in this way.
+    """
+    if 0 < batch.token_costs().sum() <= max_tokens:
+        return [batch]
+    parts = batch.ungroup(max_tokens) if unit == "sequence" else batch
+    return parts.split_by_tokens(max_tokens)
+
+
+def join_results(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
+    """Join the results of all micro-batches into one sample with these ids.
+
+    Completions of an id that `split_batch` divided among several micro-batches are reunited.
+    """
+    return SequenceSample.gather(parts).regroup().select(ids=ids)
+
+
+def list_sample_ids(part: SequenceSample) -> list[str]:
+    """Return the ids of the samples that have completions in the micro-batch `part`.
+
+    These are ids of the whole batch, without duplicates. If the completions of an id were divided
+    among micro-batches, the ids of `part` have the form `id[first:stop]`; the result has the
+    original id.
+    """
+    cuts = part.metadata.get(PART)
+    return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
+
+
+def list_sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
+    """Return (id, index of the completion within its id) for every sequence of a micro-batch.
+
+    The index counts all completions of the id in the batch, so it does not depend on how they are
+    divided among micro-batches.
+    """
+    counts = [len(group) for group in part.seqlens["completion"]]
+    cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)
+    sequence_keys: list[tuple[str, int]] = []
+    for cut, count in zip(cuts, counts, strict=True):
+        for k in range(count):
+            sequence_keys.append((cut["id"], cut["first"] + k))
+    return sequence_keys
 
 
 @dataclass(frozen=True)
@@ -436,4 +492,55 @@ def to_sample(
         lengths_by_key,
         {key: value.cpu() for key, value in out.items()},
         sample.metadata,
+    )
+
+
+def choose_ids(ids: Iterable[str]) -> list[str]:
+    """Choose at most `KEPT_IDS` ids whose outputs are kept for inspection.
+
+    These are the ids with the smallest hashes. Each rank may first choose among its own ids:
+    choosing among the results of all ranks then gives the same ids as choosing among all ids. The
+    choice is therefore the same in every layout.
+    """
+    by_hash = sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))
+    return by_hash[:KEPT_IDS]
+
+
+def keep_outputs(
+    part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
+) -> SequenceSample | None:
+    """Return a micro-batch's outputs for the ids in `chosen`, to be kept for inspection.
+
+    Each completion of L tokens has `logprobs` [L] or `scores` [1], without gradients, on the device
+    of `out`. Ids whose completions have more than `KEPT_TOKENS` tokens in total are left out.
+    Returns None if no id is left, if some ids may have completions outside this micro-batch, or if
+    the loss uses neither log-probs nor scores.
+    """
+    names = [name for name in KEPT_OUTPUTS if name in out]
+    if not names or any(name in part.metadata for name in (PART, "completion_of")):
+        return None
+    offsets = part.offsets["completion"]  # [num_ids + 1], in completions
+    tokens = part.starts["completion"][offsets]  # [num_ids + 1]
+    indices = []
+    for index, id in enumerate(part.ids):
+        if id in chosen and tokens[index + 1] - tokens[index] <= KEPT_TOKENS:
+            indices.append(index)
+    if not indices:
+        return None
+    groups = [part.seqlens["completion"][index] for index in indices]
+    lengths = {
+        "logprobs": [group.tolist() for group in groups],
+        "scores": [[1] * len(group) for group in groups],
+    }
+    ends: dict[str, Any] = {"logprobs": tokens, "scores": offsets}
+    data = {}
+    for name in names:
+        data[name] = torch.cat(
+            [
+                out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])]
+                for index in indices
+            ]
+        )
+    return SequenceSample.from_groups(
+        [part.ids[index] for index in indices], {name: lengths[name] for name in names}, data
     )

@@ -28,7 +28,7 @@ from weft.engine.device import (
     set_deterministic,
     set_tf32,
 )
-from weft.engine.generation.budgets import compute_token_bytes
+from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout

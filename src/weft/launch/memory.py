@@ -11,9 +11,9 @@ import torch
 
 from weft import kernels
 from weft.data.sample import SequenceSample
-from weft.engine import memory, memory_options, microbatches
+from weft.engine import memory, memory_options
 from weft.engine.device import measure_peak_memory_gib
-from weft.engine.generation.budgets import (
+from weft.engine.generation.caches import (
     DEFAULT_MAX_SEQUENCES,
     KV_SHARE,
     MAX_SEQUENCES,
@@ -21,7 +21,7 @@ from weft.engine.generation.budgets import (
 )
 from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory
 from weft.engine.memory_options import MemoryCase
-from weft.engine.rows import PackLayout
+from weft.engine.rows import PackLayout, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import What, choose_dtype
@@ -446,7 +446,7 @@ def _iterate_works(
         )
         parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
-        cuts = microbatches.split_batch(part, limit, "sequence")
+        cuts = split_batch(part, limit, "sequence")
         for cut in cuts:
             at = PackLayout.from_sample(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.device import (
+    DeviceTrace,
     describe_hardware,
     describe_numerics,
     reset_peak_memory,
@@ -29,7 +30,6 @@ from weft.engine.device import (
     set_tf32,
     set_threads,
 )
-from weft.engine.profile import DeviceTrace
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync

@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 import weft
 from weft.data.sample import SequenceSample
-from weft.engine.device import measure_peak_memory_gib, use_device
-from weft.engine.profile import DeviceTrace
+from weft.engine.device import DeviceTrace, measure_peak_memory_gib, use_device
 from weft.errors import TRANSPORTS, DevicesLost, NotFinite, RunError, UserError, WeftError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import ProcessGroups, choose_backend

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.seen import choose_ids
+from weft.engine.rows import choose_ids
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.runtime.group import WorkerGroup

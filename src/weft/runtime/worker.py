@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.profile import label_work
+from weft.engine.device import label_work
 from weft.engine.spec import ModelSpec
 from weft.errors import NotFinite, RunError
 from weft.experiment import Experiment

@@ -28,10 +28,10 @@ from tests.engine.generation.common import (
 )
 from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Partial, Request, TokenEvent
-from weft.engine.generation.budgets import choose_default_budget
+from weft.engine.generation.caches import choose_default_budget
 from weft.engine.generation.generate import open_generator
+from weft.engine.generation.requests import StopTextDetector
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.generation.stops import StopTextDetector
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError, RunError
 from weft.models.network.config import TransformerConfig

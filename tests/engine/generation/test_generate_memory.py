@@ -11,7 +11,7 @@ import torch
 from tests.engine.generation.common import CPU, build, drain, opened
 from weft.engine.base import Request
 from weft.engine.device import read_memory_bytes
-from weft.engine.generation.budgets import choose_default_budget
+from weft.engine.generation.caches import choose_default_budget
 from weft.engine.generation.generate import BatchGenerator
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.spec import GenerationSpec

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.engine.generation.blocks import SlotManager
-from weft.engine.generation.prefixes import PromptPrefix
 from weft.engine.generation.scheduler import (
     GenerationBudget,
     Prefill,
     PrefillChunk,
+    PromptPrefix,
     Scheduler,
     Sequence,
     StepPlan,

@@ -19,7 +19,7 @@ from weft.algorithms.ppo import PPOActorLoss
 from weft.algorithms.sft import SFTLoss
 from weft.data.sample import SequenceSample
 from weft.engine.spec import OptimizerSpec
-from weft.engine.torch import row_gradients
+from weft.engine.torch import step
 from weft.errors import ConfigError, RunError
 from weft.models.network import token_outputs
 
@@ -143,9 +143,9 @@ def test_a_wrong_declaration_is_an_error_at_its_first_use(
 
 def test_the_declaration_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Loss] = []
-    check = row_gradients.is_row_separable
+    check = step.is_row_separable
     monkeypatch.setattr(
-        row_gradients,
+        step,
         "is_row_separable",
         lambda loss, *given: (checked.append(loss), check(loss, *given)),
     )

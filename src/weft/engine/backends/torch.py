@@ -19,7 +19,7 @@ from weft.engine import checkpoint_tokens
 from weft.engine.backends import common
 from weft.engine.flops import TokenCost
 from weft.engine.spec import ModelSpec
-from weft.engine.torch import role_config
+from weft.engine.torch import network_source
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, choose_dtype
 from weft.engine.torch.network_source import NetworkSource, RankCoordinates, check_layout
 from weft.engine.torch.step import AuxLoss
@@ -48,7 +48,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
-    config = role_config.adapt_config(spec, config, tokenizer)
+    config = network_source.adapt_config(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
     common.check_compile(spec, layout, device)
@@ -110,7 +110,7 @@ def planned(
     layout = mesh.layout
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is not None:
-        config = role_config.adapt_config(spec, config, tokenizer)
+        config = network_source.adapt_config(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
     common.check_compilable(spec, layout)

@@ -2,7 +2,7 @@
 
 Pages (`models/kv/pages.py`) are used if the device's attention kernels can read them, otherwise
 slots (`models/kv/slots.py`). Pages and slots differ in the scheduler's accounting, in memory use,
-and in how a decode step runs.
+and in how a decode step runs. `choose_default_budget` limits the memory of the caches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from weft import kernels
-from weft.engine.device import wait
+from weft.engine.device import GIGABYTE, free_bytes, read_memory_bytes, wait
 from weft.engine.generation import sampling
-from weft.engine.generation.blocks import BlockManager, SlotManager
+from weft.engine.generation.blocks import BlockManager, PageManager, SlotManager
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.graphs import (
     COARSE_GRAPH_SIZES,
@@ -29,10 +29,10 @@ from weft.engine.generation.graphs import (
     build_cuda_capture,
 )
 from weft.engine.generation.multi_step import MultiStepDecoder
-from weft.engine.generation.page_blocks import PageManager
 from weft.engine.generation.passes import Decoder, DecoderPasses, has_slot_kernel
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.settings import SampledRows, SettingsTable
+from weft.errors import ConfigError
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
 from weft.models.kv.page_tables import FIRST_WIDTH
 from weft.models.kv.pages import PAGE, PagedCache, PagePool
@@ -44,6 +44,13 @@ from weft.models.network.prefix import PrefixKeysValues
 from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
 SAMPLING_COLUMNS = 4  # columns for sampling, before those of `PagedCache.step`
+KV_SHARE = 0.25  # maximum share of the device's memory for the KV cache
+FREE_SHARE = 0.9  # maximum share of a GPU's free memory; logits and graphs take the rest
+MAX_SEQUENCES = {"cpu": 128}  # rows of a decode step; more gain little on a CPU
+DEFAULT_MAX_SEQUENCES = 512  # a GPU's step reads the weights once for all rows
+# prompt tokens of a step; more gain nothing on a CPU, and running sequences wait for them
+PREFILL_TOKENS = {"cpu": 2048}
+DEFAULT_PREFILL_TOKENS = 8192
 
 
 class SequenceCache(Protocol):
@@ -423,3 +430,55 @@ def identify_storage(network: Decoder) -> Hashable:
             if isinstance(module, Adapter | PrefixKeysValues):
                 tensors.append(module.active)
     return tuple(tensors)
+
+
+def choose_default_budget(
+    config: TransformerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_gb: float | None = None,
+    cache_bytes: int = 0,
+) -> GenerationBudget:
+    """Return the default limits of generation on a device.
+
+    The limit of the KV cache is the result of `compute_kv_bytes`. `cache_bytes` is the current size
+    of the cache in bytes.
+    """
+    return GenerationBudget(
+        max_sequences=MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES),
+        max_tokens=max(
+            1,
+            compute_kv_bytes(device, kv_cache_gb, cache_bytes)
+            // compute_token_bytes(config, dtype),
+        ),
+        max_prefill_tokens=PREFILL_TOKENS.get(device.type, DEFAULT_PREFILL_TOKENS),
+        splits_prompts=config.rope is None or config.rope.scaling not in LENGTH_DEPENDENT_SCALINGS,
+    )
+
+
+def compute_token_bytes(config: TransformerConfig, dtype: torch.dtype) -> int:
+    """Return the size in bytes of one token's keys and values."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def compute_kv_bytes(device: torch.device, kv_cache_gb: float | None, cache_bytes: int = 0) -> int:
+    """Return the maximum size of the KV cache in bytes.
+
+    This is `kv_cache_gb` if the user sets it. Otherwise it is a quarter of the memory that this
+    process can use on the device, and on a GPU at most nine tenths of the free memory. The memory
+    that the KV cache already occupies, `cache_bytes`, counts as free.
+
+    Raises `ConfigError` if `kv_cache_gb` exceeds the free memory.
+    """
+    if kv_cache_gb is None:
+        share = int(KV_SHARE * read_memory_bytes(device))
+        if device.type != "cuda":
+            return share
+        return min(share, int(FREE_SHARE * free_bytes(device)) + cache_bytes)
+    requested_bytes = int(kv_cache_gb * GIGABYTE)
+    if device.type == "cuda" and requested_bytes > (there := free_bytes(device) + cache_bytes):
+        raise ConfigError(
+            f"gen.kv_cache_gb={kv_cache_gb:g}: {there / GIGABYTE:.1f} GiB are free on {device}; "
+            f"lower it, or leave it out"
+        )
+    return requested_bytes

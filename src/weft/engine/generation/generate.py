@@ -27,13 +27,22 @@ from torch.nn.functional import pad
 from weft import randomness
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import use_device
-from weft.engine.generation.budgets import choose_default_budget
-from weft.engine.generation.caches import ReusablePageCaches, SequenceCache
+from weft.engine.generation.caches import ReusablePageCaches, SequenceCache, choose_default_budget
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.passes import Decoder, DeferringDecoder
-from weft.engine.generation.prefixes import PromptPrefix
-from weft.engine.generation.requests import build_prompt, check_partial, compute_limit
-from weft.engine.generation.scheduler import GenerationBudget, Prefill, PrefillChunk, Scheduler
+from weft.engine.generation.requests import (
+    StopTextDetector,
+    build_prompt,
+    check_partial,
+    compute_limit,
+)
+from weft.engine.generation.scheduler import (
+    GenerationBudget,
+    Prefill,
+    PrefillChunk,
+    PromptPrefix,
+    Scheduler,
+)
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.generation.settings import (
     SampledRows,
@@ -42,7 +51,6 @@ from weft.engine.generation.settings import (
     concatenate_rows,
     sample_locally,
 )
-from weft.engine.generation.stops import StopTextDetector
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import prepare_wide, put

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from weft.algorithms.base import Loss, Output, reduce_stats
 from weft.data.sample import SequenceSample
-from weft.engine import checkpoint, microbatches
+from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.collectives import Collectives, LocalCollectives
 from weft.engine.device import choose_flash, keep_sums_wide, measure_matmul_rate
 from weft.engine.flops import BestMatmulRate, TokenCost
 from weft.engine.generation.caches import ReusablePageCaches
 from weft.engine.generation.generate import Decoder, open_generator
-from weft.engine.rows import PackLayout, SampleRows
+from weft.engine.rows import PackLayout, SampleRows, join_results, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch import optimizer_states
 from weft.engine.torch.adapters_off import BaseWeightsEngine
@@ -261,13 +261,13 @@ class TorchEngine:
         """
         self.onload("weights")
         how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
-        parts = microbatches.split_batch(batch, max_tokens, "sequence")
+        parts = split_batch(batch, max_tokens, "sequence")
         work = ScoringProcessor(self._network, how, self._device)
         outputs = []
         for each in self._collectives.run(self._network, parts, work, trains=False):
             if each is not None:
                 outputs.append(each)
-        return microbatches.join(outputs, batch.ids) if outputs else _build_empty_sample(want)
+        return join_results(outputs, batch.ids) if outputs else _build_empty_sample(want)
 
     def train(
         self,

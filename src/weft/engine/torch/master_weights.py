@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from weft.engine.torch.host_memory import BlockFetcher, HostMemory
-from weft.engine.torch.staging import HostGradientAccumulator, MasterUploader
+from weft.engine.torch.host_memory import (
+    BlockFetcher,
+    HostGradientAccumulator,
+    HostMemory,
+    MasterUploader,
+)
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import CopyQueue
 from weft.models.network import quantized

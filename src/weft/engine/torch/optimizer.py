@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import OptimizerSpec, Schedule
-from weft.engine.torch import narrow_states, optimizer_states
+from weft.engine.torch import optimizer_states
 from weft.engine.torch.host_memory import HostMemory
-from weft.engine.torch.narrow_states import BLOCK, NarrowAdamW
 from weft.engine.torch.optimizer_states import State
-from weft.engine.torch.update_rules import SGD, AdamW, Lion
+from weft.engine.torch.update_rules import BLOCK, SGD, AdamW, Lion, NarrowAdamW, build_narrow_adamw
 from weft.errors import CheckpointError
 from weft.kernels import CopyQueue
 from weft.models.network.linear import StoredParameter, find_canonical_parameters
@@ -97,7 +96,7 @@ def make(
     betas = (spec.beta1, spec.beta2)
     if spec.state_dtype != "float32":
         spec.check_library()
-        return narrow_states.make(
+        return build_narrow_adamw(
             spec.state_dtype, names, embeddings, spec.peak_lr, betas, spec.eps
         )
     if spec.type == "adamw":

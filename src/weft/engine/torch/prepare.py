@@ -13,10 +13,16 @@ from torch import Tensor, nn
 
 from weft.algorithms.base import Output, to_host_array
 from weft.data.sample import SequenceSample
-from weft.engine import microbatches
 from weft.engine.collectives import Outputs, PreparedPass
-from weft.engine.generation.prefixes import STRIDE
-from weft.engine.rows import PackLayout, build_given_ids, build_support, pack, to_sample
+from weft.engine.generation.scheduler import PREFIX_STRIDE
+from weft.engine.rows import (
+    PackLayout,
+    build_given_ids,
+    build_support,
+    list_sequence_keys,
+    pack,
+    to_sample,
+)
 from weft.kernels import LEAST_SPARED_KEYS, put
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.moe import MoEAuxLoss
@@ -73,7 +79,7 @@ def share_prompts(layout: PackLayout, keys: Container[str]) -> PackLayout:
     log-probs are rounded in the same way.
     """
     if "logprobs" in keys:
-        return layout.share_by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
+        return layout.share_by_id(least=PREFIX_STRIDE + 1, spared=LEAST_SPARED_KEYS)
     return layout.share_by_id()
 
 
@@ -147,9 +153,7 @@ def prepare(
     if how.dropout is not None:
         packed = replace(
             packed,
-            dropout=DropoutKeys.from_sequences(
-                *how.dropout, microbatches.list_sequence_keys(part), device
-            ),
+            dropout=DropoutKeys.from_sequences(*how.dropout, list_sequence_keys(part), device),
         )
     # Compute only the rows whose output is read.
     support = build_support(part, device)

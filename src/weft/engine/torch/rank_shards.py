@@ -14,8 +14,7 @@ from torch import nn
 
 from weft.engine.base import Generator
 from weft.engine.collectives import Collectives
-from weft.engine.generation.budgets import choose_default_budget
-from weft.engine.generation.caches import ReusablePageCaches
+from weft.engine.generation.caches import ReusablePageCaches, choose_default_budget
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.interleaved import open_interleaved
 from weft.engine.generation.passes import Decoder

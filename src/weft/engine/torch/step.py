@@ -1,4 +1,8 @@
-"""One optimizer step: passes over the micro-batches of a minibatch, checks, and the update."""
+"""One optimizer step: passes over the micro-batches of a minibatch, checks, and the update.
+
+If a loss declares `Loss.by_row`, the gradient of a row doesn't depend on the outputs of other rows,
+so the output head can compute gradients during the forward pass. The declaration is checked.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.algorithms.base import Loss, Stat, Sum, count_trained_rows, reduce_stats
+from weft.algorithms.base import Loss, Output, Stat, Sum, count_trained_rows, reduce_stats
 from weft.data.sample import SequenceSample
-from weft.engine import microbatches
 from weft.engine.base import StepStats
 from weft.engine.collectives import Collectives, Outputs, PreparedPass
 from weft.engine.device import wait_for_device
 from weft.engine.flops import BestMatmulRate, TokenCost
-from weft.engine.rows import PackLayout, SampleRows
-from weft.engine.seen import choose_ids, keep_outputs
-from weft.engine.torch import row_gradients
+from weft.engine.rows import (
+    PackLayout,
+    SampleRows,
+    choose_ids,
+    keep_outputs,
+    list_sample_ids,
+    split_batch,
+)
 from weft.engine.torch.optimizer import Optimizer
 from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
-from weft.errors import NotFinite
+from weft.errors import ConfigError, NotFinite
 from weft.kernels import put
 from weft.models.network.moe import MoEAuxLoss
+from weft.models.network.packed import RowGradient
 
 Veto = Callable[[Mapping[str, float]], str | None]
 SHOWN = 8  # maximum number of sample ids in an error message
@@ -35,6 +44,9 @@ SHOWN = 8  # maximum number of sample ids in an error message
 SEQUENCES = "sequences of the minibatch"
 TRAINED = "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
+# outputs to which the declaration `Loss.by_row` applies
+BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
+TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in rounding
 
 
 @dataclass
@@ -239,7 +251,7 @@ class OptimizerStep:
             )
         # Accumulate gradients over the micro-batches, then over the ranks.
         passes = PassResults(chosen=choose_ids(minibatch.ids))
-        parts = microbatches.split_batch(minibatch, self.max_tokens, loss.unit)
+        parts = split_batch(minibatch, self.max_tokens, loss.unit)
         self.collectives.run(
             self.network, parts, _TrainingProcessor(self, loss, total, passes), trains=True
         )
@@ -361,9 +373,7 @@ class _TrainingProcessor:
         rows = SampleRows(part, PackLayout.from_sample(part), step.device, self._float_dtype)
         gradient = None
         if loss.by_row:
-            gradient = row_gradients.build_row_gradient(
-                loss, rows, self.total, step.optimizer.loss_scale
-            )
+            gradient = build_row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
         # Copy the batch to the device.
         how = PassSettings(
             loss.outputs,
@@ -400,7 +410,7 @@ class _TrainingProcessor:
             return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
         value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
         unchecked = loss.by_row and not any(loss is known for known in step.checked)
-        if unchecked and row_gradients.is_row_separable(loss, out, batch, self.total):
+        if unchecked and is_row_separable(loss, out, batch, self.total):
             step.checked.append(loss)
         if (uneven := _compute_imbalance(prepared)) is not None:
             value = value + step.aux_loss.compute(uneven) / self.total[SEQUENCES]
@@ -409,7 +419,7 @@ class _TrainingProcessor:
             self.passes.seen.append(chosen_outputs)
         self.passes.losses.append(value.detach())
         self.passes.stats.append(stats)
-        self.passes.ids.append(microbatches.list_sample_ids(part))
+        self.passes.ids.append(list_sample_ids(part))
         self.passes.tokens.append(int(prepared.layout.lengths.sum()))
         return value * step.optimizer.loss_scale
 
@@ -441,3 +451,107 @@ def _compute_imbalance(prepared: PreparedPass) -> Tensor | None:
     uneven = aux_loss.compute_by_sequence().sum()
     aux_loss.layers = []
     return uneven
+
+
+def build_row_gradient(
+    loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
+) -> RowGradient:
+    """Return a function that maps outputs to the gradients of the loss with respect to them.
+
+    The gradients are multiplied by `scale`. The network's head calls the function after each chunk
+    of rows, with outputs of 0 for the rows that it has not computed yet.
+    """
+
+    def compute_scaled_gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
+        return {
+            "logprobs": torch.zeros_like(out["logprobs"]),
+            **_compute_gradients(loss, out, rows, total, scale),
+        }
+
+    return compute_scaled_gradient
+
+
+def is_row_separable(
+    loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
+) -> bool:
+    """Return whether a check shows that no row's gradient depends on other rows' outputs.
+
+    The check is for a loss that declares `by_row`, whose gradients are computed before the outputs
+    of all rows are known. The gradient over all rows is compared with gradients for which the
+    outputs of half of the rows are set to 0. If they differ, training would silently be wrong, so
+    `ConfigError` is raised with the loss's name.
+
+    Returns False if these rows allow no conclusion: if fewer than two rows have a gradient, or if a
+    gradient is not finite.
+    """
+    plain = {}
+    for key, by in _compute_gradients(loss, out, rows, total, 1.0).items():
+        if key in BY_ROW:
+            plain[key] = by
+    if not all(bool(by.isfinite().all()) for by in plain.values()) or not _has_several_rows(plain):
+        return False
+    every_other = torch.arange(rows.num_rows) % 2 == 0
+    random = torch.rand(rows.num_rows, generator=torch.Generator().manual_seed(0)) < 0.5
+    for mask in (every_other, ~every_other, random, ~random):
+        mask = mask.to(rows.mask.device)
+        seen = {}
+        for key, value in out.items():
+            seen[key] = _mask_values(mask, value) if key in BY_ROW else value
+        alone = _compute_gradients(loss, seen, rows, total, 1.0)
+        for key, by in plain.items():
+            if not _is_equal(by[mask], alone[key][mask] if key in alone else None):
+                raise ConfigError(
+                    f"loss {get_loss_name(loss)!r} declares by_row=True, but its gradient by the "
+                    f"{key} of a row depends on the "
+                    "outputs of other rows; set by_row to False"
+                )
+    return True
+
+
+def _has_several_rows(gradients: Mapping[Output, Tensor]) -> bool:
+    """Return whether more than one row has a nonzero gradient."""
+    return any(
+        int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
+        for by in gradients.values()
+    )
+
+
+def get_loss_name(loss: Loss) -> str:
+    """Return the registered name of a loss, or its class name."""
+    return str(getattr(loss, "name", type(loss).__name__))
+
+
+def _compute_gradients(
+    loss: Loss,
+    out: Mapping[Output, Tensor],
+    rows: SampleRows,
+    total: Mapping[str, float],
+    scale: float,
+) -> dict[Output, Tensor]:
+    """Return the gradients of `scale` times the loss, one for each output that the loss depends on."""
+    with torch.enable_grad():
+        known = {key: value.detach().requires_grad_() for key, value in out.items()}
+        zeros = torch.zeros_like(rows.mask)
+        value, _ = loss({key: known.get(key, zeros) for key in loss.outputs}, rows, total)
+        if not value.requires_grad:
+            return {}
+        optional_gradients = torch.autograd.grad(
+            value * scale, list(known.values()), allow_unused=True
+        )
+    gradients: dict[Output, Tensor] = {}
+    for key, by in zip(known, optional_gradients, strict=True):
+        if by is not None:
+            gradients[key] = by
+    return gradients
+
+
+def _mask_values(mask: Tensor, value: Tensor) -> Tensor:
+    return torch.where(mask.view(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
+
+
+def _is_equal(one: Tensor, other: Tensor | None) -> bool:
+    if other is None:
+        return not bool(one.any())
+    if one.numel():
+        return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.page_blocks import PageManager
+from weft.engine.generation.blocks import PageManager
 
 PAGE = 4
 

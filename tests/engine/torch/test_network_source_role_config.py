@@ -36,7 +36,7 @@ from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine import spec_parts
 from weft.engine.spec import LoRASpec, OptimizerSpec, PrefixSpec
-from weft.engine.torch import role_config
+from weft.engine.torch import network_source
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network import rope
@@ -307,10 +307,10 @@ def test_prefixes_that_do_not_go_with_a_model(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot save a prefix of a gpt_bigcode model in; use lora\.r"
     ):
-        role_config.adapt_config(spec, bigcode, tokenizer)
+        network_source.adapt_config(spec, bigcode, tokenizer)
     with pytest.raises(
         ConfigError, match=r"prefix\.num_tokens=2: leaves no room in the 2 positions"
     ):
-        role_config.adapt_config(
+        network_source.adapt_config(
             spec, replace(bigcode, family="gpt2", learned_positions=2), tokenizer
         )

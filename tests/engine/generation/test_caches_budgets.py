@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.engine.generation import budgets
-from weft.engine.generation.budgets import choose_default_budget, compute_kv_bytes
+from weft.engine.generation import caches
+from weft.engine.generation.caches import choose_default_budget, compute_kv_bytes
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.options import validate
@@ -21,15 +21,15 @@ CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda", 0), 2**30
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 GiB, of which 30 are free."""
-    monkeypatch.setattr(budgets, "read_memory_bytes", lambda _: 80 * GIB)
-    monkeypatch.setattr(budgets, "free_bytes", lambda _: 30 * GIB)
+    monkeypatch.setattr(caches, "read_memory_bytes", lambda _: 80 * GIB)
+    monkeypatch.setattr(caches, "free_bytes", lambda _: 30 * GIB)
 
 
 def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(
     gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compute_kv_bytes(CUDA, None) == 20 * GIB
-    monkeypatch.setattr(budgets, "free_bytes", lambda _: 10 * GIB)
+    monkeypatch.setattr(caches, "free_bytes", lambda _: 10 * GIB)
     assert compute_kv_bytes(CUDA, None) == 9 * GIB
     assert compute_kv_bytes(CUDA, None, cache_bytes=4 * GIB) == 13 * GIB, (
         "what is kept is theirs already"

@@ -7,7 +7,7 @@ import random
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.engine.seen import IDS, TOKENS, choose_ids, keep_outputs
+from weft.engine.rows import KEPT_IDS, KEPT_TOKENS, choose_ids, keep_outputs
 
 
 def part(*groups: list[int]) -> SequenceSample:
@@ -39,14 +39,17 @@ def test_outputs_of_chosen_ids_are_kept_without_their_gradient() -> None:
 
 def test_nothing_is_kept_of_other_ids_very_long_ones_and_other_outputs() -> None:
     assert keep_outputs(part([1], [2]), {"scores": torch.zeros(2)}, ["2"]) is None
-    assert keep_outputs(part([TOKENS + 1]), {"logprobs": torch.zeros(TOKENS + 1)}, ["0"]) is None
+    assert (
+        keep_outputs(part([KEPT_TOKENS + 1]), {"logprobs": torch.zeros(KEPT_TOKENS + 1)}, ["0"])
+        is None
+    )
     assert keep_outputs(part([1]), {"values": torch.zeros(1)}, ["0"]) is None
 
 
 def test_the_choice_does_not_depend_on_how_ids_are_divided() -> None:
     ids = [f"row {i}" for i in range(100)] + ["\ud800"]
     whole = choose_ids(ids)
-    assert len(whole) == IDS
+    assert len(whole) == KEPT_IDS
     for seed in range(20):
         random.Random(seed).shuffle(ids)
         cut = 7 * seed

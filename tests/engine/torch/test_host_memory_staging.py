@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from tests.engine.torch.lanes import Late
-from weft.engine.torch.staging import HostGradientAccumulator, MasterUploader
+from weft.engine.torch.host_memory import HostGradientAccumulator, MasterUploader
 
 
 def test_gradients_are_summed_on_the_host_in_float32() -> None:

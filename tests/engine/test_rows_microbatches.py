@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.common import batch_of
-from weft.engine import microbatches
+from weft.engine import rows
 from weft.errors import ConfigError
 
 
@@ -26,25 +26,25 @@ from weft.errors import ConfigError
 )
 def test_micro_batches_join_to_what_they_were_cut_from(shape: Any, budget: int) -> None:
     batch = batch_of(shape, marks=list(range(sum(len(c) for _, c in shape))))
-    parts = microbatches.split_batch(batch, budget, "sequence")
+    parts = rows.split_batch(batch, budget, "sequence")
     assert all(part.token_costs().sum() <= budget for part in parts)
-    joined = microbatches.join(parts, batch.ids)
+    joined = rows.join_results(parts, batch.ids)
     for key in batch.keys:
         assert torch.equal(joined.data[key], batch.data[key]) and np.array_equal(
             joined.lengths[key], batch.lengths[key]
         )
-    keys = [key for part in parts for key in microbatches.list_sequence_keys(part)]
+    keys = [key for part in parts for key in rows.list_sequence_keys(part)]
     assert keys == [
         (id, k) for id, (_, c) in zip(batch.ids, shape, strict=True) for k in range(len(c))
     ]
-    assert set(batch.ids) == {id for part in parts for id in microbatches.list_sample_ids(part)}
+    assert set(batch.ids) == {id for part in parts for id in rows.list_sample_ids(part)}
 
 
 def test_groups_are_cut_only_where_the_loss_allows() -> None:
     batch = batch_of([(4, [3, 3, 3])])
-    assert len(microbatches.split_batch(batch, 14, "sequence")) == 2
-    assert len(microbatches.split_batch(batch, 21, "group")) == 1
-    assert microbatches.split_batch(batch, 42, "sequence") == [batch]  # what fits stays as it is
-    assert microbatches.split_batch(batch.select(ids=[]), 42, "sequence") == []
+    assert len(rows.split_batch(batch, 14, "sequence")) == 2
+    assert len(rows.split_batch(batch, 21, "group")) == 1
+    assert rows.split_batch(batch, 42, "sequence") == [batch]  # what fits stays as it is
+    assert rows.split_batch(batch.select(ids=[]), 42, "sequence") == []
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch=20"):
-        microbatches.split_batch(batch, 20, "group")
+        rows.split_batch(batch, 20, "group")
