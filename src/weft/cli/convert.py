@@ -235,7 +235,11 @@ def _merge(arguments: argparse.Namespace) -> None:
     from weft.checkpoints import hf_io, peft_io
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
-    from weft.engine import checkpoint_tokens
+    from weft.engine.backends.common import (
+        choose_padding,
+        list_special_ids,
+        read_generation_config,
+    )
     from weft.engine.spec import ModelSpec
     from weft.models.network import lora
     from weft.models.network.linear import find_canonical_values
@@ -263,12 +267,12 @@ def _merge(arguments: argparse.Namespace) -> None:
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
-        tokenizer = checkpoint_tokens.choose_padding(
+        tokenizer = choose_padding(
             Tokenizer.load(TokenizerSpec(), spec.path), spec, network.pooling
         )
         tokenizer.save(arguments.output)
-        config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, head))
-        hf_io.write_generation(arguments.output, checkpoint_tokens.read_generation_config(spec))
+        config = hf_io.with_ids(config, **list_special_ids(tokenizer, head))
+        hf_io.write_generation(arguments.output, read_generation_config(spec))
     hf_io.save(arguments.output, merged, config, head, dtype=dtype, pooling=network.pooling)
 
 
@@ -306,7 +310,7 @@ def _write_triton_store(arguments: argparse.Namespace) -> None:
     from weft.cli.open_assistant.commands import find_triton_model
     from weft.data.spec import TokenizerSpec
     from weft.data.tokenizer import Tokenizer
-    from weft.engine.checkpoint_tokens import find_skipped_padding
+    from weft.engine.backends.common import find_skipped_padding
     from weft.engine.spec import ModelSpec
 
     mode = arguments.triton_mode

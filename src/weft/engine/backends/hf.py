@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
-from weft.engine import checkpoint_tokens
 from weft.engine.backends import common
 from weft.engine.flops import TokenCost
 from weft.engine.hf import load as hf_load
@@ -77,10 +76,10 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         callers=trial.callers,
         caches=caches,
     )
-    network.padding = checkpoint_tokens.find_skipped_padding(tokenizer, spec)
+    network.padding = common.find_skipped_padding(tokenizer, spec)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        saved_tokenizer = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
+        saved_tokenizer = common.choose_padding(tokenizer, spec, network.pooling)
         saved_tokenizer.save(directory)
         module.config.use_cache = use_cache
         _save(directory, tensors, network, spec, saved_tokenizer)
@@ -101,7 +100,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         notes=(
             *_list_notes(module, trial, caches),
             *_list_reading_notes(spec, device),
-            *checkpoint_tokens.list_padding_notes(tokenizer, spec, network.pooling),
+            *common.list_padding_notes(tokenizer, spec, network.pooling),
         ),
         part=None if mesh is None else _build_copy_shard(network, mesh, device),
     )
@@ -277,7 +276,7 @@ def _save(
     The adapter's files contain the name of the base model.
     """
     module = network.module
-    for key, id in checkpoint_tokens.list_special_ids(tokenizer, network.kind).items():
+    for key, id in common.list_special_ids(tokenizer, network.kind).items():
         setattr(module.config, key, id)
         if network.kind == "lm" and module.generation_config is not None:
             setattr(module.generation_config, key, id)

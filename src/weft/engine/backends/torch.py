@@ -15,7 +15,6 @@ from weft import kernels
 from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.config_file import read_prefix
 from weft.data.tokenizer import Tokenizer
-from weft.engine import checkpoint_tokens
 from weft.engine.backends import common
 from weft.engine.flops import TokenCost
 from weft.engine.spec import ModelSpec
@@ -61,7 +60,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     if spec.compile:
         compile_blocks(network, fp8=fp8)
     for each in {whole, network}:
-        each.padding = checkpoint_tokens.find_skipped_padding(tokenizer, spec)
+        each.padding = common.find_skipped_padding(tokenizer, spec)
     cost = _compute_cost(network, frozen=spec.has_adapters).split_over_ranks(layout.context)
     # Allocate and fill the weights.
     part = None
@@ -79,7 +78,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     )
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-        saved_tokenizer = checkpoint_tokens.choose_padding(tokenizer, spec, network.pooling)
+        saved_tokenizer = common.choose_padding(tokenizer, spec, network.pooling)
         saved_tokenizer.save(directory)
         _save(directory, tensors, whole, spec, config, saved_tokenizer)
 
@@ -91,7 +90,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
         aux_loss=aux_loss,
         dropout=_uses_dropout(network, spec),
         adapters_off=(lambda: lora.disable_adapters(network)) if spec.has_adapters else None,
-        notes=checkpoint_tokens.list_padding_notes(tokenizer, spec, network.pooling),
+        notes=common.list_padding_notes(tokenizer, spec, network.pooling),
         part=part,
         blocks=tuple(network.blocks),
     )
@@ -356,7 +355,7 @@ def _save(
     The adapter's files contain the name of the base model. With prefix tuning, only the prefix and
     a value or score head are written, with the name of the base model.
     """
-    config = hf_io.with_ids(config, **checkpoint_tokens.list_special_ids(tokenizer, network.kind))
+    config = hf_io.with_ids(config, **common.list_special_ids(tokenizer, network.kind))
     dtype = DTYPES[choose_dtype(spec)]
     head = network.kind
     if config.prefix_tokens:
@@ -368,7 +367,7 @@ def _save(
             base=_resolve_base_path(str(spec.path)),
             score=families.get(config.family).score,
         )
-        hf_io.write_generation(directory, checkpoint_tokens.read_generation_config(spec))
+        hf_io.write_generation(directory, common.read_generation_config(spec))
         hf_io.save_config(directory, config, head, dtype=dtype, pooling=network.pooling)
         return
     if spec.has_adapters:
@@ -384,7 +383,7 @@ def _save(
             whole=spec.trains_embeddings,
         )
         tensors = lora.merge(tensors, scales)
-    hf_io.write_generation(directory, checkpoint_tokens.read_generation_config(spec))
+    hf_io.write_generation(directory, common.read_generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
 
 

@@ -27,7 +27,7 @@ from weft.cli.main import main
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
-from weft.engine.checkpoint_tokens import choose_padding
+from weft.engine.backends.common import choose_padding
 from weft.engine.spec import LoRASpec, ModelSpec
 
 CHATML = (
