@@ -24,7 +24,6 @@ from weft.algorithms.dpo import (
     build_preference_loss,
 )
 from weft.algorithms.preferences import PreferencesByReward
-from weft.algorithms.dpo import TRANSPORTED
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
