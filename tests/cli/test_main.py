@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +258,8 @@ def test_debug_shows_the_traceback(folder: Path, capsys: pytest.CaptureFixture[s
     assert "Traceback" in capsys.readouterr().err
 
 
-def raises(error: BaseException) -> Callable[[], int]:
-    def command() -> int:
+def raises(error: BaseException) -> Callable[[Sequence[str]], int]:
+    def command(_: Sequence[str]) -> int:
         raise error
 
     return command
@@ -366,7 +366,7 @@ def test_openmp_settings_that_are_empty_are_taken_out() -> None:
 def test_a_line_about_a_stop_is_broken_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped() -> int:
+    def stopped(_: Sequence[str]) -> int:
         raise Interrupted(
             "stopped by Ctrl-C after step 12; rerun the same command to resume from there", 2
         )

@@ -15,7 +15,7 @@ from weft.cli.start import find_config
 def main() -> int:
     """Run the command in `sys.argv` and return the exit code."""
     if sys.argv[1:2] == ["find_config"]:
-        return run_guarded(lambda: find_config(sys.argv[2:]), sys.argv[1:])
+        return run_guarded(lambda words: find_config(words[1:]), sys.argv[1:])
     return weft()
 
 

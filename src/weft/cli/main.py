@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TextIO
 
 from weft import __version__
@@ -92,16 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP_WORDS, "--version"):
-        return run_guarded(lambda: print_overview(words), words)
+        return run_guarded(print_overview, words)
     if argv is not None:
-        return run_guarded(lambda: run_command(words), words)
+        return run_guarded(run_command, words)
     drop_empty_variables(os.environ)
     keep_freed_memory()
     os.environ.update(build_segment_variables(os.environ))
     from weft.runtime.processes import SupervisorPipe
 
     wire = SupervisorPipe.connect(os.environ)
-    code = run_guarded(lambda: run_command(words, supervise=not wire.is_supervised), words)
+    code = run_guarded(partial(run_command, supervise=not wire.is_supervised), words)
     wire.report_exit_code(code)
     if code:
         _end_if_still_running(code)
@@ -153,16 +154,26 @@ def format_usage() -> str:
     return "\n".join([*lines, "", *(f"  {flag:12} {what}" for flag, what in GLOBAL_FLAGS.items())])
 
 
-def run_guarded(command: Callable[[], int], words: Sequence[str]) -> int:
-    """Run `command` and return its exit code, printing a message to standard error if it fails.
+def run_guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Run `command` on `words` and return its exit code.
 
-    If `words` contain `--debug`, the traceback is also printed. If the process that reads the
-    output has ended, as in `weft ... | head`, nothing is printed.
+    If it fails, a message is printed to standard error, and with `--debug` in `words` the
+    traceback. If the process that reads the output has ended, as in `weft ... | head`, nothing is
+    printed.
     """
     try:
-        return _run_and_report(command, words)
-    except BrokenPipeError:  # raised while the error was printed
-        return UNREAD_OUTPUT_CODE
+        return command(words)
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, BrokenPipeError) and _is_reader_gone(sys.stdout):
+            return UNREAD_OUTPUT_CODE
+        code, message = _explain_failure(error, words)
+        try:
+            if "--debug" in words:
+                print(redact(traceback.format_exc()), file=sys.stderr)
+            print(redact(message), file=sys.stderr)
+        except BrokenPipeError:
+            return UNREAD_OUTPUT_CODE
+        return code
     finally:
         for stream in (sys.stdout, sys.stderr):
             # Flushing the remaining output would fail when the interpreter exits.
@@ -184,35 +195,24 @@ def _is_reader_gone(stream: TextIO) -> bool:
         return False
 
 
-def _run_and_report(command: Callable[[], int], words: Sequence[str]) -> int:
-    """Run `command`, print a message if it raises an exception, and return the exit code."""
-    try:
-        return command()
-    except KeyboardInterrupt:
+def _explain_failure(error: KeyboardInterrupt | Exception, words: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the message for the exception of the command `words`."""
+    if isinstance(error, KeyboardInterrupt):
         if words[:1] and words[0] in SUPERVISED_COMMANDS:
             again = "; rerun the same command to start or resume the run"
         else:
             again = ""
-        _print_message(_wrap_text(f"stopped at once{again}"), words)
-        return INTERRUPTED_CODE
-    except UserError as error:
-        _print_message(f"error: {error}", words)
-        return 2
-    except Interrupted as error:
-        _print_message(_wrap_text(str(error)), words)
-        return error.exit_code
-    except WeftError as error:
-        _print_message(f"error: {error}", words)
-        return 1
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_reader_gone(sys.stdout):
-            return UNREAD_OUTPUT_CODE
-        problem = find_path_problem(error)
-        if problem is not None:
-            _print_message(f"error: {problem}", words)
-            return 2
-        _print_message(f"error: {type(error).__name__}: {error} (--debug shows where)", words)
-        return 1
+        return INTERRUPTED_CODE, _wrap_text(f"stopped at once{again}")
+    if isinstance(error, UserError):
+        return 2, f"error: {error}"
+    if isinstance(error, Interrupted):
+        return error.exit_code, _wrap_text(str(error))
+    if isinstance(error, WeftError):
+        return 1, f"error: {error}"
+    problem = find_path_problem(error)
+    if problem is not None:
+        return 2, f"error: {problem}"
+    return 1, f"error: {type(error).__name__}: {error} (--debug shows where)"
 
 
 def _wrap_text(text: str) -> str:
@@ -225,12 +225,6 @@ def _wrap_text(text: str) -> str:
             text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
         )
     )
-
-
-def _print_message(message: str, words: Sequence[str]) -> None:
-    if "--debug" in words:
-        print(redact(traceback.format_exc()), file=sys.stderr)
-    print(redact(message), file=sys.stderr)
 
 
 def run_command(words: Sequence[str], *, supervise: bool = False) -> int:

@@ -52,8 +52,8 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 
     words: list[str] = []
 
-    def run_translated() -> int:
-        words.extend(build_command(script, argv, environment))
+    def run_translated(given: Sequence[str]) -> int:
+        words.extend(build_command(script, given, environment))
         print(f"$ weft {shlex.join(mask_words(words))}", flush=True)
         return 0
 
