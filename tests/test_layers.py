@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "parallel", "realloc"),
     ("engine",),
     ("interfaces",),
-    ("experiment",),
+    ("experiment", "planner"),
     ("experiments", "runtime"),
     ("launch", "evaluation", "serve"),
     ("cli", "apps", "scripts", "testing"),
@@ -67,6 +67,7 @@ NEIGHBOURS = {
     ("algorithms", "registry"),
     ("algorithms", "options"),
     ("host", "data"),
+    ("planner", "experiment"),
     ("apps", "cli"),
     ("scripts", "cli"),
 }

@@ -16,9 +16,10 @@ from tests.runtime.placed import run_forked
 from weft.engine.planned_engine import describe_planned_engine
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
-from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig, _search
-from weft.experiments._cost import DecoderSizes
+from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from weft.experiments._placement import _build_network_sizes, _load
+from weft.planner import search
+from weft.planner.cost import DecoderSizes
 from weft.topology import Layout, Mesh
 
 LLAMA_8B = {
@@ -41,7 +42,7 @@ LLAMA_8B = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Annealing, whose own tests are elsewhere."""
-    monkeypatch.setattr(_search, "ANNEALING_STEPS", 200)
+    monkeypatch.setattr(search, "ANNEALING_STEPS", 200)
 
 
 @pytest.fixture

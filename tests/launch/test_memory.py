@@ -20,8 +20,6 @@ from tests.engine.common import Nll, batch_of, engine_of, tiny
 from tests.launch.cases import distill, prepare, sft
 from tests.tiny import make_tokenizer, write_jsonl
 from weft import kernels
-from weft.engine import memory
-from weft.engine.memory import NetworkShape, RoleMemory
 from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
 from weft.launch import memory as launch_memory
@@ -29,6 +27,8 @@ from weft.launch import run
 from weft.launch.memory import MemoryForecast, forecast
 from weft.observe.memory import measure_file_pages_gb, measure_peak_memory_gb
 from weft.observe.progress import DisplayOptions
+from weft.planner import memory
+from weft.planner.memory import NetworkShape, RoleMemory
 
 SHAPE = {
     "model_type": "llama",

@@ -17,12 +17,12 @@ from tests.launch.cases import grpo, ppo
 from tests.runtime.test_state import Length
 from weft.data.counts import SourceCount
 from weft.data.loader import LoadedData
-from weft.engine.memory import RoleMemory
 from weft.experiment import Experiment
 from weft.experiments import PPOConfig
 from weft.launch.memory import GIB, MemoryForecast
 from weft.launch.plan import build_plan, make_peak_formatter
 from weft.observe.plan import RunPlan
+from weft.planner.memory import RoleMemory
 from weft.runtime.schedule import RunLength
 
 ROOM = int(100 * GIB)

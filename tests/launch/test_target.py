@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
-from weft.engine import memory_options
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import SFTConfig
 from weft.launch.target import GIB, TargetDevices, get_usable_memory
+from weft.planner import memory_options
 
 
 @pytest.fixture(scope="module")

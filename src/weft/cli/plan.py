@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoints.names import ModelQuery, find_model
 from weft.cli import plan_memory
 from weft.cli.parsing import CommandParser
-from weft.engine.memory import BYTES
 from weft.errors import ConfigError
+from weft.planner.memory import BYTES
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from weft.checkpoints.names import ModelQuery, find_model
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.engine.memory_options import MemoryCase
+    from weft.planner.memory_options import MemoryCase
 
 SUMMARY = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
 EPILOG = """examples:
@@ -58,7 +58,7 @@ def print_memory_plan(arguments: argparse.Namespace) -> int:
 
     Raises `UserError` for a model without a readable config.json, or for invalid options.
     """
-    from weft.engine import memory_options
+    from weft.planner import memory_options
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
@@ -109,11 +109,11 @@ def build_training_case(
     import torch
 
     from weft.cli import overrides
-    from weft.engine.memory import CallDemand
     from weft.engine.planned_engine import describe_planned_engine
     from weft.engine.spec import ModelSpec
     from weft.launch.memory import build_case as case
     from weft.options import read, to_mapping, validate
+    from weft.planner.memory import CallDemand
     from weft.topology import Mesh
 
     base = ModelSpec(path=model, dtype=dtype)

@@ -12,9 +12,12 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, is_placed
-from weft.experiments._cost import CallWorkload, DecoderSizes
-from weft.experiments._rates import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
-from weft.experiments._search import (
+from weft.experiments.common import RunConfig
+from weft.experiments.models import find_option_role
+from weft.graph.mfc import MFCDef
+from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
+from weft.planner.search import (
     PlacementEstimate,
     PlacementProblem,
     PlacementUnit,
@@ -23,9 +26,6 @@ from weft.experiments._search import (
     list_uniform_placements,
     search_placement,
 )
-from weft.experiments.common import RunConfig
-from weft.experiments.models import find_option_role
-from weft.graph.mfc import MFCDef
 from weft.topology import LETTERS, Layout, Mesh
 
 if TYPE_CHECKING:

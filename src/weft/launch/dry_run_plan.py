@@ -17,7 +17,6 @@ import torch
 from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine import memory_options
 from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
 from weft.experiments._placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
@@ -33,6 +32,7 @@ from weft.launch.memory import MemoryForecast, forecast, format_role_name
 from weft.launch.plan import build_plan
 from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
+from weft.planner import memory_options
 from weft.runtime.calls import check_calls
 from weft.runtime.schedule import RunLength, check_steps
 

@@ -11,7 +11,6 @@ import torch
 
 from weft import kernels
 from weft.data.sample import SequenceSample
-from weft.engine import memory, memory_options
 from weft.engine.device import measure_peak_memory_gib
 from weft.engine.generation.caches import (
     DEFAULT_MAX_SEQUENCES,
@@ -19,8 +18,6 @@ from weft.engine.generation.caches import (
     MAX_SEQUENCES,
     compute_kv_bytes,
 )
-from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory
-from weft.engine.memory_options import MemoryCase
 from weft.engine.rows import PackLayout, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
@@ -30,6 +27,9 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef, Offload
 from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import measure_file_pages_gb
+from weft.planner import memory, memory_options
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory
+from weft.planner.memory_options import MemoryCase
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
 

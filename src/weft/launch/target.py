@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.engine import memory_options
 from weft.engine.device import describe_hardware, format_hardware, read_memory_bytes, resolve_device
 from weft.experiment import Experiment
-from weft.experiments._rates import GPUS, find_gpu_rates
 from weft.launch.cluster import check_processes, get_device_kind
 from weft.launch.memory import format_size
+from weft.planner import memory_options
+from weft.planner.devices import GPUS, find_gpu_rates
 
 GIB = 2.0**30
 GPU_OPTION_HINT = "name one with search.gpu=H100"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from weft.engine.memory import BYTES
 from weft.errors import RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
+from weft.planner.memory import BYTES
 from weft.realloc.plan import ParameterTransfer, count_traffic, plan
 from weft.runtime.commands import (
     BuiltEngines,

@@ -148,7 +148,7 @@ def _describe_network(
     """Return facts about one rank's part of the network.
 
     The keys are `vocab_size`, `num_layers`, `sizes` (most fields of
-    `weft.engine.memory.NetworkShape`) and `shared_prompts`. The last contains `longest`, the
+    `weft.planner.memory.NetworkShape`) and `shared_prompts`. The last contains `longest`, the
     maximum length in tokens of sequences that can share a prefix, and `in_training`, which is True
     if training can share prefixes too.
     """
@@ -287,7 +287,7 @@ def _count_dropped_elements(block: torch.nn.Module) -> int:
 
 
 def compute_sizes(network: Transformer) -> dict[str, int]:
-    """Return fields of `weft.engine.memory.NetworkShape` for the network, by name.
+    """Return fields of `weft.planner.memory.NetworkShape` for the network, by name.
 
     All fields except `parameters`, `trainable`, `row_ranks`, `shards` and `copies_attention` are
     included.

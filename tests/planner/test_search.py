@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from weft.experiments import _search
-from weft.experiments._cost import CallWorkload, DecoderSizes
-from weft.experiments._rates import GIB, DeviceRates, estimate_cpu_rates
-from weft.experiments._search import (
+from weft.planner import search
+from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
+from weft.planner.search import (
     PlacementProblem,
     PlacementUnit,
     list_layouts,
@@ -343,7 +343,7 @@ def many(seed: int) -> tuple[PlacementProblem, list[int]]:
 def test_never_worse_than_where_it_begins_and_the_same_again(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_search, "ANNEALING_STEPS", 300)
+    monkeypatch.setattr(search, "ANNEALING_STEPS", 300)
     made, start = many(seed)
     found, again = search_placement(made, start), search_placement(many(seed)[0], start)
     assert not found.is_exhaustive and (found.best.excess_bytes, found.best.step_seconds) <= (
@@ -362,7 +362,7 @@ def test_annealing_finds_what_trying_all_finds(monkeypatch: pytest.MonkeyPatch) 
     }
     made, start = problem(calls, 4, replace(RATES, latency=1e-3))
     everything = search_placement(made, start)
-    monkeypatch.setattr(_search, "MAX_EXHAUSTIVE", 0)
+    monkeypatch.setattr(search, "MAX_EXHAUSTIVE", 0)
     drawn = search_placement(made, start)
     assert (
         everything.is_exhaustive

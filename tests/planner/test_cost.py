@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from weft.experiments._cost import (
+from weft.planner.cost import (
     CallWorkload,
     DecoderSizes,
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
 )
-from weft.experiments._rates import GIB, DeviceRates
+from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
 
 # Numbers that a hand can follow: 1 GFLOP/s, 1 GB/s of memory and of links, nothing that a layer or

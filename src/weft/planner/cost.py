@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from weft.engine import memory
-from weft.engine.memory import (
+from weft.planner import memory
+from weft.planner.devices import DeviceRates
+from weft.planner.memory import (
     BYTES,
     SLOTS,
     WIDE,
@@ -22,7 +23,6 @@ from weft.engine.memory import (
     NetworkShape,
     RoleMemory,
 )
-from weft.experiments._rates import DeviceRates
 from weft.topology import Layout, Mesh
 
 CHUNK_ROWS = 1024  # tokens whose logits are in memory at once

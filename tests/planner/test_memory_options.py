@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from weft.engine.memory import CallDemand, MemorySettings, NetworkShape
-from weft.engine.memory_options import (
+from weft.extras import install
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape
+from weft.planner.memory_options import (
     ADAPTER_RANK,
     GIB,
     GPUS,
@@ -20,7 +21,6 @@ from weft.engine.memory_options import (
     format_table,
     list_memory_options,
 )
-from weft.extras import install
 
 BILLION = 10**9
 SHAPE = NetworkShape(

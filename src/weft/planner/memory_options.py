@@ -1,6 +1,6 @@
 """Search for the smallest GPU on which a run fits, and for options that need less memory.
 
-The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`). The
+The memory of every alternative is estimated like that of the run itself (`weft.planner.memory`). The
 module does not import torch.
 """
 
@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
 from weft.extras import install
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
 
 GIB = 2.0**30
 MIB = 2.0**20

@@ -14,14 +14,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.experiments._cost import (
+from weft.planner.cost import (
     CallWorkload,
     DecoderSizes,
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
 )
-from weft.experiments._rates import DeviceRates
+from weft.planner.devices import DeviceRates
 from weft.topology import Layout, Mesh
 
 # At most MAX_EXHAUSTIVE placements are all tried; for more, annealing makes ANNEALING_STEPS steps.
@@ -273,7 +273,7 @@ class PlacementProblem:
     def _compute_peak_bytes(self, numbers: Sequence[int]) -> float:
         """Return the number of bytes used on the device that uses the most.
 
-        The memory of the roles and calls is added up as in `weft.engine.memory.compute_peak`.
+        The memory of the roles and calls is added up as in `weft.planner.memory.compute_peak`.
         `numbers[i]` is the index of unit i's mesh in the list of all meshes.
         """
         # Collect the calls of each role on each mesh.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weft.engine.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
 
 SHAPE = NetworkShape(
     parameters=1000,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.experiments._rates import GIB, estimate_cpu_rates, find_gpu_rates
+from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 
 
 def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
