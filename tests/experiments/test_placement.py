@@ -13,13 +13,14 @@ import torch
 
 from tests.launch.cases import prepare
 from tests.runtime.placed import run_forked
+from weft.checkpoints.hf_io import read_config
 from weft.engine.planned_engine import describe_planned_engine
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from weft.experiments._placement import _build_network_sizes, _load
+from weft.experiments._placement import _load
 from weft.planner import search
-from weft.planner.cost import DecoderSizes
+from weft.planner.cost import DecoderSizes, build_decoder_sizes
 from weft.topology import Layout, Mesh
 
 LLAMA_8B = {
@@ -62,6 +63,11 @@ def config(kind: type[Any], folder: Path, rows: str, *roles: str) -> Any:
         getattr(made, role).path, getattr(made, role).init_from_scratch = str(folder), True
     made.dataset.path, made.dataset.train_bs_n_seqs = str(folder / rows), 64
     return made
+
+
+def sizes(spec: ModelSpec) -> DecoderSizes:
+    assert spec.path is not None
+    return build_decoder_sizes(spec, read_config(spec.path)[1], "bfloat16")
 
 
 def test_large_models_are_spread_and_fit(folder: Path) -> None:
@@ -119,9 +125,9 @@ def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
     grpo = config(GRPOConfig, folder, "prompts.jsonl", "actor", "ref")
     grpo.reward, grpo.grpo.group_size, grpo.grpo.gen.max_new_tokens = "length", 4, 256
     made = grpo.build()
-    network: DecoderSizes = _build_network_sizes(made.roles["actor"], "bfloat16")
+    network = sizes(made.roles["actor"])
     # all of Llama 3 8B but its norms
-    assert network.num_parameters == 8_030_261_248 - (2 * 32 + 1) * 4096
+    assert network.shape.parameters == 8_030_261_248 - (2 * 32 + 1) * 4096
     loads = {call.name: _load(made, grpo, call) for call in made.graph.list_model_calls()}
     assert {
         (load.num_sequences, load.prompt_tokens, load.new_tokens) for load in loads.values()
@@ -169,7 +175,7 @@ def test_adapters_are_as_many_as_the_network_has(
         path=str(tmp_path), trained=True, dtype="bfloat16", lora=LoRASpec(r=4, targets=targets)
     )
     facts = describe_planned_engine(spec, Mesh.on_first_devices(Layout()), torch.device("cpu"))
-    assert _build_network_sizes(spec, "bfloat16").num_trained == facts["num_trainable"]
+    assert sizes(spec).num_trained == facts["num_trainable"]
 
 
 def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(

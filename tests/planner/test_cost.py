@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.decoders import decoder, with_adapters, with_settings
 from weft.planner.cost import (
     CallWorkload,
-    DecoderSizes,
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
@@ -19,7 +19,7 @@ from weft.topology import Layout, Mesh
 # Numbers that a hand can follow: 1 GFLOP/s, 1 GB/s of memory and of links, nothing that a layer or
 # an exchange takes by itself.
 RATES = DeviceRates("hand", 1e9, 1e9, 1e9, 1e8, 0.0, 0.0, 64 * GIB, 128, per_node=4)
-NETWORK = DecoderSizes(
+NETWORK = decoder(
     layers=4,
     hidden=100,
     query=100,
@@ -27,12 +27,10 @@ NETWORK = DecoderSizes(
     inner=400,
     vocab=1000,
     active=150_000,
-    whole=150_000,
     embedding=100_000,
     outputs=100_000,
-    dtype="float32",
 )
-TRAINED = replace(NETWORK, trained=True)
+TRAINED = with_settings(NETWORK, trained=True)
 SCORE = CallWorkload("inference", 8, 60, 40)
 TRAIN = replace(SCORE, method="train_step", num_updates=2)
 SAMPLE = replace(SCORE, method="generate")
@@ -64,7 +62,7 @@ def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
     assert estimate_call_seconds(TRAINED, TRAIN, mesh("d1"), RATES) == pytest.approx(
         3 * forward + 2 * update, rel=1e-12
     )
-    again = replace(TRAINED, recompute=1)
+    again = with_settings(TRAINED, recompute=1)
     assert estimate_call_seconds(again, TRAIN, mesh("d1"), RATES) == pytest.approx(
         4 * forward + 2 * update, rel=1e-12
     )
@@ -76,7 +74,7 @@ def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
 
 def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
     forward = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
-    adapted = replace(TRAINED, trainable=PARAMETERS // 100)
+    adapted = with_adapters(TRAINED, PARAMETERS // 100)
     update = 2 * PARAMETERS / 100 * 4 * 4 * 3 / 1e9
     assert estimate_call_seconds(adapted, TRAIN, mesh("d1"), RATES) == pytest.approx(
         2.01 * forward + update, rel=1e-12
@@ -167,7 +165,7 @@ def test_weights_that_are_there_are_not_moved() -> None:
     assert estimate_transfer_seconds(TRAINED, mesh("d1"), mesh("d2", 2), RATES) == pytest.approx(
         2 * whole, rel=1e-12
     )  # both from one
-    adapters = replace(TRAINED, trainable=1000)
+    adapters = with_adapters(TRAINED, 1000)
     assert estimate_transfer_seconds(adapters, mesh("d1"), mesh("d1", 1), RATES) == pytest.approx(
         4e-6, rel=1e-12
     )

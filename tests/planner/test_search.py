@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.decoders import decoder, with_settings
 from weft.planner import search
 from weft.planner.cost import CallWorkload, DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
@@ -23,20 +24,24 @@ from weft.planner.search import (
 from weft.topology import Layout, Mesh
 
 RATES = DeviceRates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
-NETWORK = DecoderSizes(
-    layers=8,
-    hidden=512,
-    query=512,
-    key=128,
-    inner=2048,
-    vocab=8000,
-    active=4_000_000,
-    whole=4_000_000,
-    embedding=4_096_000,
-    outputs=4_096_000,
-    dtype="float32",
-)
-TRAINED = replace(NETWORK, trained=True)
+
+
+def network_of(layers: int, *, trained: bool = False) -> DecoderSizes:
+    network = decoder(
+        layers=layers,
+        hidden=512,
+        query=512,
+        key=128,
+        inner=2048,
+        vocab=8000,
+        active=4_000_000,
+        embedding=4_096_000,
+        outputs=4_096_000,
+    )
+    return with_settings(network, trained=trained)
+
+
+NETWORK, TRAINED = network_of(8), network_of(8, trained=True)
 
 
 def whole_range(unit: PlacementUnit, devices: int) -> int:
@@ -111,7 +116,7 @@ def test_few_sequences_share_the_weights_instead() -> None:
 def test_memory_forces_shards() -> None:
     load = CallWorkload("train_step", 8, 8, 8)
     free, start = problem({"train": (TRAINED, load, ())}, 4)
-    held = 4 * 4 * TRAINED.num_parameters  # weights, gradients and two moments
+    held = 4 * 4 * TRAINED.shape.parameters  # weights, gradients and two moments
     tight, _ = problem({"train": (TRAINED, load, ())}, 4, replace(RATES, capacity=0.75 * held))
     copies = next(
         n
@@ -184,7 +189,7 @@ def test_a_copy_gets_its_weights_each_step_and_frozen_ones_do_not() -> None:
     assert made.estimate([one[0,], one[0,]]).transfer_seconds["gen"] == 0.0
     apart = made.estimate([one[1,], one[0,]])
     assert (
-        apart.transfer_seconds["gen"] == pytest.approx(TRAINED.num_parameters * 4 / 1e10 + 1e-5)
+        apart.transfer_seconds["gen"] == pytest.approx(TRAINED.shape.parameters * 4 / 1e10 + 1e-5)
         and apart.transfer_seconds["train"] == 0.0
     )
     frozen = replace(made, units=[units[0], replace(units[1], trains=False)])
@@ -278,9 +283,7 @@ def test_the_heuristic_is_never_slower_than_one_layout_for_all_calls(
     draw = random.Random(seed)
     calls: dict[str, tuple[DecoderSizes, CallWorkload, Sequence[str]]] = {}
     for number, method in enumerate(("generate", "inference", "train_step")):
-        network = replace(
-            TRAINED if method == "train_step" else NETWORK, layers=draw.choice((1, 8, 32))
-        )
+        network = network_of(draw.choice((1, 8, 32)), trained=method == "train_step")
         load = CallWorkload(method, draw.choice((4, 64, 1024)), 64, draw.choice((8, 256)))
         calls[f"c{number}"] = (network, load, [f"c{number - 1}"] if number else [])
     made, everywhere = problem(calls, 8, rates)
@@ -327,9 +330,7 @@ def many(seed: int) -> tuple[PlacementProblem, list[int]]:
     for number, method in enumerate(
         ("generate", "inference", "inference", "inference", "train_step", "train_step")
     ):
-        network = replace(
-            TRAINED if method == "train_step" else NETWORK, layers=draw.choice((2, 4, 8, 16))
-        )
+        network = network_of(draw.choice((2, 4, 8, 16)), trained=method == "train_step")
         before = () if not number else ("c0",) if number < 4 else ("c0", "c1", "c2", "c3")
         calls[f"c{number}"] = (
             network,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.checkpoints.config_file import prefix_option
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
@@ -15,7 +15,7 @@ from weft.experiments._allocation import HEURISTIC, SEARCH, is_placed
 from weft.experiments.common import RunConfig
 from weft.experiments.models import find_option_role
 from weft.graph.mfc import MFCDef
-from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.cost import CallWorkload, DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.planner.search import (
     PlacementEstimate,
@@ -27,9 +27,6 @@ from weft.planner.search import (
     search_placement,
 )
 from weft.topology import LETTERS, Layout, Mesh
-
-if TYPE_CHECKING:
-    from weft.models.network.config import TransformerConfig
 
 # Tokens of a prompt and of an answer if no option sets them
 DEFAULT_PROMPT_TOKENS = 512
@@ -184,6 +181,8 @@ def _build_problem(
     `_build_units`). A placement has one index per unit, which selects the unit's mesh from the list
     `PlacementUnit.meshes`.
     """
+    from weft.checkpoints.hf_io import read_config
+
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     # Read the sizes of the models.
@@ -193,7 +192,8 @@ def _build_problem(
     for role, spec in experiment.roles.items():
         if role in called and spec.path:
             with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
-                networks[role] = _build_network_sizes(spec, dtypes, on_gpu=on_gpu)
+                network = read_config(spec.path, spec.type)[1]
+                networks[role] = build_decoder_sizes(spec, network, dtypes, on_gpu=on_gpu)
     # List the candidates; roles without a network take no device.
     units, start = _build_units(experiment, free, count, per_node)
     graph = experiment.graph
@@ -366,7 +366,7 @@ def _find_rates(
             "to the type of the cluster's GPUs, such as H100"
         )
     name = config.search.gpu or torch.cuda.get_device_name(0)
-    if all(network.dtype == "float32" for network in networks.values()):
+    if all(network.settings.dtype == "float32" for network in networks.values()):
         dtype = "float32"
     else:
         dtype = "bfloat16"
@@ -374,103 +374,6 @@ def _find_rates(
         return find_gpu_rates(name, dtype, memory, per_node)
     except ConfigError as error:
         raise UnknownRates(str(error)) from None
-
-
-def _build_network_sizes(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> DecoderSizes:
-    from weft.checkpoints.hf_io import read_config
-
-    assert spec.path is not None
-    config = read_config(spec.path, spec.type)[1]
-    # Elements of a layer: attention, and the MLP or the experts.
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    matrices = 3 if config.gated else 2
-    experts = config.experts
-    attention = 2 * config.hidden_size * (query + key)
-    inner, num = (
-        (config.intermediate_size, 1)
-        if experts is None
-        else (experts.top_k * experts.intermediate_size, experts.num)
-    )
-    whole = (
-        matrices
-        * config.hidden_size
-        * (inner if experts is None else num * experts.intermediate_size)
-    )
-    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
-    outputs = embedding if spec.head == "lm" else config.hidden_size
-    adapters = _count_adapter_elements(spec, config) if spec.has_adapters else None
-    return DecoderSizes(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        query=query,
-        key=key,
-        inner=inner,
-        vocab=config.vocab_size if spec.head == "lm" else 1,
-        active=attention + matrices * config.hidden_size * inner,
-        whole=attention + whole,
-        embedding=embedding,
-        outputs=outputs,
-        gated=config.gated,
-        tied=config.tied and spec.head == "lm",
-        dtype=spec.dtype or dtype,
-        trained=spec.trained,
-        trainable=adapters,
-        optimizer=spec.optimizer.type,
-        recompute=spec.recomputed_layers,
-        offload_weights=spec.offload and on_gpu,
-        offload_optimizer=spec.optimizer.offload and on_gpu,
-        state_dtype=spec.optimizer.state_dtype,
-        fp8=spec.fp8,
-        reshards=spec.zero_stage not in (1, 2),
-        sums_once=spec.zero_stage == 1,
-        fused=experts is None,
-        capped=spec.head == "lm" and config.final_softcap is not None,
-        adapters=_count_adapter_activations(spec, config) if spec.has_adapters else 0,
-        on_gpu=on_gpu,
-    )
-
-
-def _count_adapter_activations(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Return the number of activation elements per token that are saved for a layer's adapters.
-
-    The backward pass needs the low-rank products and, in a layer without experts, the input of the
-    MLP's last matrix.
-    """
-    experts, matrices = (
-        config.experts,
-        4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k),
-    )
-    return spec.lora.r * matrices + (config.intermediate_size if experts is None else 0)
-
-
-def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Return the number of trained elements of a role's LoRA adapters or prefix.
-
-    Each expert has its own adapters.
-    """
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    hidden = config.hidden_size
-    elements_per_rank = 0
-    for layer in range(config.num_layers):
-        experts = config.experts if config.has_experts(layer) else None
-        inner, copies = (
-            (config.intermediate_size, 1)
-            if experts is None
-            else (experts.intermediate_size, experts.num)
-        )
-        # A low-rank adapter has r elements for each input and output of its matrix.
-        ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
-        ends |= dict.fromkeys(
-            ("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner)
-        )
-        elements_per_rank += sum(
-            size
-            for name, size in ends.items()
-            if not spec.lora.targets or name in spec.lora.targets
-        )
-    return spec.lora.r * elements_per_rank + spec.prefix.num_tokens * 2 * key * config.num_layers
 
 
 def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> CallWorkload:

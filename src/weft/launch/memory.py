@@ -28,7 +28,7 @@ from weft.graph.mfc import MFCDef, Offload
 from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import measure_file_pages_gb
 from weft.planner import memory, memory_options
-from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, RoleMemory, build_settings
 from weft.planner.memory_options import MemoryCase
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
@@ -357,24 +357,15 @@ def _build_settings(
 ) -> MemorySettings:
     dtype = choose_dtype(spec)
     plain = device.type == "cpu" and dtype == "float32"
-    return MemorySettings(
-        dtype=dtype,
-        trained=spec.trained,
-        optimizer=spec.optimizer.type,
-        recompute=spec.recomputed_layers,
-        offload_optimizer=spec.optimizer.offload and device.type != "cpu",
-        chunk_rows=count_chunk_rows(vocab_size, device),
+    settings = build_settings(spec, dtype, device.type, count_chunk_rows(vocab_size, device))
+    return replace(
+        settings,
         weights_leave="weights" in leaves,
         optimizer_leaves="optimizer" in leaves,
         packs=plain and kernels.cpu_library() is None,
         in_place=plain and kernels.cpu_library() is not None,
         adds_rows=plain,
-        keeps_cache=device.type == "cuda",
-        state_dtype=spec.optimizer.state_dtype,
-        fp8=spec.fp8,
         widens=device.type == "cpu" and dtype in ("bfloat16", "float16"),
-        reshards=spec.zero_stage not in (1, 2),
-        sums_once=spec.zero_stage == 1,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from weft.planner import memory
+from weft.engine.spec import ModelSpec
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import (
     BYTES,
@@ -22,8 +23,13 @@ from weft.planner.memory import (
     MemorySettings,
     NetworkShape,
     RoleMemory,
+    build_settings,
+    estimate,
 )
 from weft.topology import Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.models.network.config import TransformerConfig
 
 CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
@@ -35,69 +41,28 @@ class DecoderSizes:
     """Sizes of a decoder and settings of its role, used to estimate time and memory.
 
     Attributes:
-        layers: Number of transformer layers.
-        hidden: Width of the hidden states.
-        query: Width of the queries over all heads.
-        key: Width of the keys over all key-value heads.
-        inner: Width of the MLP, summed over the experts that process a token.
-        vocab: Size of the vocabulary, or 1 for a model that returns scores.
+        shape: Sizes of the whole network, not divided over ranks. `trainable` is the number of
+            adapter weights if only adapters are trained, else the number of all parameters.
+        settings: Settings of the role, such as its dtype and optimizer.
         active: Number of weights per layer that process a token. Of the experts, only the selected
             ones count.
-        whole: Number of weights per layer, including all experts.
-        embedding: Number of weights in the input embedding.
         outputs: Number of weights in the output matrix.
-        trainable: Number of adapter weights if only adapters are trained, else None.
-        recompute: Interval n: every n-th layer is recomputed in the backward pass; 0 means none.
-
-    The other attributes are settings of the role, such as its dtype and optimizer.
     """
 
-    layers: int
-    hidden: int
-    query: int
-    key: int
-    inner: int
-    vocab: int
+    shape: NetworkShape
+    settings: MemorySettings
     active: int
-    whole: int
-    embedding: int
     outputs: int
-    gated: bool = True
-    tied: bool = False
-    dtype: str = "bfloat16"
-    trained: bool = False
-    trainable: int | None = None  # number of adapter elements, if only adapters are trained
-    optimizer: str = "adamw"
-    recompute: int = 0  # every n-th layer is recomputed in the backward pass; 0 for none
-    offload_weights: bool = False
-    offload_optimizer: bool = False
-    state_dtype: str = "float32"
-    fp8: bool = False
-    reshards: bool = True  # gathered parameters are resharded after each block
-    sums_once: bool = False  # gradients are scattered after the last micro-batch, not after each
-    fused: bool = True  # the MLP recomputes its activation in the backward pass
-    capped: bool = False  # logits have a soft cap
-    adapters: int = 0  # activation elements per token saved for a layer's adapters
-    on_gpu: bool = True
 
     @property
     def element_bytes(self) -> int:
         """Size of an element in bytes, in the dtype of the computation."""
-        return BYTES[self.dtype]
-
-    @property
-    def num_parameters(self) -> int:
-        """Total number of parameters; tied embeddings count once."""
-        return self.layers * self.whole + self.embedding + (0 if self.tied else self.outputs)
+        return BYTES[self.settings.dtype]
 
     @property
     def num_trained(self) -> int:
         """Number of trained parameters; 0 for a frozen role."""
-        if self.trained:
-            if self.trainable is None:
-                return self.num_parameters
-            return self.trainable
-        return 0
+        return self.shape.trainable if self.settings.trained else 0
 
     def count_operations(self, tokens: float, length: float, rows: float) -> float:
         """Return the number of floating-point operations of a forward pass.
@@ -105,9 +70,94 @@ class DecoderSizes:
         `tokens` is the number of tokens, in sequences of `length` tokens each. `rows` is the number
         of tokens for which logits are computed.
         """
-        return (
-            tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs
+        per_token = 2 * (self.active + self.shape.query * length)
+        return tokens * self.shape.layers * per_token + rows * 2 * self.outputs
+
+
+def build_decoder_sizes(
+    spec: ModelSpec, config: TransformerConfig, dtype: str, *, on_gpu: bool = True
+) -> DecoderSizes:
+    """Return the sizes of a role's decoder, which `config` describes.
+
+    `dtype` is the dtype of the computation if the role's options do not set it.
+    """
+    # Elements of a layer: attention, and the MLP or the experts.
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    experts = config.experts
+    lm = spec.head == "lm"
+    attention = 2 * config.hidden_size * (query + key)
+    if experts is None:
+        inner = whole = config.intermediate_size
+    else:
+        inner = experts.top_k * experts.intermediate_size
+        whole = experts.num * experts.intermediate_size
+    matrices = 3 if config.gated else 2
+    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
+    outputs = embedding if lm else config.hidden_size
+    tied = config.tied and lm
+    # Adapters keep their low-rank products and, without experts, the input of the last matrix.
+    adapters = 0
+    if spec.has_adapters:
+        products = 4 + matrices * (1 if experts is None else experts.top_k)
+        adapters = spec.lora.r * products + (config.intermediate_size if experts is None else 0)
+    parameters = (
+        config.num_layers * (attention + matrices * config.hidden_size * whole)
+        + embedding
+        + (0 if tied else outputs)
+    )
+    shape = NetworkShape(
+        parameters=parameters,
+        trainable=_count_adapter_elements(spec, config) if spec.has_adapters else parameters,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        query=query,
+        key=key,
+        inner=inner,
+        vocab=config.vocab_size if lm else 1,
+        embedding=embedding,
+        gated=config.gated,
+        tied=tied,
+        adapters=adapters,
+        fused=experts is None,
+        capped=lm and config.final_softcap is not None,
+    )
+    settings = build_settings(spec, spec.dtype or dtype, "cuda" if on_gpu else "cpu", CHUNK_ROWS)
+    return DecoderSizes(
+        shape,
+        replace(settings, weights_leave=spec.offload and on_gpu),
+        active=attention + matrices * config.hidden_size * inner,
+        outputs=outputs,
+    )
+
+
+def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Return the number of trained elements of a role's LoRA adapters or prefix.
+
+    Each expert has its own adapters.
+    """
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    elements_per_rank = 0
+    for layer in range(config.num_layers):
+        experts = config.experts if config.has_experts(layer) else None
+        if experts is None:
+            inner = config.intermediate_size
+            copies = 1
+        else:
+            inner = experts.intermediate_size
+            copies = experts.num
+        # A low-rank adapter has r elements for each input and output of its matrix.
+        ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
+        names = ("gate", "up", "down") if config.gated else ("up", "down")
+        ends |= dict.fromkeys(names, copies * (hidden + inner))
+        elements_per_rank += sum(
+            size
+            for name, size in ends.items()
+            if not spec.lora.targets or name in spec.lora.targets
         )
+    return spec.lora.r * elements_per_rank + spec.prefix.num_tokens * 2 * key * config.num_layers
 
 
 @dataclass(frozen=True)
@@ -169,10 +219,7 @@ def estimate_transfer_seconds(
     The device that sends or receives the most bytes determines the time. If only adapters are
     trained, only they are copied.
     """
-    size = float(
-        (network.num_parameters if network.trainable is None else network.trainable)
-        * network.element_bytes
-    )
+    size = float(network.shape.trainable * network.element_bytes)
     # Bytes that each target device lacks; the senders share them equally.
     wanted = {}
     for rank in target.ranks:
@@ -227,10 +274,10 @@ def _estimate_pass(
     """
     layout = mesh.layout
     trains = load.trains
-    forwards = 2 if trains and network.recompute else 1
+    forwards = 2 if trains and network.settings.recompute else 1
     # Cost in forward passes: the gradients of activations cost one, those of trained weights a
     # fraction of one.
-    passes = forwards + (1.0 + network.num_trained / network.num_parameters if trains else 0.0)
+    passes = forwards + (1.0 + network.num_trained / network.shape.parameters if trains else 0.0)
     own = load.num_tokens / (layout.data * layout.context)  # tokens per device
     parts = max(1, math.ceil(own / load.microbatch))
     rows = load.num_sequences * (load.new_tokens or load.prompt_tokens)
@@ -241,20 +288,20 @@ def _estimate_pass(
         / rates.flops
     )
     # Matrix products, and the minimum time of each layer
-    layers = network.layers / layout.pipeline
+    layers = network.shape.layers / layout.pipeline
     rounds = 3 if trains else 1
     busy = products + layers * parts * rounds * rates.launch
     band = rates.compute_bandwidth(mesh.ranks)
     # Messages between the devices: sums of tensor parallelism, keys and values of context
     # parallelism, gathered weights of sharding, hidden states of pipelines
-    states = own * network.hidden * network.element_bytes
+    states = own * network.shape.hidden * network.element_bytes
     if layout.tensor > 1:
         sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
         busy += sums * (
             2 * states * (layout.tensor - 1) / layout.tensor / band + parts * 2 * rates.latency
         )
     if layout.context > 1:
-        kv = own * 2 * network.key * network.element_bytes
+        kv = own * 2 * network.shape.key * network.element_bytes
         busy += (
             layers
             * rounds
@@ -262,7 +309,7 @@ def _estimate_pass(
         )
     if layout.fsdp > 1:
         gathered = (
-            network.num_parameters
+            network.shape.parameters
             * network.element_bytes
             / (layout.tensor * layout.pipeline)
             * (layout.fsdp - 1)
@@ -270,7 +317,7 @@ def _estimate_pass(
         )
         busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
         # Gradients are scattered after each micro-batch; `_estimate_update` counts the last one.
-        if trains and not network.sums_once:
+        if trains and not network.settings.sums_once:
             scattered = (
                 network.num_trained
                 * WIDE
@@ -297,13 +344,17 @@ def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> f
     copies = layout.data // layout.fsdp * layout.context
     exchanged += 2 * gradients / layout.fsdp * (copies - 1) / copies
     if layout.data * layout.context > 1:
-        exchanges = network.layers / layout.pipeline
+        exchanges = network.shape.layers / layout.pipeline
     else:
         exchanges = 0
     return (
         exchanged / band
         + exchanges * rates.latency
-        + own * WIDE * (2 + SLOTS[network.optimizer]) * STATE_READS / rates.memory_bandwidth
+        + own
+        * WIDE
+        * (2 + SLOTS[network.settings.optimizer])
+        * STATE_READS
+        / rates.memory_bandwidth
     )
 
 
@@ -322,14 +373,16 @@ def _estimate_generation(
     own = math.ceil(load.num_sequences / (layout.data * layout.context))
     together = min(own, rates.most_sequences)
     weights = (
-        (network.layers * network.active + network.outputs) * network.element_bytes / layout.tensor
+        (network.shape.layers * network.active + network.outputs)
+        * network.element_bytes
+        / layout.tensor
     )
     cache = (
         together
         * (load.prompt_tokens + load.new_tokens / 2)
         * 2
-        * network.layers
-        * network.key
+        * network.shape.layers
+        * network.shape.key
         * network.element_bytes
         / layout.tensor
     )
@@ -338,18 +391,21 @@ def _estimate_generation(
         / layout.tensor
         / rates.flops
     )
-    step = max(products, (weights + cache) / rates.memory_bandwidth) + network.layers * rates.launch
+    step = (
+        max(products, (weights + cache) / rates.memory_bandwidth)
+        + network.shape.layers * rates.launch
+    )
     # Add the messages: sums of tensor parallelism, gathered weights of sharding, pipeline stages.
     if layout.tensor > 1:
-        states = together * network.hidden * network.element_bytes
+        states = together * network.shape.hidden * network.element_bytes
         step += (
-            network.layers
+            network.shape.layers
             * 2
             * (2 * states * (layout.tensor - 1) / layout.tensor / band + 2 * rates.latency)
         )
     if layout.fsdp > 1:
         step += (
-            network.num_parameters
+            network.shape.parameters
             * network.element_bytes
             / layout.tensor
             * (layout.fsdp - 1)
@@ -377,43 +433,24 @@ def estimate_role_memory(
     only a copy of the weights of a trained role, and no optimizer state.
     """
     # Sizes of one device's shard of the network.
-    parts = layout.tensor * layout.pipeline
+    whole = network.shape
     t = layout.tensor
-    layers = math.ceil(network.layers / layout.pipeline)
-    trained = own and network.trained
-    shape = NetworkShape(
-        parameters=math.ceil(network.num_parameters / parts / layout.fsdp),
-        trainable=math.ceil(network.num_trained / parts / layout.fsdp) if trained else 0,
-        layers=layers,
-        hidden=network.hidden,
-        query=network.query // t,
-        key=max(network.key // t, 1),
-        inner=network.inner // t,
-        vocab=max(network.vocab // t, 1),
-        embedding=network.embedding // t,
-        gated=network.gated,
-        tied=network.tied,
-        adapters=network.adapters,
-        fused=network.fused,
-        capped=network.capped,
+    parts = t * layout.pipeline
+    shape = replace(
+        whole,
+        parameters=math.ceil(whole.parameters / parts / layout.fsdp),
+        trainable=math.ceil(whole.trainable / parts / layout.fsdp),
+        layers=math.ceil(whole.layers / layout.pipeline),
+        query=whole.query // t,
+        key=max(whole.key // t, 1),
+        inner=whole.inner // t,
+        vocab=max(whole.vocab // t, 1),
+        embedding=whole.embedding // t,
         row_ranks=t,
         shards=layout.fsdp,
     )
-    settings = MemorySettings(
-        dtype=network.dtype,
-        trained=trained,
-        optimizer=network.optimizer,
-        recompute=network.recompute,
-        offload_optimizer=network.offload_optimizer,
-        chunk_rows=CHUNK_ROWS,
-        weights_leave=network.offload_weights,
-        keeps_cache=network.on_gpu,
-        state_dtype=network.state_dtype,
-        fp8=network.fp8,
-        reshards=network.reshards,
-        sums_once=network.sums_once,
-    )
-    return memory.estimate(shape, settings, [_build_work(load, layout, rates) for load in loads])
+    settings = replace(network.settings, trained=own and network.settings.trained)
+    return estimate(shape, settings, [_build_work(load, layout, rates) for load in loads])
 
 
 def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallDemand:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from weft.engine.spec import ModelSpec
+
 SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # optimizer states for each trained parameter
 # bytes per element of an optimizer state; 8-bit states have a float32 scale per block of 256
 STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
@@ -194,12 +196,33 @@ class MemorySettings:
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
-    keeps_cache: bool = False  # the KV cache stays allocated between calls
-    state_dtype: str = "float32"  # dtype of the optimizer state
-    fp8: bool = False  # matrix products of blocks use 8-bit copies
-    widens: bool = False  # the output matrix has a float32 copy during generation
-    reshards: bool = True  # gathered parameters are resharded after each block
-    sums_once: bool = False  # gradients are scattered after the last micro-batch, not after each
+    keeps_cache: bool = False
+    state_dtype: str = "float32"
+    fp8: bool = False
+    widens: bool = False
+    reshards: bool = True
+    sums_once: bool = False
+
+
+def build_settings(spec: ModelSpec, dtype: str, device: str, chunk_rows: int) -> MemorySettings:
+    """Return the memory settings of a role that computes in `dtype`.
+
+    `device` is the type of its device, such as "cpu" or "cuda". Nothing is offloaded between calls,
+    and CPUs have no special kernels.
+    """
+    return MemorySettings(
+        dtype=dtype,
+        trained=spec.trained,
+        optimizer=spec.optimizer.type,
+        recompute=spec.recomputed_layers,
+        offload_optimizer=spec.optimizer.offload and device != "cpu",
+        chunk_rows=chunk_rows,
+        keeps_cache=device == "cuda",
+        state_dtype=spec.optimizer.state_dtype,
+        fp8=spec.fp8,
+        reshards=spec.zero_stage not in (1, 2),
+        sums_once=spec.zero_stage == 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -254,7 +277,7 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
-    resident_cache: int = 0  # bytes of the cache between calls
+    resident_cache: int = 0
     away: int = 0
 
     @property

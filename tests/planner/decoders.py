@@ -1,0 +1,29 @@
+"""Sizes of small decoders, whose cost a hand can follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.planner.cost import CHUNK_ROWS, DecoderSizes
+from weft.planner.memory import MemorySettings, NetworkShape
+
+
+def decoder(*, active: int, outputs: int, **shape: int) -> DecoderSizes:
+    """A frozen decoder in float32 on a GPU, whose layers have `active` weights each."""
+    parameters = shape["layers"] * active + shape["embedding"] + outputs
+    return DecoderSizes(
+        NetworkShape(parameters=parameters, trainable=parameters, **shape),
+        MemorySettings("float32", False, "adamw", 0, False, CHUNK_ROWS, keeps_cache=True),
+        active,
+        outputs,
+    )
+
+
+def with_settings(network: DecoderSizes, **changes: Any) -> DecoderSizes:
+    return replace(network, settings=replace(network.settings, **changes))
+
+
+def with_adapters(network: DecoderSizes, trainable: int) -> DecoderSizes:
+    """The decoder where only `trainable` weights of adapters are trained."""
+    return replace(network, shape=replace(network.shape, trainable=trainable))
