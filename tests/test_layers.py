@@ -72,6 +72,10 @@ NEIGHBOURS = {
     ("scripts", "cli"),
 }
 
+# Private modules of experiments that other packages import all the same: command-line code reads
+# DeepSpeed's files.
+PRIVATE_ELSEWHERE = ("_deepspeed",)
+
 TORCH_FREE = ("torch", "transformers", "ray")
 LIGHT = (
     "weft",
@@ -80,6 +84,11 @@ LIGHT = (
     "weft.graph.graph",
     "weft.cli.main",
     "weft.algorithms.ppo",
+    *(
+        f"weft.planner.{path.stem}"
+        for path in sorted((SRC / "weft" / "planner").glob("*.py"))
+        if path.stem != "__init__"
+    ),
 )
 
 
@@ -180,6 +189,37 @@ def test_imports_go_down() -> None:
 
 def test_no_circle_of_files() -> None:
     assert circle(file_graph()) is None
+
+
+def intrusion(module: str, target: str) -> str | None:
+    """Why `module` may not import `target`, a private module of experiments, or None."""
+    private = target.removeprefix("weft.experiments.").split(".")[0]
+    if not target.startswith("weft.experiments._") or private in PRIVATE_ELSEWHERE:
+        return None
+    return None if part_of(module) == "experiments" else f"{module} imports {target}"
+
+
+def test_private_modules_of_experiments_stay_there() -> None:
+    assert [
+        f"{path.relative_to(SRC)}:{line}: {wrong}"
+        for module, path in modules().items()
+        for line, target in imports_of(module, path)
+        if (wrong := intrusion(module, target))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "wrong"),
+    [
+        ("weft.cli.aliases", "weft.experiments._roles.build_critic", True),
+        ("weft.planner.cost", "weft.experiments._placement", True),
+        ("weft.cli.deepspeed", "weft.experiments._deepspeed.AUTO", False),
+        ("weft.cli.aliases", "weft.experiments.common.RunConfig", False),
+        ("weft.experiments.ppo", "weft.experiments._roles.build_critic", False),
+    ],
+)
+def test_an_import_of_a_private_module_is_found(module: str, target: str, wrong: bool) -> None:
+    assert (intrusion(module, target) is not None) is wrong
 
 
 def test_a_circle_of_files_is_found() -> None:

@@ -18,7 +18,8 @@ CovarianceControl SAMPLING_OPTIONS SHAPING_OPTIONS _build_reward_args _copy_dpo_
 _find_reward_problem weight_policy_loss
 ConsecutiveRowSharing ExpertExchange ExpertFunction FeedForwardArguments GroupExpertExchange
 GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logits _place_prefix
-_open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix to_local_ids
+_open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix
+to_local_ids SampleLengths _build_layout_filter _build_problem _count_adapter_activations
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

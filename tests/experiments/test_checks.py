@@ -16,7 +16,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec, PrefixSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.experiments import SFTConfig
-from weft.experiments._lengths import find_context
+from weft.experiments.models import find_context
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,12 @@ from weft.checkpoints.hf_io import read_config
 from weft.engine.planned_engine import describe_planned_engine
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
+from weft.experiment import Experiment
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
-from weft.experiments._placement import _load
+from weft.graph.mfc import MFCDef
 from weft.planner import search
-from weft.planner.cost import DecoderSizes, build_decoder_sizes
+from weft.planner.cost import CallWorkload, DecoderSizes, build_decoder_sizes
+from weft.planner.placement import build_workload
 from weft.topology import Layout, Mesh
 
 LLAMA_8B = {
@@ -67,7 +69,11 @@ def config(kind: type[Any], folder: Path, rows: str, *roles: str) -> Any:
 
 def sizes(spec: ModelSpec) -> DecoderSizes:
     assert spec.path is not None
-    return build_decoder_sizes(spec, read_config(spec.path)[1], "bfloat16")
+    return build_decoder_sizes(spec, read_config(spec.path)[1])
+
+
+def load(experiment: Experiment, config: Any, call: MFCDef) -> CallWorkload:
+    return build_workload(experiment, config.search, config.dataset, call)
 
 
 def test_large_models_are_spread_and_fit(folder: Path) -> None:
@@ -128,17 +134,17 @@ def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
     network = sizes(made.roles["actor"])
     # all of Llama 3 8B but its norms
     assert network.shape.parameters == 8_030_261_248 - (2 * 32 + 1) * 4096
-    loads = {call.name: _load(made, grpo, call) for call in made.graph.list_model_calls()}
+    loads = {call.name: load(made, grpo, call) for call in made.graph.list_model_calls()}
     assert {
-        (load.num_sequences, load.prompt_tokens, load.new_tokens) for load in loads.values()
+        (each.num_sequences, each.prompt_tokens, each.new_tokens) for each in loads.values()
     } == {(256, 512, 256)}
     assert loads["actor_train"].num_updates == made.updates_per_firing.get("actor_train", 1)
     grpo.search.prompt_tokens, grpo.search.answer_tokens = 100, 50
-    assert _load(made, grpo, made.graph.list_model_calls()[0]).sequence_length == 150
+    assert load(made, grpo, made.graph.list_model_calls()[0]).sequence_length == 150
     dpo = config(DPOConfig, folder, "pairs.jsonl", "actor", "ref")
     dpo.dataset.max_seqlen = 300
     assert (
-        _load(dpo.build(), dpo, dpo.build().graph.list_model_calls()[0]).num_tokens == 64 * 2 * 300
+        load(dpo.build(), dpo, dpo.build().graph.list_model_calls()[0]).num_tokens == 64 * 2 * 300
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.launch.cases import grpo, ppo
-from tests.runtime.test_state import Length
+from tests.planner.test_lengths import Length
 from weft.data.counts import SourceCount
 from weft.data.loader import LoadedData
 from weft.experiment import Experiment
@@ -22,8 +22,8 @@ from weft.experiments import PPOConfig
 from weft.launch.memory import GIB, MemoryForecast
 from weft.launch.plan import build_plan, make_peak_formatter
 from weft.observe.plan import RunPlan
+from weft.planner.lengths import RunLength
 from weft.planner.memory import RoleMemory
-from weft.runtime.schedule import RunLength
 
 ROOM = int(100 * GIB)
 NUMERICS = {

@@ -18,7 +18,7 @@ from tests.launch.cases import prepare
 from tests.runtime.test_parameters_runs import assert_equal
 from tests.slurm_cluster import SlurmCluster, missing
 from weft.errors import ConfigError, RunError
-from weft.experiments._machines import SlurmSpec
+from weft.experiments.machines import SlurmSpec
 from weft.launch import slurm
 from weft.launch.slurm import SlurmRequest
 from weft.observe.logs import find_failures, find_log_files

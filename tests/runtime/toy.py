@@ -21,6 +21,7 @@ from weft.experiment import Control, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import Call, HostFunction, MFCDef, Offload, ParamSync
 from weft.interfaces.base import MFCResult
+from weft.planner.lengths import RunLength
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import RunDirectory, admit
@@ -28,7 +29,6 @@ from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import RunLength
 from weft.runtime.session import Session, SessionParts
 from weft.topology import Layout, build_whole_slice
 

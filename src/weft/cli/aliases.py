@@ -13,9 +13,9 @@ from typing import Any
 from weft.cli import real
 from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
-from weft.experiments._allocation import HEURISTIC
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import iterate_options, to_plain
+from weft.planner.placement import HEURISTIC
 from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of

@@ -15,11 +15,11 @@ from weft.cli.aliases import build_translation, count_data_ranks
 from weft.cli.help import format_value as shown_value
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
-from weft.experiments._allocation import SEARCH
 from weft.experiments._deepspeed import AUTO, MappedDeepSpeedConfig, map_config
 from weft.experiments.common import RunConfig
 from weft.observe.configuration import flatten_options
 from weft.options import to_mapping, to_plain
+from weft.planner.placement import SEARCH
 from weft.reading import read_json
 
 BARE_FLAG_CONFIG = {

@@ -12,7 +12,6 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import checks
-from weft.experiments._allocation import HEURISTIC, SEARCH, allocate_layouts
 from weft.experiments._fixed_prompts import build_fixed_prompts
 from weft.experiments._placement import place_calls
 from weft.experiments.common import MFCOptions, RunConfig
@@ -20,6 +19,7 @@ from weft.experiments.models import RunConfigT, find_option_role, resolve_models
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate
+from weft.planner.placement import HEURISTIC, SEARCH, allocate_layouts
 from weft.registry import datasets, import_user_code, interfaces, losses
 
 DEFAULT_BATCH = 32

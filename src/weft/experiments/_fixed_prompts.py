@@ -8,8 +8,8 @@ from __future__ import annotations
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 from weft.experiment import Evaluation, Experiment
-from weft.experiments._lengths import read_model_context
 from weft.experiments.common import RunConfig
+from weft.experiments.models import read_model_context
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Offload
 from weft.options import to_mapping

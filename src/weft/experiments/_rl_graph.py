@@ -21,13 +21,14 @@ from weft.experiments._assemble import (
     choose_dataset_type,
     fill_batch_sizes,
 )
-from weft.experiments._lengths import SampleLengths, compute_max_length
 from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.experiments._roles import build_critic, build_reference, with_lr
 from weft.experiments._services import build_service_notes, check_shared_options
+from weft.experiments.models import find_context
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import parse_reward
 from weft.options import to_mapping
+from weft.planner.lengths import compute_max_length, fill_sample_lengths
 
 SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT_KEYS = ("support", "support_counts")
@@ -70,9 +71,9 @@ class RLGraphBuilder:
             )
         # Fill in lengths; a top_k of the whole vocabulary truncates nothing.
         vocab = checks.read_vocab_size(config.actor)
-        lengths = SampleLengths.from_options(config, dataset, options.gen, f"{name}.gen")
-        dataset = lengths.dataset
-        gen = lengths.gen
+        dataset, gen = fill_sample_lengths(
+            dataset, options.gen, find_context(config), f"{name}.gen"
+        )
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         return cls(

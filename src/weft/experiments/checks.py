@@ -28,7 +28,7 @@ from weft.engine.spec import ModelSpec, check_quantize
 from weft.engine.spec_parts import PrefixSpec
 from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.experiment import parse_step_range
-from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
+from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.topology import Layout
 

@@ -14,11 +14,11 @@ from weft.engine.spec import FLASH, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import checks
-from weft.experiments._allocation import SearchSpec
-from weft.experiments._machines import LaunchSpec, SlurmSpec
+from weft.experiments.machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import iterate_options, option, read
+from weft.planner.placement import SearchSpec
 from weft.reading import find_url_problem
 
 

@@ -29,12 +29,13 @@ from weft.experiments._assemble import (
     choose_dataset_type,
     fill_batch_sizes,
 )
-from weft.experiments._lengths import SampleLengths, compute_max_length, with_answers
 from weft.experiments._rl_graph import SUPPORT_KEYS, build_pass_notes, build_sampling_args
 from weft.experiments._roles import check_same_vocabulary, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.models import find_context
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import include, option, to_mapping
+from weft.planner.lengths import compute_max_length, fill_row_length, fill_sample_lengths
 from weft.registry import register_quickstart
 
 # Outputs of `actor_gen` that are also its inputs; a node cannot write a key that it reads.
@@ -211,12 +212,10 @@ class _DistillationGraphBuilder:
         # Fill in the lengths of sampled completions and of rows with answers.
         length_limits = [config.dataset.limit] if share < 1.0 else []
         if share:
-            lengths = SampleLengths.from_options(config, dataset, gen, "distill.gen")
-            dataset = lengths.dataset
-            gen = lengths.gen
+            dataset, gen = fill_sample_lengths(dataset, gen, find_context(config), "distill.gen")
             length_limits.append(compute_max_length(config.dataset, options.gen))
         if share < 1.0:
-            dataset = with_answers(config, dataset)
+            dataset = fill_row_length(dataset, find_context(config))
         vocab = checks.read_vocab_size(config.actor)
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)

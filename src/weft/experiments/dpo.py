@@ -29,11 +29,12 @@ from weft.experiments._assemble import (
     fill_batch_sizes,
     get_batch_size,
 )
-from weft.experiments._lengths import with_answers
 from weft.experiments._roles import build_reference, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.models import find_context
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import include, option
+from weft.planner.lengths import fill_row_length
 from weft.registry import register_quickstart
 
 
@@ -100,7 +101,7 @@ class DPOConfig(RunConfig):
         is invalid.
         """
         config = check_config(self)
-        dataset = with_answers(config, fill_batch_sizes(config.dataset))
+        dataset = fill_row_length(fill_batch_sizes(config.dataset), find_context(config))
         if config.dpo.loss.loss_type == "kto":
             _check_kto(dataset)
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}

@@ -17,10 +17,11 @@ from weft.experiments._assemble import (
     fill_batch_sizes,
     get_batch_size,
 )
-from weft.experiments._lengths import SampleLengths, compute_max_length
 from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.models import find_context
 from weft.graph.mfc import MFCDef
 from weft.options import option, to_mapping
+from weft.planner.lengths import compute_max_length, fill_sample_lengths
 from weft.registry import register_quickstart
 
 
@@ -58,11 +59,10 @@ class GenConfig(RunConfig):
         """
         # Fill in the defaults of lengths and batch sizes.
         config = check_config(self)
-        lengths = SampleLengths.from_options(
-            config, fill_batch_sizes(config.dataset), config.gen, "gen"
+        dataset, gen = fill_sample_lengths(
+            fill_batch_sizes(config.dataset), config.gen, find_context(config), "gen"
         )
-        dataset = lengths.dataset
-        sampling = {name: getattr(lengths.gen, name) for name in to_mapping(GenerationSpec())}
+        sampling = {name: getattr(gen, name) for name in to_mapping(GenerationSpec())}
         node = MFCDef(
             "gen",
             "model",

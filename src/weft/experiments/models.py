@@ -1,4 +1,6 @@
-"""Resolve the model names that users write to directories and backends, without loading models."""
+"""Resolve the model names that users write to directories and backends, and read their context
+lengths, without loading models.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ import yaml
 from weft.checkpoints import config_file, names
 from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, ModelQuery
+from weft.engine import rope_scaling
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
+from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.observe.jsonl import POLICIES
 
@@ -25,6 +29,16 @@ ACCEPTED_ROLES = {"rew": SCORERS, "critic": CRITICS}
 # The reward model's role, and the name endings of architectures without a score head
 REWARD = "rew"
 LM_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
+
+# Keys of config.json for the maximum number of positions, which differ by model family.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
 
 RunConfigT = TypeVar("RunConfigT", bound=RunConfig)
 NamedRunConfig = RunConfig | Control  # both have `fileroot` and the names of the run
@@ -218,3 +232,39 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
     else:
         notes = (*spec.notes, f"{role}: {config_file.describe_disadvantages(values)}")
     return replace(spec, backend=backend, notes=notes)
+
+
+def find_context(config: RunConfig) -> int | None:
+    """Return the smallest context length of the run's models, in tokens.
+
+    Context lengths are read from the config.json files that are available. The reward model is
+    ignored, since its tokenizer can differ. Returns None if no context length is known.
+    """
+    named = {}
+    for spec in fields(config):
+        if spec.name != "rew":
+            named[spec.name] = getattr(config, spec.name)
+    contexts = []
+    for value in named.values():
+        if isinstance(value, ModelSpec):
+            contexts.append(read_model_context(value))
+    return min((each for each in contexts if each is not None), default=None)
+
+
+def read_model_context(spec: ModelSpec) -> int | None:
+    """Return a model's context length in tokens, or None if no available config.json states it.
+
+    The length takes RoPE scaling and the tokens of a trained prefix into account.
+    """
+    values = checks.read_model_config(spec)
+    for holder in (values, values.get("text_config")):
+        if isinstance(holder, dict):
+            lengths = []
+            for key in CONTEXT_KEYS:
+                if isinstance(holder.get(key), int) and holder[key] > 0:
+                    lengths.append(holder[key])
+            if lengths:
+                return rope_scaling.compute_context(
+                    spec.rope_scaling, int(lengths[0])
+                ) - checks.count_prefix_tokens(spec)
+    return None

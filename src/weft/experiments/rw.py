@@ -18,11 +18,12 @@ from weft.experiments._assemble import (
     fill_batch_sizes,
     get_batch_size,
 )
-from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
+from weft.experiments.models import find_context
 from weft.graph.mfc import MFCDef
 from weft.options import include, option
+from weft.planner.lengths import fill_row_length
 from weft.registry import register_quickstart
 
 
@@ -60,7 +61,7 @@ class RWConfig(RunConfig):
         Raises `UserError` if an option is invalid.
         """
         config = check_config(self)
-        dataset = with_answers(config, fill_batch_sizes(config.dataset))
+        dataset = fill_row_length(fill_batch_sizes(config.dataset), find_context(config))
         train = MFCDef(
             name="train",
             role="model",

@@ -34,8 +34,7 @@ from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._lengths import read_model_context
-from weft.experiments.models import find_option_role
+from weft.experiments.models import find_option_role, read_model_context
 from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
 from weft.launch.facts import predict_facts
 from weft.launch.memory import forecast, measure_held_memory
@@ -44,6 +43,7 @@ from weft.launch.plan import build_plan, make_peak_formatter
 from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
 from weft.observe.progress import DisplayOptions
+from weft.planner.lengths import RunLength
 from weft.registry import backends
 from weft.runtime.calls import check_calls, check_tokens, collect_calls
 from weft.runtime.commands import BuildWorker
@@ -54,7 +54,7 @@ from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import RunLength, check_steps
+from weft.runtime.schedule import check_steps
 from weft.runtime.session import Session, SessionParts
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
-from weft.experiments._placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.launch.assemble import (
     check_configs,
     check_layouts,
@@ -33,8 +32,10 @@ from weft.launch.plan import build_plan
 from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
 from weft.planner import memory_options
+from weft.planner.lengths import RunLength
+from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.runtime.calls import check_calls
-from weft.runtime.schedule import RunLength, check_steps
+from weft.runtime.schedule import check_steps
 
 
 def build_plan_lines(

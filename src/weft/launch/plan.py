@@ -14,7 +14,7 @@ from weft.graph.mfc import MFCDef
 from weft.launch.memory import GIB, MemoryForecast, format_role_name, format_size
 from weft.observe.jsonl import shorten_path
 from weft.observe.plan import LINES, RunPlan
-from weft.runtime.schedule import RunLength
+from weft.planner.lengths import RunLength
 from weft.topology import LETTERS, Layout, Mesh
 
 # maximum lines for models; further ones are merged, frozen ones first

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
-from weft.experiments._machines import SlurmSpec
 from weft.experiments.common import ExperimentConfig
+from weft.experiments.machines import SlurmSpec
 from weft.launch.run import build_with_choices, build_with_files, dry_run, mark_as_planned
 from weft.observe.jsonl import read_json
 from weft.options import read, validate

@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment, Scheduling
-from weft.experiments._machines import LaunchSpec
 from weft.experiments.common import RunConfig, build_experiment
+from weft.experiments.machines import LaunchSpec
 from weft.launch.run import RunResult, check_mode, run
 from weft.options import validate
 from weft.registry import experiments

@@ -75,12 +75,9 @@ class DecoderSizes:
 
 
 def build_decoder_sizes(
-    spec: ModelSpec, config: TransformerConfig, dtype: str, *, on_gpu: bool = True
+    spec: ModelSpec, config: TransformerConfig, *, on_gpu: bool = True
 ) -> DecoderSizes:
-    """Return the sizes of a role's decoder, which `config` describes.
-
-    `dtype` is the dtype of the computation if the role's options do not set it.
-    """
+    """Return the sizes of a role's decoder, which `config` describes, on GPUs or CPUs."""
     # Elements of a layer: attention, and the MLP or the experts.
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
@@ -122,7 +119,9 @@ def build_decoder_sizes(
         fused=experts is None,
         capped=lm and config.final_softcap is not None,
     )
-    settings = build_settings(spec, spec.dtype or dtype, "cuda" if on_gpu else "cpu", CHUNK_ROWS)
+    device = "cuda" if on_gpu else "cpu"
+    dtype = spec.dtype or ("bfloat16" if on_gpu else "float32")
+    settings = build_settings(spec, dtype, device, CHUNK_ROWS)
     return DecoderSizes(
         shape,
         replace(settings, weights_leave=spec.offload and on_gpu),

@@ -1,109 +1,17 @@
-"""Length of a run and what is done at which step: frequencies of actions, and traces of steps."""
+"""What is done at which step of a run: frequencies of actions, and traces of steps."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.data.batches import BatchLoader
-from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, DevicesLost, Interrupted, WeftError
-from weft.experiment import Experiment, parse_step_range
+from weft.experiment import parse_step_range
 from weft.runtime.group import WorkerGroup
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """Length of a run in steps.
-
-    A run that trains and has `max_steps` set takes that many steps, over as many epochs as needed.
-    Any other run takes `total_train_epochs` epochs, or `max_steps` steps if these are fewer.
-    Filters that drop ids can only make the run shorter.
-
-    Attributes:
-        num_ids: Number of sample ids per epoch.
-        firings: Number of firings (executions) of each node per epoch.
-        steps_per_epoch: Number of steps per epoch.
-        steps: Number of steps of the run.
-    """
-
-    num_ids: int
-    firings: Mapping[str, int]
-    steps_per_epoch: int
-    steps: int
-
-    @classmethod
-    def from_experiment(cls, experiment: Experiment, loader: BatchLoader) -> RunLength:
-        """Compute the length of a run. Raises `ConfigError` if it has no steps."""
-        num_ids = loader.num_ids
-        batches = loader.batches_per_epoch
-        control = experiment.control
-        firings = {}
-        for n in experiment.graph.nodes:
-            firings[n.name] = math.ceil(num_ids / n.batch_size) if n.batch_size else batches
-        per_epoch = firings[experiment.steps_follow]
-        epochs = control.total_train_epochs
-        by_batch = experiment.get_node(experiment.steps_follow).batch_size == 0
-        steps = loader.count_batches(epochs) if by_batch else per_epoch * epochs
-        if control.max_steps is not None:
-            if steps and math.isinf(experiment.most_epochs):
-                steps = control.max_steps
-            else:
-                steps = min(steps, control.max_steps)
-        if steps < 1:
-            raise ConfigError(
-                f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, "
-                f"max_steps={control.max_steps}; "
-                "give more rows or a smaller batch"
-            )
-        return cls(num_ids, firings, per_epoch, steps)
-
-    def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """Return a training node's number of optimizer steps per epoch, and in the whole run."""
-        per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
-        share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
-        firings = math.ceil(self.firings[node] * share - 1e-9)
-        return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
-
-    def count_trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Return the number of optimizer steps of a training node in the whole run.
-
-        Steps during which its role is frozen are not counted.
-        """
-        per_epoch, total = self.updates(experiment, node)
-        optimizer = experiment.roles[
-            next(n.role for n in experiment.list_trained_nodes() if n.name == node)
-        ].optimizer
-        return optimizer.build_schedule(total, per_epoch).total_steps
-
-    def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """Return the model specs of all roles, completed with the options of the run.
-
-        Specs of trained roles also get their learning rate schedule.
-        """
-        control = experiment.control
-        specs = {
-            role: replace(
-                spec,
-                device=control.device,
-                seed=control.seed,
-                flash_attention=control.flash_attention,
-                on_nonfinite=control.on_nonfinite,
-            )
-            for role, spec in experiment.roles.items()
-        }
-        for node in experiment.list_trained_nodes():
-            per_epoch, total = self.updates(experiment, node.name)
-            spec = specs[node.role]
-            specs[node.role] = replace(
-                spec, schedule=spec.optimizer.build_schedule(total, per_epoch)
-            )
-        return specs
 
 
 @dataclass

@@ -18,6 +18,7 @@ from weft.observe.plan import RunPlan
 from weft.observe.progress import DisplayOptions
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
+from weft.planner.lengths import RunLength
 from weft.redaction import mask_values
 from weft.runtime import disk
 from weft.runtime.checkpoints import (
@@ -33,7 +34,7 @@ from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import ActionFrequency, RunLength, StepProfiler
+from weft.runtime.schedule import ActionFrequency, StepProfiler
 
 RECOVERY_SECONDS = (
     # a recovery point is written after the first step that ends this long after the last one,

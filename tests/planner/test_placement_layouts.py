@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weft.engine.spec import ModelSpec, ParallelSpec
-from weft.experiments._allocation import allocate_layouts
+from weft.planner.placement import allocate_layouts
 
 ROLES = {
     "actor": ModelSpec(),

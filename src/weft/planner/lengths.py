@@ -1,0 +1,172 @@
+"""Lengths that follow from the options: of sequences in tokens, and of a run in steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from weft.data.spec import DatasetSpec
+from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+
+if TYPE_CHECKING:
+    from weft.data.batches import BatchLoader
+
+
+# -- sequences
+
+
+def fill_row_length(dataset: DatasetSpec, context: int | None) -> DatasetSpec:
+    """Return the options of a dataset whose rows contain answers, with `max_seqlen` filled in.
+
+    If the user did not set `max_seqlen`, it becomes `context`, the context length of the run's
+    models.
+    """
+    return replace(dataset, max_seqlen=dataset.max_seqlen or context)
+
+
+def fill_sample_lengths(
+    dataset: DatasetSpec, gen: GenerationSpec, context: int | None, name: str
+) -> tuple[DatasetSpec, GenerationSpec]:
+    """Return the dataset and sampling options with default lengths filled in.
+
+    Values that the user set are kept. `context` is the context length of the run's models, or None
+    if it is unknown. The default of `max_new_tokens` is `MAX_NEW_TOKENS`. It is reduced so that it
+    fits into the context: to the context length minus `max_prompt_len`, or to half of the context
+    length if `max_prompt_len` is not set. The default of `max_prompt_len` is the context length
+    minus `max_new_tokens`. `name` is the option group of `gen`, for messages. Raises `ConfigError`
+    if no room is left for a prompt or a completion.
+    """
+    given = dataset.max_prompt_len
+    most = gen.max_new_tokens
+    if most is None:
+        left = MAX_NEW_TOKENS  # tokens that the context leaves for a completion
+        if context is not None:
+            left = context // 2 if given is None else context - given
+        most = max(min(MAX_NEW_TOKENS, left), gen.min_new_tokens, 1)
+    if (
+        gen.max_new_tokens is None
+        and context is not None
+        and given is not None
+        and given >= context
+    ):
+        raise ConfigError(
+            f"dataset.max_prompt_len={given}: leaves no room for a completion in the model's "
+            f"context of {context} tokens; "
+            f"lower it, or set {name}.max_new_tokens to go beyond that context"
+        )
+    if given is None and context is not None:
+        given = context - most
+        if given < 1:
+            raise ConfigError(
+                f"{name}.max_new_tokens={most}: leaves no room for a prompt in the model's "
+                f"context of {context} tokens; "
+                "lower it, or set dataset.max_prompt_len to go beyond that context"
+            )
+    return replace(dataset, max_prompt_len=given), replace(gen, max_new_tokens=most)
+
+
+def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
+    """Return the maximum number of tokens of a prompt together with its completion.
+
+    If only one of the two has a maximum length, the other counts as 1 token. Returns None if
+    neither has one.
+    """
+    if dataset.max_prompt_len is None and gen.max_new_tokens is None:
+        return None
+    return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)
+
+
+# -- runs
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Length of a run in steps.
+
+    A run that trains and has `max_steps` set takes that many steps, over as many epochs as needed.
+    Any other run takes `total_train_epochs` epochs, or `max_steps` steps if these are fewer.
+    Filters that drop ids can only make the run shorter.
+
+    Attributes:
+        num_ids: Number of sample ids per epoch.
+        firings: Number of firings (executions) of each node per epoch.
+        steps_per_epoch: Number of steps per epoch.
+        steps: Number of steps of the run.
+    """
+
+    num_ids: int
+    firings: Mapping[str, int]
+    steps_per_epoch: int
+    steps: int
+
+    @classmethod
+    def from_experiment(cls, experiment: Experiment, loader: BatchLoader) -> RunLength:
+        """Compute the length of a run. Raises `ConfigError` if it has no steps."""
+        num_ids = loader.num_ids
+        batches = loader.batches_per_epoch
+        control = experiment.control
+        firings = {}
+        for n in experiment.graph.nodes:
+            firings[n.name] = math.ceil(num_ids / n.batch_size) if n.batch_size else batches
+        per_epoch = firings[experiment.steps_follow]
+        epochs = control.total_train_epochs
+        by_batch = experiment.get_node(experiment.steps_follow).batch_size == 0
+        steps = loader.count_batches(epochs) if by_batch else per_epoch * epochs
+        if control.max_steps is not None:
+            if steps and math.isinf(experiment.most_epochs):
+                steps = control.max_steps
+            else:
+                steps = min(steps, control.max_steps)
+        if steps < 1:
+            raise ConfigError(
+                f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, "
+                f"max_steps={control.max_steps}; "
+                "give more rows or a smaller batch"
+            )
+        return cls(num_ids, firings, per_epoch, steps)
+
+    def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
+        """Return a training node's number of optimizer steps per epoch, and in the whole run."""
+        per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
+        share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
+        firings = math.ceil(self.firings[node] * share - 1e-9)
+        return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
+
+    def count_trained_updates(self, experiment: Experiment, node: str) -> int:
+        """Return the number of optimizer steps of a training node in the whole run.
+
+        Steps during which its role is frozen are not counted.
+        """
+        per_epoch, total = self.updates(experiment, node)
+        optimizer = experiment.roles[
+            next(n.role for n in experiment.list_trained_nodes() if n.name == node)
+        ].optimizer
+        return optimizer.build_schedule(total, per_epoch).total_steps
+
+    def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
+        """Return the model specs of all roles, completed with the options of the run.
+
+        Specs of trained roles also get their learning rate schedule.
+        """
+        control = experiment.control
+        specs = {
+            role: replace(
+                spec,
+                device=control.device,
+                seed=control.seed,
+                flash_attention=control.flash_attention,
+                on_nonfinite=control.on_nonfinite,
+            )
+            for role, spec in experiment.roles.items()
+        }
+        for node in experiment.list_trained_nodes():
+            per_epoch, total = self.updates(experiment, node.name)
+            spec = specs[node.role]
+            specs[node.role] = replace(
+                spec, schedule=spec.optimizer.build_schedule(total, per_epoch)
+            )
+        return specs

@@ -1,0 +1,426 @@
+"""Placement of roles and calls on devices, as the option `allocation_mode` asks.
+
+With "heuristic" and "search", calls are placed by the estimates of their time and memory. The
+functions are pure: the caller reads models and measures devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
+from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec, ParallelSpec
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
+from weft.options import option
+from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.devices import GIB, DeviceRates
+from weft.planner.search import (
+    PlacementEstimate,
+    PlacementProblem,
+    PlacementUnit,
+    SearchResult,
+    list_meshes,
+    list_uniform_placements,
+    search_placement,
+)
+from weft.topology import LETTERS, Layout, Mesh
+
+MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
+
+# Tokens of a prompt and of an answer if no option sets them
+DEFAULT_PROMPT_TOKENS = 512
+DEFAULT_ANSWER_TOKENS = 512
+# Dataset types with two or more answers per row
+PAIRED_TYPES = ("paired_comparison", "preference", "ranking")
+
+
+@dataclass
+class SearchSpec:
+    """Assumptions for the estimates of `allocation_mode=search` and of `--dry-run`.
+
+    A value that is not set is derived from this machine or from the other options.
+    """
+
+    gpu: str | None = option(
+        None,
+        "type of GPU to estimate for, such as H100, also with --dry-run; absent: the GPU of this "
+        "machine",
+    )
+    memory_gb: float | None = option(
+        None,
+        "usable GiB of a device's memory; absent: 90% of a GPU's memory, or for CPUs an equal "
+        "share of 90% of the machine's memory",
+        at_least=0.0,
+    )
+    prompt_tokens: int | None = option(
+        None,
+        "tokens per prompt; absent: dataset.max_prompt_len if it is set, else 512",
+        at_least=1,
+    )
+    answer_tokens: int | None = option(
+        None,
+        "tokens per answer; absent: the maximum of sampled tokens, or for answers in rows what "
+        "prompts leave of dataset.max_seqlen, or 512 if that is not set",
+        at_least=1,
+    )
+
+
+def allocate_layouts(
+    roles: Mapping[str, ModelSpec], mode: str, num_devices: int
+) -> dict[str, ModelSpec]:
+    """Return the roles, with a parallel layout assigned to each role that needs one.
+
+    `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
+    of all machines. A role is unchanged if its layout is set or if its backend runs on one device
+    only. For other roles, "manual" assigns no layout, and they run on the first device. "heuristic"
+    and "search" make them data-parallel over all devices; `place_calls` later
+    improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
+    all of them.
+    """
+    if mode in (HEURISTIC, SEARCH):
+        layout = f"d{num_devices}"
+    elif mode in MODES:
+        layout = None
+    else:
+        layout = mode
+    if layout is None:
+        return dict(roles)
+    by = f"allocation_mode={mode}"
+    layouts: dict[str, ModelSpec] = {}
+    for name, spec in roles.items():
+        layouts[name] = spec if is_placed(spec) else replace(spec, layout=layout, allocated_by=by)
+    return layouts
+
+
+def is_placed(spec: ModelSpec) -> bool:
+    """Return whether a role's layout is set, or its backend runs on one device only."""
+    return (
+        spec.layout is not None
+        or spec.parallel != ParallelSpec()
+        or spec.backend in ("hf", *NO_NETWORK)
+    )
+
+
+# -- the placement of calls
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """Result of a placement search, with the data that the estimates are based on.
+
+    `rates` are the speeds of the devices, and `loads` maps each call to its workload.
+    """
+
+    result: SearchResult
+    rates: DeviceRates
+    loads: Mapping[str, CallWorkload]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the estimates for the best and the heuristic placement, as plain values.
+
+        The result also contains facts about the search and the device.
+        """
+        result = self.result
+        return {
+            "device": self.rates.name,
+            "device_memory_gb": self.rates.capacity / GIB,
+            "tried": result.num_tried,
+            "exhaustive": result.is_exhaustive,
+            "search": _estimate_to_dict(result.best),
+            "heuristic": _estimate_to_dict(result.first),
+        }
+
+    def build_lines(self) -> list[str]:
+        """Return lines of text that compare the best placement with the heuristic placement."""
+        # Describe the search and the heuristic's placement.
+        best = self.result.best
+        first = self.result.first
+        result = self.result
+        if result.is_exhaustive:
+            how = f"all {result.num_tried:,} placements"
+        else:
+            how = f"{result.num_tried:,} placements by annealing"
+        if not first.excess_bytes:
+            fits = ""
+        else:
+            fits = f", which does not fit: {first.peak_bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
+        lines = [
+            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on {self.rates.name} as "
+            f"estimated, {_format_seconds(first.step_seconds)} "
+            f"with allocation_mode=heuristic{fits}; tried {how}"
+        ]
+        # Compare both placements for each call.
+        for call, mesh in best.meshes.items():
+            load = self.loads[call]
+            lines.append(
+                f"  {call}: {_format_mesh(mesh)}, {_with_moving(best, call)}; heuristic "
+                f"{_format_mesh(first.meshes[call])}, "
+                f"{_with_moving(first, call)} ({load.num_sequences:,} x ({load.prompt_tokens:,} + "
+                f"{load.new_tokens:,}) tokens)"
+            )
+        lines.append(
+            f"  memory: {best.peak_bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on "
+            f"a device"
+        )
+        return lines
+
+
+def place_calls(
+    experiment: Experiment, mode: str, problem: PlacementProblem, start: Sequence[int], count: int
+) -> Experiment:
+    """Return the experiment with its calls placed on devices, and with notes on the placement.
+
+    `mode` is "search" or "heuristic", and `count` is the number of devices that the run may use.
+    `start` is the placement in which every movable call uses all of them. With "search", raises
+    `ConfigError` if no placement fits into memory.
+    """
+    # The search begins with the placement of the heuristic.
+    rates = problem.rates
+    usual = min(list_uniform_placements(problem) or [start], key=problem.compute_score)
+    if mode == HEURISTIC:
+        best = problem.estimate(usual)
+        everywhere = problem.estimate(start)
+        placed = _with_placement(experiment, best, problem.units)
+        return with_notes(placed, _build_heuristic_lines(best, everywhere, rates))
+    result = search_placement(problem, usual)
+    if result.best.excess_bytes:
+        raise ConfigError(
+            f"allocation_mode=search: no placement on {count} devices fits "
+            f"into memory; the smallest needs {result.best.peak_bytes / GIB:.1f} GiB of a device's "
+            f"{rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or use more devices"
+        )
+    report = PlacementReport(result, rates, problem.loads)
+    placed = _with_placement(experiment, result.best, problem.units)
+    return replace(with_notes(placed, report.build_lines()), search=report.to_dict())
+
+
+def with_notes(experiment: Experiment, notes: Sequence[str]) -> Experiment:
+    """Return the experiment with more lines for the plan that is printed before the run."""
+    return replace(experiment, plan_notes=(*experiment.plan_notes, *notes))
+
+
+def _build_heuristic_lines(
+    best: PlacementEstimate, everywhere: PlacementEstimate, rates: DeviceRates
+) -> list[str]:
+    """Return lines about `best`, the placement chosen by the heuristic, to print before the run.
+
+    The list is empty if `best` equals `everywhere`, the placement with all calls sharded over all
+    devices.
+    """
+    if best.meshes == everywhere.meshes:
+        return []
+    fits = "" if not everywhere.excess_bytes else ", which does not fit"
+    lines = [
+        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {rates.name} as estimated, "
+        f"{_format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
+    ]
+    return [*lines, *(f"  {call}: {_format_mesh(mesh)}" for call, mesh in best.meshes.items())]
+
+
+def _with_placement(
+    experiment: Experiment, best: PlacementEstimate, units: Sequence[PlacementUnit]
+) -> Experiment:
+    for unit in units:
+        if len(unit.meshes) > 1:
+            for call in unit.calls:
+                mesh = best.meshes[call]
+                ranks = ",".join(map(str, mesh.ranks))
+                experiment = experiment.with_mfc(call, layout=str(mesh.layout), device_mesh=ranks)
+    return experiment
+
+
+def build_units(
+    experiment: Experiment,
+    free: set[str],
+    networks: Mapping[str, DecoderSizes],
+    count: int,
+    per_node: int,
+    check: Callable[[str, Layout], None],
+) -> tuple[list[PlacementUnit], list[int]]:
+    """Return the units to place, and for each unit the index of its initial mesh.
+
+    A unit is a group of calls that are placed together: all calls that train a role, or a single
+    call that does not train. Calls of the roles in `free` are initially on all devices and can be
+    moved, unless their layout is set. Calls of roles without a network are left out, since they
+    take no device.
+
+    `count` is the number of all devices, and `per_node` is the number of devices per machine.
+    `check(role, layout)` raises `ConfigError` if the role's network does not support the layout.
+    """
+    # Group the calls that share a placement: all that train a role, or one other call.
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in experiment.graph.list_model_calls():
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    # List the meshes of each group; a layout that is set leaves one.
+    units = []
+    start = []
+    for (role, _), calls in groups.items():
+        named = any(call.layout is not None or call.device_mesh is not None for call in calls)
+        now = experiment.get_mesh(calls[0])
+        if role not in networks:
+            continue
+        trains = calls[0].trains
+        meshes = [now]
+        if role in free and not named:
+            allowed = partial(
+                _adapt_layout,
+                experiment.roles[role],
+                at_once=min(_count_ids_per_minibatch(experiment, call) for call in calls),
+                check=partial(check, role),
+                trains=trains,
+            )
+            meshes = list(dict.fromkeys([*list_meshes(count, per_node, allowed), now]))
+        names = tuple(call.name for call in calls)
+        units.append(PlacementUnit(role, names, tuple(meshes), trains=trains))
+        start.append(meshes.index(now))
+    return units, start
+
+
+def _adapt_layout(
+    spec: ModelSpec, layout: Layout, *, at_once: int, check: Callable[[Layout], None], trains: bool
+) -> Layout | None:
+    """Return the layout with the stages per pipeline rank that the role's schedule needs.
+
+    Returns None if the role's options or `check` do not allow the layout, or if it has more than
+    `at_once` data-parallel ranks.
+    """
+    other_stage = (
+        trains
+        and layout.data > 1
+        and spec.zero_stage is not None
+        and (spec.zero_stage > 0) != (layout.fsdp > 1)
+    )
+    if layout.data > at_once or other_stage:
+        return None
+    try:
+        adapted_layout = spec.with_virtual_stages(layout)
+        check(adapted_layout)
+    except ConfigError:
+        return None
+    return adapted_layout
+
+
+def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
+    """Return the number of dataset rows per minibatch of a call.
+
+    This is also the call's maximum number of data-parallel ranks, because each needs a row.
+    """
+    if call.trains:
+        updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
+    else:
+        updates = 1
+    return max(1, (call.batch_size or _count_ids(experiment)) // max(1, updates))
+
+
+# -- workloads
+
+
+def build_workload(
+    experiment: Experiment, search: SearchSpec, written: DatasetSpec, call: MFCDef
+) -> CallWorkload:
+    """Return the estimated workload of a call in one step.
+
+    `written` are the options of the dataset as the user wrote them; those of the experiment have
+    defaults filled in.
+    """
+    prompt, new, samples = _estimate_lengths(experiment, search, written)
+    rows = samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
+    epochs = int(call.args.get("epochs", 1)) if call.trains else 1
+    if call.trains:
+        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs)
+    else:
+        updates = 1
+    limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    return CallWorkload(
+        call.method, _count_ids(experiment) * rows, prompt, new, updates, epochs, limit
+    )
+
+
+def _count_ids(experiment: Experiment) -> int:
+    """Return the number of dataset rows per step.
+
+    If batches are formed by token count, this is an estimate.
+    """
+    size = experiment.get_node(experiment.steps_follow).batch_size
+    dataset = experiment.dataset
+    return size or max(
+        1,
+        (dataset.train_tokens_per_batch or 0)
+        // (dataset.limit or DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS),
+    )
+
+
+def _estimate_lengths(
+    experiment: Experiment, spec: SearchSpec, written: DatasetSpec
+) -> tuple[int, int, int]:
+    """Return the estimated tokens per prompt, tokens per answer, and sampled answers per prompt."""
+    # Lengths are those of the call that samples, or those of the rows.
+    samplers = []
+    for call in experiment.graph.list_model_calls():
+        if call.method == "generate":
+            samplers.append(call)
+    # Prefer the lengths that the user set.
+    prompt = (
+        spec.prompt_tokens
+        or written.max_prompt_len
+        or min(DEFAULT_PROMPT_TOKENS, experiment.dataset.max_prompt_len or DEFAULT_PROMPT_TOKENS)
+    )
+    if samplers:
+        args = samplers[0].args
+        new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
+        return prompt, spec.answer_tokens or new, int(args.get("samples_per_prompt", 1))
+    most = written.limit
+    if most is None:
+        return prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1
+    prompt = min(prompt, max(1, most // 2))
+    return prompt, spec.answer_tokens or max(1, most - prompt), 1
+
+
+# -- output
+
+
+def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
+    calls = {}
+    for call, mesh in estimate.meshes.items():
+        calls[call] = {
+            "layout": str(mesh.layout),
+            "devices": list(mesh.ranks),
+            "seconds": estimate.seconds[call],
+            "seconds_for_its_weights": estimate.transfer_seconds[call],
+        }
+    return {
+        "step_seconds": estimate.step_seconds,
+        "memory_gb": estimate.peak_bytes / GIB,
+        "fits": not estimate.excess_bytes,
+        "calls": calls,
+    }
+
+
+def _format_mesh(mesh: Mesh) -> str:
+    degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
+    written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
+    first = mesh.ranks[0]
+    last = mesh.ranks[-1]
+    if mesh.ranks != tuple(range(first, last + 1)):
+        return f"{written} on {','.join(map(str, mesh.ranks))}"
+    if first == last:
+        return f"{written} on {first}"
+    return f"{written} on {first}-{last}"
+
+
+def _with_moving(estimate: PlacementEstimate, call: str) -> str:
+    moving = estimate.transfer_seconds[call]
+    return _format_seconds(estimate.seconds[call]) + (
+        f" + {_format_seconds(moving)} for its weights" if moving else ""
+    )
+
+
+def _format_seconds(number: float) -> str:
+    return f"{number:.3g} s" if number >= 0.1 else f"{1e3 * number:.3g} ms"
