@@ -14,12 +14,12 @@ import torch
 from tests.launch.cases import prepare
 from tests.runtime.placed import run_forked
 from weft.checkpoints.hf_io import read_config
-from weft.engine.planned_engine import describe_planned_engine
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from weft.graph.mfc import MFCDef
+from weft.launch.facts import describe_planned_engine
 from weft.planner import search
 from weft.planner.cost import CallWorkload, DecoderSizes, build_decoder_sizes
 from weft.planner.placement import build_workload

@@ -13,8 +13,8 @@ from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.plan import _iterate_node_counts
 from weft.planner.lengths import RunLength
+from weft.planner.run_plan import _iterate_node_counts
 
 
 @dataclass

@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import plan_memory
+from weft.cli import overrides
 from weft.cli.parsing import CommandParser
+from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
-from weft.planner.memory import BYTES
+from weft.options import read, to_mapping, validate
+from weft.planner.forecast import find_install_command, format_table, list_memory_options
+from weft.planner.memory import BYTES, CallDemand
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
@@ -53,6 +56,12 @@ examples:
   weft plan search ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl n_gpus_per_node=8
   weft plan search sft model.path=MODEL dataset.train_path=sft.jsonl n_nodes=2 n_gpus_per_node=8 search.gpu=H100 --json"""
 
+MEMORY_SUMMARY = "the GPUs that fit the training of a model, and how to fit it on a smaller one"
+MEMORY_EPILOG = """examples:
+  weft plan memory Qwen/Qwen3-0.6B
+  weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
+  weft plan memory meta-llama/Llama-3.1-8B layout=d8 optimizer.state_dtype=8bit"""
+
 EPILOG = """layouts: letters d f t p c e, each followed by its degree, such as d2f2t2; the degree of a
 missing letter is 1. A trained role is sharded over its data-parallel ranks by default: for d4t2
 of a trained actor write d4f4t2 here.
@@ -83,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
         print_search(arguments.words, as_json=arguments.json)
         return 0
     if arguments.command == "memory":
-        return plan_memory.print_memory_plan(arguments)
+        print_memory_plan(arguments)
+        return 0
     if arguments.devices_per_node < 1:
         realloc_parser.error(
             f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
@@ -153,8 +163,38 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     realloc_parser.add_argument(
         "--json", action="store_true", help="print everything as one JSON object"
     )
-    plan_memory.add(commands)
+    _add_memory_parser(commands)
     return parser, realloc_parser
+
+
+def _add_memory_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "memory",
+        help=MEMORY_SUMMARY,
+        description=f"Print {MEMORY_SUMMARY}. Only its config.json is read.",
+        epilog=MEMORY_EPILOG,
+    )
+    parser.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
+    parser.add_argument(
+        "options",
+        nargs="*",
+        metavar="key=value",
+        help="options of the model, as below model. in quickstarts: lora.r, "
+        "gradient_checkpointing, layout, ...",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="tokens per micro-batch, all trained (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="dtype of computation (%(default)s)",
+    )
 
 
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
@@ -203,7 +243,6 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
 def print_reallocation(arguments: argparse.Namespace) -> None:
     """Plan the transfers of parameters between two layouts, and print the bytes that are sent."""
     from weft.checkpoints.hf_io import compute_parameter_shapes
-    from weft.engine.spec import ModelSpec
     from weft.engine.torch.network_source import check_layout
     from weft.realloc.plan import count_least_bytes, count_traffic, holdings_of, plan
 
@@ -249,9 +288,67 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if arguments.json else _format_page(report))
 
 
-def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
-    from weft.engine.spec import ModelSpec
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 
+
+def print_memory_plan(arguments: argparse.Namespace) -> None:
+    """Print the memory that training needs on one GPU, or on each GPU of the layout that is set.
+
+    Only config.json of the model is read. Each minibatch has several micro-batches of `--tokens`
+    tokens. Raises `UserError` for a model without a readable config.json, or for invalid options.
+    """
+    import torch
+
+    from weft.launch.facts import build_case, describe_planned_engine
+
+    # Describe the engine that the options ask for.
+    tokens = arguments.tokens
+    if tokens < 1:
+        raise ConfigError(f"--tokens={tokens}: a micro-batch has at least one token")
+    path = find_model(arguments.model, ModelQuery("MODEL")).path
+    spec = _read_model_options(path, arguments)
+    layout = spec.resolve_layout()
+    gpu = torch.device("cuda")
+    facts = describe_planned_engine(spec, Mesh.on_first_devices(layout), gpu)
+    if facts.get("sizes") is None:
+        raise ConfigError(
+            f"backend={spec.backend}: its memory cannot be estimated before it runs; leave it out"
+        )
+    # Print what is trained, then the GPUs that fit it.
+    total = facts["num_parameters"]
+    trained = facts["num_trainable"]
+    part = "" if trained == total else f", {trained:,} trained"
+    each = "" if layout.num_devices == 1 else f", each of {layout}"
+    state_dtype = spec.optimizer.state_dtype
+    narrow = "" if state_dtype == "float32" else f" with states in {state_dtype}"
+    print(
+        f"{path}: {total:,} parameters{part}, {OPTIMIZER_NAMES[spec.optimizer.type]}{narrow}, "
+        f"{spec.dtype}, {tokens:,} tokens{each}"
+    )
+    work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
+    cases = {"model": build_case(spec, facts, [work], gpu)}
+    print("\n".join(format_table(list_memory_options(cases))))
+    lacks = find_install_command(
+        *(["fp8=true"] if spec.fp8 else []), f"optimizer.state_dtype={state_dtype}"
+    )
+    if lacks:
+        print(f"these settings need {lacks}")
+
+
+def _read_model_options(path: str, arguments: argparse.Namespace) -> ModelSpec:
+    """Return the options of a trained model that the arguments of `weft plan memory` set."""
+    base = ModelSpec(path=path, dtype=arguments.dtype)
+    nested: dict[str, Any] = {}
+    for assignment in overrides.parse(arguments.options):
+        overrides.merge(nested, assignment)
+    spec = read(base, overrides.resolve(nested, to_mapping(base)))
+    validate(spec)
+    spec.planned = True
+    spec.trained = True
+    return spec
+
+
+def _build_mesh(arguments: argparse.Namespace, side: str) -> Mesh:
     def get_argument(name: str) -> Any:
         return getattr(arguments, f"{side}_{name}")
 

@@ -33,7 +33,7 @@ from weft.kernels.cpu.cached_forward import (
     PrefixRows,
 )
 from weft.kernels.cpu.cached_forward import serves as serves_network
-from weft.kernels.cpu.library import HOLES, LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, serves
+from weft.kernels.cpu.library import LEAST_QUERIES, LEAST_SPARED_KEYS, in_vectors, serves
 from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
@@ -65,7 +65,6 @@ from weft.kernels.types import (
 )
 
 __all__ = [
-    "HOLES",
     "LEAST_QUERIES",
     "LEAST_ROWS",
     "LEAST_SPARED_KEYS",

@@ -36,14 +36,12 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments.models import find_option_role, read_model_context
 from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
-from weft.launch.facts import predict_facts
-from weft.launch.memory import forecast, measure_held_memory
+from weft.launch.facts import TargetDevices, forecast, measure_held_memory, predict_facts
 from weft.launch.next_steps import build_next_lines
-from weft.launch.plan import build_plan, make_peak_formatter
-from weft.launch.target import TargetDevices
 from weft.observe.plan import RunPlan
 from weft.observe.progress import DisplayOptions
 from weft.planner.lengths import RunLength
+from weft.planner.run_plan import build_plan, make_peak_formatter
 from weft.registry import backends
 from weft.runtime.calls import check_calls, check_tokens, collect_calls
 from weft.runtime.commands import BuildWorker

@@ -26,14 +26,12 @@ from weft.launch.assemble import (
     load_checked_tokenizers,
     with_dtypes,
 )
-from weft.launch.facts import predict_facts
-from weft.launch.memory import MemoryForecast, forecast, format_role_name
-from weft.launch.plan import build_plan
-from weft.launch.target import TargetDevices
+from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.observe.plan import RunPlan
-from weft.planner import memory_options
+from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.lengths import RunLength
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
+from weft.planner.run_plan import build_plan, group_roles_by_device
 from weft.runtime.calls import check_calls
 from weft.runtime.schedule import check_steps
 
@@ -167,14 +165,9 @@ def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[flo
 
     `expected` is the forecast for all roles on all devices.
     """
-    places = [*experiment.build_meshes().items(), *experiment.list_copies()]
-    named = {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
-    ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})
     parts = []
-    for rank in ranks:
-        parts.append(
-            expected.select_roles([name for name, mesh in named.items() if rank in mesh.ranks])
-        )
+    for names in group_roles_by_device(experiment).values():
+        parts.append(expected.select_roles(names))
     worst = max(parts, key=lambda part: part.total)
     return worst.total, worst
 
@@ -194,6 +187,6 @@ def _format_verdict(
         for name, case in expected.on_gpu.items():
             if name in worst.roles:
                 cases[name] = case
-        for line in memory_options.format_smaller_options(cases, target.usable):
+        for line in format_smaller_options(cases, target.usable):
             lines.append(f"  {line}")
     return lines

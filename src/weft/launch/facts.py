@@ -1,16 +1,177 @@
-"""Predicted descriptions of engines, from config.json, for use before the engines are built."""
+"""Facts that a plan is made from: the devices, the engines before they are built, and the memory
+that the calls need for the data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from weft import kernels
+from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.planned_engine import describe_planned_engine
+from weft.engine import microbatches
+from weft.engine.backends.auto import choose_backend
+from weft.engine.device import (
+    describe_hardware,
+    format_hardware,
+    measure_peak_memory_gib,
+    read_memory_bytes,
+    resolve_device,
+)
+from weft.engine.generation.budgets import (
+    DEFAULT_MAX_SEQUENCES,
+    KV_SHARE,
+    MAX_SEQUENCES,
+    compute_kv_bytes,
+)
+from weft.engine.rows import PackLayout
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
+from weft.engine.torch.engine import choose_dtype
+from weft.engine.torch.prepare import share_prompts, share_training_prefixes
 from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
+from weft.launch.cluster import check_processes, get_device_kind
+from weft.models.network.token_outputs import count_chunk_rows
+from weft.observe.memory import measure_file_pages_gb
+from weft.planner import memory
+from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
+from weft.planner.forecast import MIB, MemoryCase, MemoryForecast, find_offloaded, format_size
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, build_settings
+from weft.planner.run_plan import format_role_name
+from weft.runtime.split import split_minibatches
+from weft.topology import Mesh
+
+GPU = torch.device("cuda")  # any GPU
+GPU_OPTION_HINT = "name one with search.gpu=H100"
+SLOT = 64  # initial tokens per cache slot; doubled as needed
+# process of a CPU device without a model: Python, torch and their libraries
+PROCESS = 0.4 * GIB
+# Modules with a function `planned`, by backend; each is imported when it is needed.
+MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf"}
+
+
+# -- devices
+
+
+@dataclass(frozen=True)
+class TargetDevices:
+    """Devices for which a plan is made: `count` devices with `usable` bytes of memory each.
+
+    `usable` is None for GPUs of unknown type.
+    """
+
+    device: torch.device
+    name: str
+    count: int
+    usable: float | None
+    description: str
+
+    @classmethod
+    def from_experiment(cls, experiment: Experiment, mode: str) -> TargetDevices:
+        """Return the devices that the options name, or else those of this machine.
+
+        The option `search.gpu` is the name of a GPU, which does not have to be on this machine. The
+        option is ignored with `device=cpu`. If the run needs a GPU, but `search.gpu` is not set and
+        this machine has no GPU, the GPU's type is unknown. Raises `ConfigError` for an unknown
+        name.
+        """
+        device_option = experiment.control.device
+        count = experiment.num_devices
+        search = experiment.config.get("search") or {}
+        named = search.get("gpu")
+        memory_gb = search.get("memory_gb")
+        on_gpu = named is not None if device_option is None else device_option.startswith("cuda")
+        # A GPU named by an option; it need not be on this machine.
+        if named is not None and on_gpu:
+            name = find_gpu_rates(named, "bfloat16").name
+            usable = memory_gb if memory_gb is not None else get_usable_memory(name)
+            return cls(
+                torch.device("cuda"),
+                name,
+                count,
+                usable * GIB,
+                f"{name}, {usable:.1f} GiB of it (search.gpu)",
+            )
+        # A GPU of unknown type.
+        if on_gpu and not torch.cuda.is_available():
+            return cls(torch.device("cuda"), "GPU", count, None, "")
+        # A device of this machine; devices on CPUs share its memory.
+        alone = mode == "local" and count == 1
+        device = resolve_device(device_option if alone else get_device_kind(experiment))
+        if mode == "local" and device.type == "cpu":
+            check_processes(count)
+        share = read_memory_bytes(device) / (1 if alone or device.type != "cpu" else count)
+        taken = RESERVED_GIB * GIB if device.type == "cuda" else 0.0
+        usable = memory_gb * GIB if memory_gb is not None else share - taken
+        line = format_hardware(
+            describe_hardware(device),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+        return cls(device, line, count, usable, line)
+
+    def list_candidates(self) -> list[TargetDevices]:
+        """Return the targets to try in a plan, from the smallest to the largest.
+
+        If the type of the GPU is unknown, there is one target for each common GPU size. Otherwise
+        this target is the only one.
+        """
+        if self.usable is not None:
+            return [self]
+        template = (
+            "GPU of {gb} GB, the smallest that suffices: this machine has no GPU and none is named "
+            "({option})"
+        )
+        candidates: list[TargetDevices] = []
+        for gb, gib in GPU_SIZES:
+            candidates.append(
+                replace(
+                    self,
+                    name=f"GPU of {gb} GB",
+                    usable=(gib - RESERVED_GIB) * GIB,
+                    description=template.format(gb=gb, option=GPU_OPTION_HINT),
+                )
+            )
+        return candidates
+
+    def format_verdict(self, needed: float, scope: str = "") -> str:
+        """Return a line that says whether the needed memory fits in a device's memory.
+
+        `needed` is in bytes per device. `scope` is a phrase that follows the needed memory in the
+        line.
+        """
+        assert self.usable is not None
+        many = f"each of {self.count} devices" if self.count > 1 else "the device"
+        holds = "fits" if needed <= self.usable else "does NOT fit"
+        name = self.name.replace(f", {format_size(self.usable)}", "")  # already shown
+        return f"{holds}: {many} needs about {format_size(needed)}{scope} of {format_size(self.usable)}: {name}"
+
+
+# -- engines
+
+
+def describe_planned_engine(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """Return the `Engine.description` of the mesh's first rank without building the engine.
+
+    No weights are read, and the device need not exist. For a user-defined backend, the description
+    contains only its name. Raises the same `UserError`s as the backend.
+    """
+    spec = choose_backend(spec)
+    if spec.backend not in MODULES:
+        return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}
+    backend = import_module(MODULES[spec.backend])
+    description: Mapping[str, Any] = backend.planned(
+        replace(spec, planned=True), mesh, device, tokenizer
+    )
+    return description
 
 
 def predict_facts(
@@ -29,16 +190,295 @@ def predict_facts(
         for name, mesh in experiment.list_copies():
             if name == role:
                 copies[mesh] = describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
-        shared = next(
-            (
-                r
-                for r, s in experiment.roles.items()
-                if can_share_base(spec, s) and meshes[role].has_same_parts(meshes[r])
-            ),
-            None,
-        )
+        shared = _find_shared_base(experiment, role)
         own = dict(describe_planned_engine(spec, meshes[role], device, tokenizer))
         if shared is not None:
             own["notes"] = [*own["notes"], f"the same weights as {shared}'s, with adapters off"]
         facts_by_role[role] = {**own, "copies": copies}
     return facts_by_role
+
+
+def _find_shared_base(experiment: Experiment, role: str) -> str | None:
+    """Return the role whose weights `role` uses with adapters off, or None if it has its own."""
+    meshes = experiment.build_meshes()
+    for other, spec in experiment.roles.items():
+        same_parts = meshes[role].has_same_parts(meshes[other])
+        if can_share_base(experiment.roles[role], spec) and same_parts:
+            return other
+    return None
+
+
+# -- memory
+
+
+@dataclass(frozen=True)
+class RoleDevice:
+    """Device of a role, and the numbers of ranks over which the role's batches are split.
+
+    Attributes:
+        device: torch device of the role. "cuda" without an index means a GPU that is not on this
+            machine.
+        capacity: Memory of the device in bytes, or None if it is unknown. It is used only for a GPU
+            that is not on this machine.
+        data: Number of data-parallel ranks.
+        context: Number of context-parallel ranks.
+    """
+
+    device: torch.device
+    capacity: float | None = None
+    data: int = 1
+    context: int = 1
+
+
+def measure_held_memory(device: torch.device) -> float:
+    """Return the memory that this process currently uses, in GiB.
+
+    On a GPU, this is the memory allocated by torch. On a CPU, it is the resident size without file
+    pages.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    if sys.platform != "linux":
+        return measure_peak_memory_gib(device)
+    with open("/proc/self/status") as status:
+        resident = next(line for line in status if line.startswith("VmRSS"))
+    return int(resident.split()[1]) / MIB - measure_file_pages_gb()
+
+
+def forecast(
+    experiment: Experiment,
+    facts: Mapping[str, Mapping[str, Any]],
+    given: Sequence[SequenceSample],
+    device: torch.device,
+    baseline: float = 0.0,
+    capacity: float | None = None,
+) -> MemoryForecast:
+    """Forecast the memory that a run needs.
+
+    `facts` maps roles to the descriptions of their engines, including those of copies. `given` are
+    the batches that are expected to need the most memory. `baseline` is the memory in GiB that the
+    process used before the engines were built. `capacity` is the memory in bytes of a GPU that is
+    not on this machine.
+    """
+    # Estimate each role on each of its meshes, also on a GPU for comparison.
+    batches = [_add_completions(experiment, batch) for batch in given]
+    meshes = experiment.build_meshes()
+    roles = {}
+    incomplete = []
+    on_gpu = dict[str, MemoryCase]()
+    for role, spec in experiment.roles.items():
+        if not facts[role].get("num_parameters"):
+            continue  # only a tokenizer
+        for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
+            calls = []
+            for c in experiment.graph.list_model_calls():
+                if c.role == role and experiment.get_mesh(c) == mesh:
+                    calls.append(c)
+            place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
+            works = _collect_works(experiment, calls, batches, place, own)
+            name = format_role_name(experiment, role, mesh)
+            if own.get("sizes") is None:
+                incomplete.append(name)
+            chosen = spec if mesh == meshes[role] else spec.mirror()
+            if device.type != "cpu":
+                leaves = find_offloaded(chosen, calls)
+            else:
+                leaves = frozenset[str]()
+            case = build_case(chosen, own, works, device, leaves)
+            roles[name] = memory.estimate(case.shape, case.settings, case.works)
+            on_gpu[name] = case
+            if device.type != "cuda":
+                works = _collect_works(experiment, calls, batches, replace(place, device=GPU), own)
+                on_gpu[name] = build_case(
+                    replace(chosen, dtype="bfloat16"),
+                    own,
+                    works,
+                    GPU,
+                    find_offloaded(chosen, calls),
+                )
+        # The parameters of a role that shares another one's base are counted there.
+        if _find_shared_base(experiment, role) is not None:
+            roles[role] = replace(
+                roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0
+            )
+            on_gpu.pop(role)
+    # Add the limits of KV caches and the memory of separate processes.
+    calls = [call for call in experiment.graph.list_model_calls() if call.method == "generate"]
+    limits = {
+        call.name: limit
+        for call in calls
+        if (limit := _get_cache_limit(call, RoleDevice(device, capacity)))
+    }
+    if device.type == "cpu" and experiment.num_devices > 1:
+        process = PROCESS
+    else:
+        process = 0.0
+    return MemoryForecast(roles, device.type, tuple(incomplete), baseline, limits, on_gpu, process)
+
+
+def _collect_works(
+    experiment: Experiment,
+    calls: Sequence[MFCDef],
+    batches: Sequence[SequenceSample],
+    place: RoleDevice,
+    facts: Mapping[str, Any],
+) -> list[CallDemand]:
+    shared = facts.get("shared_prompts", {})
+    batches = [_select_largest_share(batch, place.data) for batch in batches]
+    result: list[CallDemand] = []
+    for call in calls:
+        for batch in batches:
+            result.extend(_iterate_works(experiment, call, batch, place, shared))
+    return result
+
+
+def _select_largest_share(batch: SequenceSample, ranks: int) -> SequenceSample:
+    """Split a batch over `ranks` data-parallel ranks, and return the part with the most tokens.
+
+    A prompt is counted once for each of its completions.
+    """
+    if ranks == 1 or batch.num_ids < ranks:
+        return batch
+    return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
+
+
+def _get_cache_limit(call: MFCDef, place: RoleDevice) -> int | None:
+    """Return the maximum size in bytes of a generation call's KV cache.
+
+    `place` is the device of the call's role. Returns None if the user sets no limit and the size of
+    the device's memory is unknown.
+    """
+    limit_gb = call.args.get("kv_cache_gb")
+    device = place.device
+    if device.type == "cuda" and device.index is None:
+        least = None if place.capacity is None else int(KV_SHARE * place.capacity)
+        return least if limit_gb is None else int(limit_gb * GIB)
+    return compute_kv_bytes(device, limit_gb)
+
+
+def build_case(
+    spec: ModelSpec,
+    facts: Mapping[str, Any],
+    works: Sequence[CallDemand],
+    device: torch.device,
+    leaves: frozenset[str] = frozenset(),
+) -> MemoryCase:
+    """Return the input for estimating the memory of one role.
+
+    `facts` is the description of the role's engine, and `works` are the memory demands of the
+    role's calls. `leaves` says what is offloaded between calls: it can contain "weights" and
+    "optimizer" (the optimizer state).
+    """
+    sizes = facts.get("sizes")
+    if sizes is None:
+        works = []
+        sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {
+            "vocab": 1
+        }
+    held = facts.get("held_parameters", facts["num_parameters"])
+    shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
+    return MemoryCase(shape, _build_settings(spec, device, shape.vocab, leaves), tuple(works))
+
+
+def _build_settings(
+    spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[str]
+) -> MemorySettings:
+    dtype = choose_dtype(spec)
+    plain = device.type == "cpu" and dtype == "float32"
+    settings = build_settings(spec, dtype, device.type, count_chunk_rows(vocab_size, device))
+    return replace(
+        settings,
+        weights_leave="weights" in leaves,
+        optimizer_leaves="optimizer" in leaves,
+        packs=plain and kernels.cpu_library() is None,
+        in_place=plain and kernels.cpu_library() is not None,
+        adds_rows=plain,
+        widens=device.type == "cpu" and dtype in ("bfloat16", "float16"),
+    )
+
+
+def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
+    """Return the batch with the completions that generation would add, each of the maximum length.
+
+    If some completions of a prompt come from the dataset, and the longest of them exceeds the
+    maximum length, all completions of the prompt get the length of the longest.
+    """
+    for call in experiment.graph.list_model_calls():
+        mixed = "share" in call.args
+        if call.method == "generate" and (mixed or "completion" not in batch.data):
+            count = int(call.args.get("samples_per_prompt", 1))
+            length = int(call.args.get("max_new_tokens") or GenerationSpec().new_token_limit)
+            if mixed:
+                own = [max(group) for group in batch.seqlens["completion"]]
+            else:
+                own = [0] * batch.num_ids
+            groups = [[max(length, most)] * count for most in own]
+            tokens = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
+            sampled = SequenceSample.from_groups(
+                batch.ids, {"completion": groups}, {"completion": tokens}
+            )
+            batch = (batch.select(keys=["prompt"]) if mixed else batch).update(sampled)
+    return batch
+
+
+def _iterate_works(
+    experiment: Experiment,
+    call: MFCDef,
+    batch: SequenceSample,
+    place: RoleDevice,
+    shared: Mapping[str, Any],
+) -> Iterator[CallDemand]:
+    """Yield the memory demands of a model function call on one device of its role.
+
+    Generation has one demand; other calls have one per micro-batch. `place` is the device.
+
+    A prompt that several sequences of a micro-batch have in common is computed only once if no
+    sequence has more than `shared["longest"]` tokens. In training, `shared["in_training"]` must
+    also be True. If `shared` is empty, each sequence's prompt is computed separately.
+    """
+    if "completion" not in batch.data:
+        return
+    layout = PackLayout.from_sample(batch)
+    device = place.device
+    if call.method == "generate":
+        together = min(len(layout.length), MAX_SEQUENCES.get(device.type, DEFAULT_MAX_SEQUENCES))
+        capacity = SLOT
+        while capacity < int(layout.lengths.max()):
+            capacity *= 2
+        limit = _get_cache_limit(call, place)
+        yield CallDemand(
+            tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together
+        )
+        return
+    limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    # sequences over the limit are reported at run time: sampling can end earlier
+    limit = max(limit, int(layout.lengths.max()))
+    trains = call.method == "train_step"
+    shares = bool(shared) and (shared["in_training"] or not trains)
+    entropy = trains and bool(
+        call.args.get("entropy_coef")
+    )  # with a coefficient of 0, entropy has no gradient
+    parts: Sequence[SequenceSample] = [batch]
+    if trains:
+        updates = max(
+            1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
+        )
+        parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
+    for part in parts:
+        cuts = microbatches.split_batch(part, limit, "sequence")
+        for cut in cuts:
+            at = PackLayout.from_sample(cut)
+            if shares and int(at.lengths.max()) <= shared["longest"]:
+                keys = (*call.input_keys, *call.optional_keys)
+                if trains:
+                    at = share_training_prefixes(at, keys, cut, device)
+                else:
+                    at = share_prompts(at, keys)
+            if trains and "loss_mask" in cut.data:
+                rows = int(cut.data["loss_mask"].count_nonzero())
+            else:
+                rows = int(at.length.sum())
+            tokens, rows = (
+                -(-number // place.context) for number in (int(at.segment_lengths.sum()), rows)
+            )
+            yield CallDemand(tokens, rows, trains, len(cuts), entropy)

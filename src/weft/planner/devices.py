@@ -1,6 +1,6 @@
-"""Speeds of devices, which are used to estimate the duration of steps.
+"""Speeds and memory of devices, on which the estimates are based.
 
-The speeds are constants, so that the estimates are the same each time a run starts. The functions
+They are constants, so that the estimates are the same each time a run starts. The functions
 are pure.
 """
 
@@ -103,6 +103,10 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "4090": (165, 82.6, 1.0, 24, 32),
     "3090": (71, 35.6, 0.936, 24, 32),
 }
+# Sizes of GPUs: (nominal GB, smallest GiB of cards sold with that size). The GiB include the part
+# that driver and torch take (`RESERVED_GIB`).
+GPU_SIZES = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
+RESERVED_GIB = 1.5  # GiB that driver and torch take
 # Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches
 REACHED_FLOPS_SHARE = 0.45
 REACHED_LINK_SHARE = 0.7
@@ -193,3 +197,13 @@ def find_gpu_rates(
         per_node=per_node,
         dispatch=DISPATCH,
     )
+
+
+def get_usable_memory(gpu: str) -> float:
+    """Return the memory of a GPU that a run can use, in GiB.
+
+    This is the GPU's memory without the part that the driver and torch use. `gpu` is the name of a
+    known GPU.
+    """
+    sold = GPUS[gpu][3]
+    return next((gib for gb, gib in GPU_SIZES if gb == sold), 0.97 * sold) - RESERVED_GIB

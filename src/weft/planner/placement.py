@@ -172,7 +172,7 @@ class PlacementReport:
 
 
 def place_calls(
-    experiment: Experiment, mode: str, problem: PlacementProblem, start: Sequence[int], count: int
+    experiment: Experiment, mode: str, problem: PlacementProblem, start: list[int], count: int
 ) -> Experiment:
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 

@@ -393,7 +393,6 @@ def _describe_error(error: Exception) -> str:
 VECTOR = 16
 LEAST_QUERIES = 4  # torch sums over fewer query rows in another order
 LEAST_SPARED_KEYS = 256  # keys that a merged prefix must save per step to pay off
-HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmentation
 
 
 def in_vectors(length: int, device: torch.device) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.data.loader import LoadedData
 from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
-from weft.launch.memory import GIB, MemoryForecast, format_role_name, format_size
 from weft.observe.jsonl import shorten_path
 from weft.observe.plan import LINES, RunPlan
+from weft.planner.devices import GIB
+from weft.planner.forecast import MemoryForecast, format_size
 from weft.planner.lengths import RunLength
 from weft.topology import LETTERS, Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.data.loader import LoadedData
 
 # maximum lines for models; further ones are merged, frozen ones first
 MODELS = 3
@@ -53,7 +56,7 @@ def build_plan(
         "memory" in numerics
         and (
             room := format_memory_row(
-                expected, _group_roles_by_device(experiment), numerics["memory"]
+                expected, group_roles_by_device(experiment), numerics["memory"]
             )
         )
         is not None
@@ -276,7 +279,7 @@ def format_memory_row(
     """
     parts = {rank: expected.select_roles(names).total for rank, names in on.items()}
     several = len(on) > 1
-    shared = expected.device.type == "cpu"
+    shared = expected.device == "cpu"
     need = sum(parts.values()) if shared else max(parts.values())
     if not several and need < LEAST_SHOWN_SHARE * room:
         return None
@@ -309,7 +312,7 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
     )
 
 
-def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
+def group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
     """Return a mapping from the rank of each device to the names of its roles and copies."""
     named = _name_meshes(experiment)
     result: dict[int, list[str]] = {}
@@ -321,6 +324,20 @@ def _group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
 def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
     places = [*experiment.build_meshes().items(), *experiment.list_copies()]
     return {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
+
+
+def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
+    """Return a readable name for the engine of a role on `mesh`.
+
+    The name is the role or, for a copy, the role with its calls: `actor (actor_gen)`.
+    """
+    if mesh == experiment.build_meshes()[role]:
+        return role
+    calls = []
+    for call in experiment.list_calls():
+        if call.role == role and experiment.get_mesh(call) == mesh:
+            calls.append(call.name)
+    return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
 
 def _format_layouts(experiment: Experiment) -> str:
@@ -380,7 +397,7 @@ def _iterate_details(
             roles_by_note.setdefault(note, []).append(role)
     for note, roles in roles_by_note.items():
         yield f"{', '.join(roles)}: {note}"
-    on = _group_roles_by_device(experiment)
+    on = group_roles_by_device(experiment)
     yield from expected.format_lines(on)
     if len(on) > 1:
         for name, mesh in _name_meshes(experiment).items():

@@ -22,12 +22,12 @@ from tests.tiny import make_tokenizer, write_jsonl
 from weft import kernels
 from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
-from weft.launch import memory as launch_memory
 from weft.launch import run
-from weft.launch.memory import MemoryForecast, forecast
+from weft.launch.facts import forecast, measure_held_memory
 from weft.observe.memory import measure_file_pages_gb, measure_peak_memory_gb
 from weft.observe.progress import DisplayOptions
 from weft.planner import memory
+from weft.planner.forecast import MemoryForecast
 from weft.planner.memory import NetworkShape, RoleMemory
 
 SHAPE = {
@@ -276,8 +276,8 @@ def test_networks_say_whose_prompts_they_share(tmp_path: Path) -> None:
 
 def test_a_total_without_activations_is_no_upper_limit() -> None:
     role = RoleMemory(2**30, 0, 0, 0, 0, 0, 0)
-    whole = MemoryForecast({"actor": role}, torch.device("cuda"), (), 0.0)
-    part = MemoryForecast({"actor": role}, torch.device("cuda"), ("actor",), 0.0)
+    whole = MemoryForecast({"actor": role}, "cuda", (), 0.0)
+    part = MemoryForecast({"actor": role}, "cuda", ("actor",), 0.0)
     assert list(whole.format_lines())[-1] == "memory: about 1.00 GiB at most"
     assert list(part.format_lines())[-1] == "memory: about 1.00 GiB without activations of actor"
     assert part.format_comparison(2.0).endswith(
@@ -292,14 +292,14 @@ def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
     """
     path, cpu = tmp_path / "file", torch.device("cpu")
     path.write_bytes(bytes(64 * 2**20))
-    before, files = launch_memory.measure_held_memory(cpu), measure_file_pages_gb()
+    before, files = measure_held_memory(cpu), measure_file_pages_gb()
     alone, apart = (
-        MemoryForecast({}, cpu, (), before, process=process) for process in (0.0, 2.0**29)
+        MemoryForecast({}, "cpu", (), before, process=process) for process in (0.0, 2.0**29)
     )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
         assert measure_file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
-        assert launch_memory.measure_held_memory(cpu) == pytest.approx(before, abs=0.01)
+        assert measure_held_memory(cpu) == pytest.approx(before, abs=0.01)
         assert alone.compute_needed(measure_peak_memory_gb()) == pytest.approx(
             measure_peak_memory_gb() - measure_file_pages_gb() - before
         )
@@ -343,7 +343,7 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
     ]
     lines = list(
         MemoryForecast(
-            {"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, torch.device("cuda"), (), 0.0
+            {"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, "cuda", (), 0.0
         ).format_lines()
     )
     assert (

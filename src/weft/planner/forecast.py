@@ -1,29 +1,41 @@
-"""Search for the smallest GPU on which a run fits, and for options that need less memory.
+"""Forecast of the memory that a run needs, the smallest GPU on which it fits, and what needs less.
 
-The memory of every alternative is estimated like that of the run itself (`weft.planner.memory`). The
-module does not import torch.
+The memory of every alternative is estimated like that of the run itself (`weft.planner.memory`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
+from weft.engine.spec import ModelSpec
 from weft.extras import install
-from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, compute_peak, estimate
+from weft.graph.mfc import MFCDef, Offload
+from weft.observe.memory import measure_file_pages_gb
+from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
+from weft.planner.memory import (
+    CallDemand,
+    MemorySettings,
+    NetworkShape,
+    RoleMemory,
+    compute_peak,
+    estimate,
+)
 
-GIB = 2.0**30
 MIB = 2.0**20
-# Sizes of GPUs: (nominal GB, smallest GiB of cards sold with that size). The GiB include the part
-# that driver and torch take (`RESERVED_GIB`).
-GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
-RESERVED_GIB = 1.5  # GiB that driver and torch take
 ADAPTER_RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
 ADAPTED_MATRICES = 4  # matrices of attention that get adapters
 # Requirements of options: (imported package, extra of weft that installs it).
 EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
+# Python objects of a run, without tensors: 17 to 23 MiB for SFT, DPO, GRPO and PPO, measured on
+# one small layer
+PROGRAM = 20 * MIB
+HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmentation
+
+
+# -- the forecast
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,138 @@ class MemoryCase:
 
 
 Cases = Mapping[str, MemoryCase]
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Forecast of the memory that each role needs, in bytes.
+
+    `incomplete` lists the roles whose network sizes are unknown. For these roles, only weights and
+    optimizer states are counted.
+    """
+
+    roles: Mapping[str, RoleMemory]
+    device: str  # type of the device: cpu, cuda or another of torch's
+    incomplete: tuple[str, ...]
+    # GiB used by the process before the engines are built, see `measure_held_memory`
+    baseline: float
+    # maximum bytes of the KV cache, by generation call
+    cache_limits: Mapping[str, int] = field(default_factory=dict)
+    # cases for the same roles on a GPU
+    on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
+    process: float = 0.0  # bytes of a separate device process, or 0
+
+    @property
+    def total(self) -> float:
+        """Total memory at the peak, in bytes."""
+        whole = compute_peak(self.roles)
+        held = sum(role.permanent for role in self.roles.values())
+        if self.device != "cpu":
+            return whole
+        # The heap keeps freed memory, with gaps between tensors of many sizes; memory freed by a
+        # cache is rarely reused.
+        caches = sum(role.cache for role in self.roles.values())
+        return held + HOLES * (whole - held) + caches + PROGRAM + self.process
+
+    def format_lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
+        """Yield lines for the plan that state the memory of each role, KV cache and device.
+
+        `on` maps the rank of each device to the names of its roles; without it, all roles are on
+        one device.
+        """
+        on = on or {0: list(self.roles)}
+        for name, role in self.roles.items():
+            parts = []
+            for f in fields(role):
+                if f.name not in ("call", "away"):
+                    parts.append((f.name, getattr(role, f.name)))
+            sizes = ", ".join(f"{what} {format_size(number)}" for what, number in parts if number)
+            if role.away:
+                sizes += f"; {format_size(role.away)} of it in host memory between its calls"
+            yield f"memory of {name}: {sizes or 'shared with another role'}"
+        for call, limit in self.cache_limits.items():
+            yield f"memory of {call}: keys and values in at most {format_size(limit)} (gen.kv_cache_gb)"
+        for device, names in on.items():
+            part = self.select_roles(names)
+            yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {format_size(part.total)} {part.scope}"
+        if len(on) == 1 and not self.incomplete:
+            yield from format_fit(
+                self.on_gpu, "" if self.device == "cuda" else "on a GPU in bfloat16: "
+            )
+
+    def select_roles(self, names: Sequence[str]) -> MemoryForecast:
+        """Return the forecast for only the roles in `names`."""
+        roles = {}
+        for name in names:
+            if name in self.roles:
+                roles[name] = self.roles[name]
+        return replace(
+            self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles)
+        )
+
+    @property
+    def scope(self) -> str:
+        """Text that qualifies the total in messages, usually "at most".
+
+        If the network sizes of some roles are unknown, their activations are not part of the total.
+        The text is then "without activations of" and the names of these roles.
+        """
+        if self.incomplete:
+            return f"without activations of {', '.join(self.incomplete)}"
+        return "at most"
+
+    def compute_needed(self, most: float) -> float:
+        """Return the memory in GiB that the run itself needed; `most` is the measured peak.
+
+        The memory used before the engines were built is subtracted. For a run in one process on a
+        CPU, memory mapped from files is subtracted, too. Most of it is library code, whose size
+        varies with the processor and which the system can drop from memory.
+        """
+        alone = self.device == "cpu" and not self.process
+        return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)
+
+    def format_comparison(self, most: float) -> str:
+        """Return a line that compares the measured peak `most`, in GiB, with the forecast."""
+        used = self.compute_needed(most) * GIB
+        scope = f" {self.scope}" if self.incomplete else ""
+        return (
+            f"memory: {most:.2f} GB at most, of which this run needed {format_size(used)}; "
+            f"{format_size(self.total)}{scope} were expected "
+            f"({used / self.total:.0%})"
+        )
+
+
+def find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[str]:
+    """Return what is offloaded between a role's calls: weights, optimizer state, both or neither.
+
+    The result is a set of the words "weights" and "optimizer". The optimizer state is offloaded if
+    every training call offloads it. Weights are offloaded if every call offloads them and the
+    option `offload` is set. Without this option, the weights are on the device before the first
+    call, together with the weights of all other roles, and therefore count as not offloaded.
+    """
+    after = []
+    for call in calls:
+        after.append({hook.what for hook in call.post_hooks if isinstance(hook, Offload)})
+    trains = []
+    for hooks, call in zip(after, calls, strict=True):
+        if call.method == "train_step":
+            trains.append(hooks)
+    offloaded_state: set[str] = set()
+    if spec.offload and after and all("weights" in hooks for hooks in after):
+        offloaded_state.add("weights")
+    if trains and all("optimizer" in hooks for hooks in trains):
+        offloaded_state.add("optimizer")
+    return frozenset(offloaded_state)
+
+
+def format_size(number: float, digits: int = 2) -> str:
+    """Format a number of bytes, in GiB with `digits` decimals or in MiB with one less."""
+    if number >= 0.1 * GIB:
+        return f"{number / GIB:.{digits}f} GiB"
+    return f"{number / MIB:.{digits - 1}f} MiB"
+
+
+# -- options that need less memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +204,7 @@ class MemoryOption:
     @property
     def smallest_gpu_gb(self) -> int | None:
         """Size in GB of the smallest GPU with enough memory; None if no GPU has enough."""
-        return next((gb for gb, gib in GPUS if self.size / GIB <= gib - RESERVED_GIB), None)
+        return next((gb for gb, gib in GPU_SIZES if self.size / GIB <= gib - RESERVED_GIB), None)
 
 
 def list_memory_options(cases: Cases) -> list[MemoryOption]:
@@ -122,18 +266,18 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
     if not any(case.settings.trained for case in cases.values()):
         return
     first, *others = list_memory_options(cases)
-    yield f"{begin}about {_format_size(first.size)}, {_format_fit(first)}"
-    best = first.smallest_gpu_gb or GPUS[-1][0] + 1
+    yield f"{begin}about {format_size(first.size, 1)}, {_format_fit(first)}"
+    best = first.smallest_gpu_gb or GPU_SIZES[-1][0] + 1
     smaller = [
         way for way in others if way.smallest_gpu_gb is not None and way.smallest_gpu_gb < best
     ]
     for way in smaller:
         each = " each" if way.devices > 1 else ""
         fit = f"{_format_fit(way)}{_format_install(way)}"
-        yield f"  {way.options}: about {_format_size(way.size)}{each}, {fit}"
+        yield f"  {way.options}: about {format_size(way.size, 1)}{each}, {fit}"
     if first.smallest_gpu_gb is None and not smaller:
         least = min(others, key=lambda way: way.size, default=first)
-        yield f"  the least is {_format_size(least.size)} ({least.options}); shard it over more GPUs (layout=d16)"
+        yield f"  the least is {format_size(least.size, 1)} ({least.options}); shard it over more GPUs (layout=d16)"
 
 
 def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
@@ -147,11 +291,11 @@ def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
     if fitting_options:
         for way in fitting_options:
             each = " each" if way.devices > 1 else ""
-            size = f"{_format_size(way.size)}{each}{_format_install(way)}"
+            size = f"{format_size(way.size, 1)}{each}{_format_install(way)}"
             yield f"with {way.options}: about {size}"
     elif others:
         least = min(others, key=lambda way: way.size)
-        yield f"the least is {_format_size(least.size)} ({least.options}); take more or larger GPUs"
+        yield f"the least is {format_size(least.size, 1)} ({least.options}); take more or larger GPUs"
 
 
 def format_table(options: Sequence[MemoryOption]) -> list[str]:
@@ -160,7 +304,7 @@ def format_table(options: Sequence[MemoryOption]) -> list[str]:
     table: list[str] = []
     for way in options:
         table.append(
-            f"{way.options:<{width}}  {_format_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
+            f"{way.options:<{width}}  {format_size(way.size, 1):>12}{' each' if way.devices > 1 else '     '}  "
             f"{_format_fit(way)}{_format_install(way)}"
         )
     return table
@@ -174,13 +318,7 @@ def _format_fit(way: MemoryOption) -> str:
     many = f"{way.devices} GPUs" if way.devices > 1 else "a GPU"
     if way.smallest_gpu_gb is not None:
         return f"fits {many} of {way.smallest_gpu_gb} GB"
-    return f"more than {many} of {GPUS[-1][0]} GB"
-
-
-def _format_size(number: float) -> str:
-    if number >= 0.1 * GIB:
-        return f"{number / GIB:.1f} GiB"
-    return f"{number / MIB:.0f} MiB"
+    return f"more than {many} of {GPU_SIZES[-1][0]} GB"
 
 
 def _estimate_total(cases: Cases) -> float:

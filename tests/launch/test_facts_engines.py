@@ -16,9 +16,9 @@ from tests.engine.layouts import Case, engine, write_model
 from tests.ranks import Ranks
 from tests.tiny import make_llama
 from weft.data.tokenizer import Tokenizer
-from weft.engine.planned_engine import describe_planned_engine
 from weft.engine.spec import LoRASpec, ModelSpec
 from weft.errors import CheckpointError, ConfigError
+from weft.launch.facts import describe_planned_engine
 from weft.registry import backends
 from weft.topology import Layout, Mesh
 

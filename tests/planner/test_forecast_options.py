@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from weft.extras import install
-from weft.planner.memory import CallDemand, MemorySettings, NetworkShape
-from weft.planner.memory_options import (
+from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
+from weft.planner.forecast import (
     ADAPTER_RANK,
-    GIB,
-    GPUS,
-    RESERVED_GIB,
     MemoryCase,
     MemoryOption,
     find_install_command,
@@ -21,6 +18,7 @@ from weft.planner.memory_options import (
     format_table,
     list_memory_options,
 )
+from weft.planner.memory import CallDemand, MemorySettings, NetworkShape
 
 BILLION = 10**9
 SHAPE = NetworkShape(
@@ -75,10 +73,10 @@ def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
 
 
 def test_the_smallest_gpu_that_leaves_the_driver_its_part() -> None:
-    for sold, gib in GPUS:
+    for sold, gib in GPU_SIZES:
         assert MemoryOption("x", (gib - RESERVED_GIB) * GIB).smallest_gpu_gb == sold
     assert (
-        MemoryOption("x", (GPUS[0][1] - RESERVED_GIB + 0.1) * GIB).smallest_gpu_gb == 40
+        MemoryOption("x", (GPU_SIZES[0][1] - RESERVED_GIB + 0.1) * GIB).smallest_gpu_gb == 40
         and MemoryOption("x", 150 * GIB).smallest_gpu_gb is None
     )
 

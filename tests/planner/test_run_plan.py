@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launch.cases import grpo, ppo
 from tests.planner.test_lengths import Length
@@ -19,11 +18,12 @@ from weft.data.counts import SourceCount
 from weft.data.loader import LoadedData
 from weft.experiment import Experiment
 from weft.experiments import PPOConfig
-from weft.launch.memory import GIB, MemoryForecast
-from weft.launch.plan import build_plan, make_peak_formatter
 from weft.observe.plan import RunPlan
+from weft.planner.devices import GIB
+from weft.planner.forecast import MemoryForecast
 from weft.planner.lengths import RunLength
 from weft.planner.memory import RoleMemory
+from weft.planner.run_plan import build_plan, make_peak_formatter
 
 ROOM = int(100 * GIB)
 NUMERICS = {
@@ -36,7 +36,7 @@ NUMERICS = {
 
 def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> MemoryForecast:
     held = RoleMemory(int(gib * GIB), 0, 0, 0, 0, 0, 0)
-    return MemoryForecast({next(iter(experiment.roles)): held}, torch.device(device), (), 1.0)
+    return MemoryForecast({next(iter(experiment.roles)): held}, device, (), 1.0)
 
 
 def plan(

@@ -12,8 +12,8 @@ from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import SFTConfig
-from weft.launch.target import GIB, TargetDevices, get_usable_memory
-from weft.planner import memory_options
+from weft.launch.facts import TargetDevices
+from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, get_usable_memory
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_gpu_that_is_named_need_not_be_here(folder: Path) -> None:
     named = TargetDevices.from_experiment(experiment(folder, gpu="NVIDIA H100 80GB"), "local")
     assert (
         named.device.type == "cuda"
-        and named.usable == (79.1 - memory_options.RESERVED_GIB) * GIB
+        and named.usable == (79.1 - RESERVED_GIB) * GIB
         and "H100" in named.description
     )
     assert (
@@ -63,7 +63,7 @@ def test_a_gpu_that_is_named_need_not_be_here(folder: Path) -> None:
         ).device.type
         == "cpu"
     ), "device=cpu counts"
-    assert get_usable_memory("T4") == pytest.approx(0.97 * 16 - memory_options.RESERVED_GIB)
+    assert get_usable_memory("T4") == pytest.approx(0.97 * 16 - RESERVED_GIB)
     with pytest.raises(ConfigError, match="Voodoo"):
         TargetDevices.from_experiment(experiment(folder, gpu="Voodoo"), "local")
 
@@ -75,10 +75,10 @@ def test_without_a_name_every_size_that_is_sold(
     sizes = TargetDevices.from_experiment(
         experiment(folder, device="cuda", layout="d2"), "local"
     ).list_candidates()
-    assert [target.name for target in sizes] == [f"GPU of {gb} GB" for gb, _ in memory_options.GPUS]
+    assert [target.name for target in sizes] == [f"GPU of {gb} GB" for gb, _ in GPU_SIZES]
     assert (
         "search.gpu" in sizes[0].description
-        and sizes[0].usable == (memory_options.GPUS[0][1] - memory_options.RESERVED_GIB) * GIB
+        and sizes[0].usable == (GPU_SIZES[0][1] - RESERVED_GIB) * GIB
     )
 
 
