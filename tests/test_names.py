@@ -21,6 +21,7 @@ GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logit
 _open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix
 to_local_ids SampleLengths _build_layout_filter _build_problem _count_adapter_activations
 build_training_case
+ADAPTED_MATRICES
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -43,6 +43,7 @@ from weft.observe.memory import measure_file_pages_gb
 from weft.planner import memory
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import MIB, MemoryCase, MemoryForecast, find_offloaded, format_size
+from weft.planner.lengths import count_updates
 from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, build_settings
 from weft.planner.run_plan import format_role_name
 from weft.runtime.split import split_minibatches
@@ -460,9 +461,7 @@ def _iterate_works(
     )  # with a coefficient of 0, entropy has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
-        updates = max(
-            1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
-        )
+        updates = count_updates(experiment, call)
         parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
         cuts = microbatches.split_batch(part, limit, "sequence")

@@ -25,6 +25,7 @@ from weft.planner.memory import (
     RoleMemory,
     build_settings,
     estimate,
+    list_adapted_sizes,
 )
 from weft.topology import Layout, Mesh
 
@@ -147,10 +148,7 @@ def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
         else:
             inner = experts.intermediate_size
             copies = experts.num
-        # A low-rank adapter has r elements for each input and output of its matrix.
-        ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
-        names = ("gate", "up", "down") if config.gated else ("up", "down")
-        ends |= dict.fromkeys(names, copies * (hidden + inner))
+        ends = list_adapted_sizes(hidden, query, key, inner, gated=config.gated, copies=copies)
         elements_per_rank += sum(
             size
             for name, size in ends.items()

@@ -21,12 +21,12 @@ from weft.planner.memory import (
     RoleMemory,
     compute_peak,
     estimate,
+    list_adapted_sizes,
 )
 
 MIB = 2.0**20
 ADAPTER_RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
-ADAPTED_MATRICES = 4  # matrices of attention that get adapters
 # Requirements of options: (imported package, extra of weft that installs it).
 EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
 # Python objects of a run, without tensors: 17 to 23 MiB for SFT, DPO, GRPO and PPO, measured on
@@ -349,12 +349,13 @@ def _with_adapters(case: MemoryCase) -> MemoryCase:
     refused = not shape.fused or case.settings.fp8
     if not case.settings.trained or refused or shape.trainable != shape.parameters:
         return case
-    mlp = (3 if shape.gated else 2) * (shape.hidden + shape.inner)
-    attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key)
-    count = shape.layers * ADAPTER_RANK * (attention + mlp)
-    saved_elements = ADAPTER_RANK * (ADAPTED_MATRICES + (3 if shape.gated else 2)) + shape.inner
+    sizes = list_adapted_sizes(shape.hidden, shape.query, shape.key, shape.inner, gated=shape.gated)
+    count = shape.layers * ADAPTER_RANK * sum(sizes.values())
     adapted = replace(
-        shape, parameters=shape.parameters + count, trainable=count, adapters=saved_elements
+        shape,
+        parameters=shape.parameters + count,
+        trainable=count,
+        adapters=ADAPTER_RANK * len(sizes) + shape.inner,
     )
     return replace(case, shape=adapted)
 

@@ -11,6 +11,7 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
 
 if TYPE_CHECKING:
     from weft.data.batches import BatchLoader
@@ -81,6 +82,17 @@ def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
 
 
 # -- runs
+
+
+def count_updates(experiment: Experiment, call: MFCDef) -> int:
+    """Return the number of optimizer steps that a call takes in one pass over its batch.
+
+    Returns 1 for a call that does not train.
+    """
+    if not call.trains:
+        return 1
+    updates = experiment.updates_per_firing.get(call.name, 1)
+    return max(1, updates // int(call.args.get("epochs", 1)))
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,19 @@ class NetworkShape:
         return 3 * self.hidden + (4 if self.gated else 3) * self.inner
 
 
+def list_adapted_sizes(
+    hidden: int, query: int, key: int, inner: int, *, gated: bool, copies: int = 1
+) -> dict[str, int]:
+    """Return the number of inputs and outputs of each matrix of a block, by name.
+
+    A low-rank adapter of a matrix has r elements for each of them. The arguments are the widths of
+    a block, as in `NetworkShape`. The matrices of its MLP exist `copies` times, once per expert.
+    """
+    sizes = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
+    names = ("gate", "up", "down") if gated else ("up", "down")
+    return sizes | dict.fromkeys(names, copies * (hidden + inner))
+
+
 @dataclass(frozen=True)
 class MemorySettings:
     """Settings that determine how much memory a role needs on a device.

@@ -20,6 +20,7 @@ from weft.graph.mfc import MFCDef
 from weft.options import option
 from weft.planner.cost import CallWorkload, DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
+from weft.planner.lengths import count_updates
 from weft.planner.search import (
     PlacementEstimate,
     PlacementProblem,
@@ -312,11 +313,8 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 
     This is also the call's maximum number of data-parallel ranks, because each needs a row.
     """
-    if call.trains:
-        updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
-    else:
-        updates = 1
-    return max(1, (call.batch_size or _count_ids(experiment)) // max(1, updates))
+    batch = call.batch_size or _count_ids(experiment)
+    return max(1, batch // count_updates(experiment, call))
 
 
 # -- workloads
@@ -333,10 +331,7 @@ def build_workload(
     prompt, new, samples = _estimate_lengths(experiment, search, written)
     rows = samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
-    if call.trains:
-        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs)
-    else:
-        updates = 1
+    updates = count_updates(experiment, call)
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
     return CallWorkload(
         call.method, _count_ids(experiment) * rows, prompt, new, updates, epochs, limit
