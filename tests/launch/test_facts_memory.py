@@ -274,18 +274,6 @@ def test_networks_say_whose_prompts_they_share(tmp_path: Path) -> None:
     assert "shared_prompts" not in sizes_of(path, backend="hf")
 
 
-def test_a_total_without_activations_is_no_upper_limit() -> None:
-    role = RoleMemory(2**30, 0, 0, 0, 0, 0, 0)
-    whole = MemoryForecast({"actor": role}, "cuda", (), 0.0)
-    part = MemoryForecast({"actor": role}, "cuda", ("actor",), 0.0)
-    assert list(whole.format_lines())[-1] == "memory: about 1.00 GiB at most"
-    assert list(part.format_lines())[-1] == "memory: about 1.00 GiB without activations of actor"
-    assert part.format_comparison(2.0).endswith(
-        "1.00 GiB without activations of actor were expected (200%)"
-    )
-    assert whole.format_comparison(2.0).endswith("1.00 GiB were expected (200%)")
-
-
 def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
     """They are code of libraries, more or less of it by the processor; here those of a file that is
     read in memory.
@@ -341,12 +329,3 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
         weights + state,
         0,
     ]
-    lines = list(
-        MemoryForecast(
-            {"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, "cuda", (), 0.0
-        ).format_lines()
-    )
-    assert (
-        lines[0]
-        == "memory of ref: parameters 1.00 GiB; 1.00 GiB of it in host memory between its calls"
-    )
