@@ -44,7 +44,7 @@ from weft.planner import memory
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import MIB, MemoryCase, MemoryForecast, find_offloaded, format_size
 from weft.planner.lengths import count_updates
-from weft.planner.memory import CallDemand, MemorySettings, NetworkShape, build_settings
+from weft.planner.memory import CallDemand, NetworkShape, build_settings
 from weft.planner.run_plan import format_role_name
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
@@ -281,22 +281,14 @@ def forecast(
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
-            if device.type != "cpu":
-                leaves = find_offloaded(chosen, calls)
-            else:
-                leaves = frozenset[str]()
+            leaves = find_offloaded(chosen, calls)
             case = build_case(chosen, own, works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
             if device.type != "cuda":
                 works = _collect_works(experiment, calls, batches, replace(place, device=GPU), own)
-                on_gpu[name] = build_case(
-                    replace(chosen, dtype="bfloat16"),
-                    own,
-                    works,
-                    GPU,
-                    find_offloaded(chosen, calls),
-                )
+                narrow = replace(chosen, dtype="bfloat16")
+                on_gpu[name] = build_case(narrow, own, works, GPU, leaves)
         # The parameters of a role that shares another one's base are counted there.
         if _find_shared_base(experiment, role) is not None:
             roles[role] = replace(
@@ -367,8 +359,8 @@ def build_case(
     """Return the input for estimating the memory of one role.
 
     `facts` is the description of the role's engine, and `works` are the memory demands of the
-    role's calls. `leaves` says what is offloaded between calls: it can contain "weights" and
-    "optimizer" (the optimizer state).
+    role's calls. `leaves` says what is offloaded between calls, unless the device is a CPU: it can
+    contain "weights" and "optimizer" (the optimizer state).
     """
     sizes = facts.get("sizes")
     if sizes is None:
@@ -378,24 +370,21 @@ def build_case(
         }
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
-    return MemoryCase(shape, _build_settings(spec, device, shape.vocab, leaves), tuple(works))
-
-
-def _build_settings(
-    spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[str]
-) -> MemorySettings:
+    # What tensors a CPU allocates also depends on weft's kernels; it offloads nothing.
     dtype = choose_dtype(spec)
-    plain = device.type == "cpu" and dtype == "float32"
-    settings = build_settings(spec, dtype, device.type, count_chunk_rows(vocab_size, device))
-    return replace(
-        settings,
-        weights_leave="weights" in leaves,
-        optimizer_leaves="optimizer" in leaves,
-        packs=plain and kernels.cpu_library() is None,
-        in_place=plain and kernels.cpu_library() is not None,
+    on_cpu = device.type == "cpu"
+    plain = on_cpu and dtype == "float32"
+    has_kernels = plain and kernels.cpu_library() is not None
+    settings = replace(
+        build_settings(spec, dtype, device.type, count_chunk_rows(shape.vocab, device)),
+        weights_leave=not on_cpu and "weights" in leaves,
+        optimizer_leaves=not on_cpu and "optimizer" in leaves,
+        packs=plain and not has_kernels,
+        in_place=has_kernels,
         adds_rows=plain,
-        widens=device.type == "cpu" and dtype in ("bfloat16", "float16"),
+        widens=on_cpu and dtype in ("bfloat16", "float16"),
     )
+    return MemoryCase(shape, settings, tuple(works))
 
 
 def _add_completions(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
