@@ -21,6 +21,7 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
 from weft.launch.assemble import build_parts, load_tokenizers
 from weft.launch.cluster import launch_devices
+from weft.planner.lengths import RunLength
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
@@ -28,7 +29,6 @@ from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.firings import FiringOutcome
 from weft.runtime.group import WorkerGroup
 from weft.runtime.master import Master
-from weft.runtime.schedule import RunLength
 
 CALLS = 8  # of a step, each of which reads what the one before it made
 SAMPLES = (1, 100, 1_000, 10_000)

@@ -14,7 +14,7 @@ import yaml
 from weft.checkpoints import config_file, names
 from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.names import CRITICS, SCORERS, TOKENIZERS, ModelQuery
-from weft.engine import rope_scaling
+from weft.engine import spec_parts
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
@@ -264,7 +264,7 @@ def read_model_context(spec: ModelSpec) -> int | None:
                 if isinstance(holder.get(key), int) and holder[key] > 0:
                     lengths.append(holder[key])
             if lengths:
-                return rope_scaling.compute_context(
+                return spec_parts.compute_scaled_context(
                     spec.rope_scaling, int(lengths[0])
                 ) - checks.count_prefix_tokens(spec)
     return None

@@ -15,7 +15,6 @@ import torch
 from weft import kernels
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine import microbatches
 from weft.engine.backends.auto import choose_backend
 from weft.engine.device import (
     describe_hardware,
@@ -24,13 +23,13 @@ from weft.engine.device import (
     read_memory_bytes,
     resolve_device,
 )
-from weft.engine.generation.budgets import (
+from weft.engine.generation.caches import (
     DEFAULT_MAX_SEQUENCES,
     KV_SHARE,
     MAX_SEQUENCES,
     compute_kv_bytes,
 )
-from weft.engine.rows import PackLayout
+from weft.engine.rows import PackLayout, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import choose_dtype
@@ -453,7 +452,7 @@ def _iterate_works(
         updates = count_updates(experiment, call)
         parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
-        cuts = microbatches.split_batch(part, limit, "sequence")
+        cuts = split_batch(part, limit, "sequence")
         for cut in cuts:
             at = PackLayout.from_sample(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:
