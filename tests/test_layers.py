@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("experiment", "planner"),
     ("experiments", "runtime"),
     ("launch", "evaluation", "serve"),
-    ("cli", "apps", "scripts", "testing"),
+    ("cli", "compat", "apps", "scripts", "testing"),
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
@@ -69,6 +69,7 @@ NEIGHBOURS = {
     ("host", "data"),
     ("planner", "experiment"),
     ("apps", "cli"),
+    ("compat", "cli"),
     ("scripts", "cli"),
 }
 

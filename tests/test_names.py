@@ -15,7 +15,7 @@ RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
 REMOVED = """
 EventSink NUMBER_TYPES _OutputAnnouncer _QueuedFunction _fail_future
 CovarianceControl SAMPLING_OPTIONS SHAPING_OPTIONS _build_reward_args _copy_dpo_option
-_find_reward_problem weight_policy_loss
+_find_reward_problem _strip_trlx_prefixes weight_policy_loss
 ConsecutiveRowSharing ExpertExchange ExpertFunction FeedForwardArguments GroupExpertExchange
 GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logits _place_prefix
 _open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix

@@ -4,7 +4,7 @@ to, and runs it.
 
 import sys
 
-from weft.cli.open_assistant.commands import run
+from weft.compat.scripts import run
 
 if __name__ == "__main__":
     sys.exit(run("check_dataset_counts", sys.argv[1:]))

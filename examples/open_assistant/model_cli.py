@@ -4,7 +4,7 @@ it.
 
 import sys
 
-from weft.cli.open_assistant.commands import run
+from weft.compat.scripts import run
 
 if __name__ == "__main__":
     sys.exit(run("model_cli", sys.argv[1:]))

@@ -40,7 +40,7 @@ def test_every_section_of_theirs_is_shipped(here: Path) -> None:
     library = SectionLibrary.from_folders()
     assert set(THEIRS) <= {section.name for section in library.iterate_sections()}
     assert library.get("pythia-1B").values["learning_rate"] == 8e-6
-    assert library.get("ppo_config").trlx and library.get("defaults").find_location(
+    assert library.get("ppo_config").foreign and library.get("defaults").find_location(
         "dtype"
     ).startswith("weft:sft_data.yaml:")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.cli.data import main
-from weft.cli.open_assistant.commands import run
 from weft.cli.stacked_data import build_stacked_options
+from weft.compat.scripts import run
 from weft.errors import ConfigError
 
 HEAD = ["dataset_name", "train_counts", "eval_counts", "total_counts", "epoch_counts"]

@@ -10,7 +10,7 @@ import pytest
 from tests.models.network.test_prefix import COUNT, with_prefix
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, prefix_io
-from weft.checkpoints.triton import write
+from weft.compat.triton import write
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import find_context_length, is_scorer, open_policy, open_scorer

@@ -1,4 +1,4 @@
-"""Alternative spellings of options, from Hugging Face and older programs.
+"""Alternative spellings of options, short ones and those of Hugging Face and older programs.
 
 Each spelling is translated to weft's option, and a note tells the user that option's name.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
-from weft.cli import real
+from weft.cli import dialects
 from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
@@ -20,39 +21,20 @@ from weft.topology import Layout
 
 # Spelling -> option. {first} is the main role, {model} every trained role, {gen} the group of
 # sampling options. Spellings for a single algorithm (`beta`, `num_generations`) are in `list_spellings`
-# of its configuration class.
+# of its configuration class, and further spellings of other programs in the dialect `spellings`.
 RENAMED = {
     "model_name_or_path": "{first}.path",
-    "model_name": "{first}.path",
-    "tokenizer_name": "{first}.tokenizer.path",
     "trust_remote_code": "{first}.trust_remote_code",
-    "torch_dtype": "{model}.dtype",
     "dtype": "{model}.dtype",
     "zero_stage": "{model}.zero_stage",
     "gradient_checkpointing": "{model}.gradient_checkpointing",
-    "activation_checkpointing": "{model}.gradient_checkpointing",
     "sequence_parallel": "{model}.sequence_parallel",
-    "use_sequence_parallel": "{model}.sequence_parallel",
-    "lora_r": "{model}.lora.r",
-    "lora_alpha": "{model}.lora.alpha",
-    "lora_dropout": "{model}.lora.dropout",
-    "lora_target_modules": "{model}.lora.targets",
-    "num_virtual_tokens": "{model}.prefix.num_tokens",
     "learning_rate": "{model}.optimizer.lr",
     "weight_decay": "{model}.optimizer.weight_decay",
-    "adam_beta1": "{model}.optimizer.beta1",
-    "adam_beta2": "{model}.optimizer.beta2",
-    "adam_epsilon": "{model}.optimizer.eps",
     "max_grad_norm": "{model}.optimizer.max_grad_norm",
     "lr_scheduler_type": "{model}.optimizer.lr_scheduler_type",
-    "warmup_ratio": "{model}.optimizer.warmup_steps_proportion",
     "num_train_epochs": "total_train_epochs",
-    "per_device_eval_batch_size": "dataset.valid_bs_n_seqs",
-    "train_file": "dataset.train_path",
-    "validation_file": "dataset.valid_path",
     "max_length": "dataset.max_seqlen",
-    "max_seq_length": "dataset.max_seqlen",
-    "max_prompt_length": "dataset.max_prompt_len",
     "max_seqlen": "dataset.max_seqlen",
     "valid_max_seqlen": "dataset.valid_max_seqlen",
     "max_prompt_len": "dataset.max_prompt_len",
@@ -61,40 +43,25 @@ RENAMED = {
     "train_tokens_per_batch": "dataset.train_tokens_per_batch",
     "valid_tokens_per_batch": "dataset.valid_tokens_per_batch",
     "remove_truncated_samples": "dataset.remove_truncated_samples",
-    "max_completion_length": "{gen}.max_new_tokens",
     "temperature": "{gen}.temperature",
     "top_p": "{gen}.top_p",
     "top_k": "{gen}.top_k",
     "min_p": "{gen}.min_p",
-    "output_dir": "fileroot",
-    "run_name": "logger.wandb.name",
-    "logging_steps": "log_freq_steps",
-    "save_steps": "save_freq_steps",
-    "eval_steps": "eval_freq_steps",
     "save_freq": "save_freq_steps",
     "eval_freq": "eval_freq_epochs",
-    "rng_seed": "seed",
-    "benchmark_steps": "max_steps",
 }
-MODEL_SPELLINGS = {"parallel.use_sequence_parallel": "sequence_parallel"}  # names after `MODEL.`
 # Options that only model function calls have. `args` is left out: `reward.args` belongs to the
 # option `reward` of a run.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 MAX_SHOWN_SPELLINGS = 2  # number of spellings per option in help
-VALUE_DEPENDENT_SPELLINGS = {  # spellings whose option depends on their value -> the most common option
+# spellings whose option depends on their value -> the most common option
+VALUE_DEPENDENT_SPELLINGS = {
     "per_device_train_batch_size": "dataset.train_bs_n_seqs",
-    "bf16": "{model}.dtype",
-    "use_cpu": "device",
-    "use_peft": "{model}.lora.r",
-    "save_strategy": "save_freq_epochs",
-    "eval_strategy": "eval_freq_epochs",
-    "report_to": "logger.wandb.mode",
     "resume_from_checkpoint": "resume_from",
 }
 BATCH_SPELLINGS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+Value = TypeVar("Value")
 LAYOUT_PATTERN = re.compile(r"([a-z]\d+)+")
-DEFAULT_STEP_INTERVAL = 500  # Hugging Face's default interval, in steps, of the strategy "steps"
-LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 
 @dataclass
@@ -148,6 +115,39 @@ class OverrideTranslation:
         return self.config.trained_roles or (self.config.main_role,)
 
 
+# Translates one spelling; the last argument maps all names that the user has set to their values.
+ValueTranslator = Callable[[OverrideTranslation, Override, dict[str, Any]], None]
+
+
+@cache
+def collect_renamed() -> Mapping[str, str]:
+    """Return `RENAMED` with the spellings of other programs, in the order of docs/options.md."""
+    return _merge_tables(RENAMED, _read_foreign("RENAMED"))
+
+
+@cache
+def collect_translators() -> Mapping[str, ValueTranslator]:
+    """Return `VALUE_TRANSLATORS` with those of the spellings of other programs."""
+    return _merge_tables(VALUE_TRANSLATORS, _read_foreign("VALUE_TRANSLATORS"))
+
+
+def _read_foreign(table: str) -> Mapping[str, Any]:
+    """Return a table of the dialect `spellings`, or an empty one if that is not installed."""
+    foreign = dialects.find("spellings")
+    return {} if foreign is None else vars(foreign)[table]
+
+
+def _merge_tables(
+    own: Mapping[str, Value], foreign: Mapping[str, Mapping[str, Value]]
+) -> dict[str, Value]:
+    """Return `own`, with the entries of `foreign[NAME]` inserted after the entry NAME."""
+    merged: dict[str, Value] = {}
+    for name, value in own.items():
+        merged[name] = value
+        merged |= foreign.get(name, {})
+    return merged
+
+
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
     """Translate overrides from alternative spellings to weft's option names.
 
@@ -169,15 +169,14 @@ def build_translation(
     done = OverrideTranslation(
         config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
     )
-    spread, done.notes = real.translate_real_options(
-        [part for override in overrides for part in _split_group(override, done.known_options)],
-        config,
-        done.known_options,
-    )
+    spread = [part for override in overrides for part in _split_group(override, done.known_options)]
+    real = dialects.find("real")
+    if real is not None:
+        spread, done.notes = real.translate_real_options(spread, config, done.known_options)
     given = {override.name: to_plain(override.value) for override in spread}
     for override in spread:
         _check_node(override.name, config)
-        special = VALUE_TRANSLATORS.get(override.name)
+        special = collect_translators().get(override.name)
         if special is not None and override.name not in done.known_options:
             special(done, override, given)
         elif targets := _find_targets(override.name, done):
@@ -189,7 +188,7 @@ def build_translation(
 
 def list_spellings(config: RunConfig) -> list[str]:
     """Return all option names from other programs that this configuration accepts."""
-    return [*RENAMED, *VALUE_TRANSLATORS, *config.spellings]
+    return [*collect_renamed(), *collect_translators(), *config.spellings]
 
 
 def map_spellings(config: RunConfig) -> dict[str, list[str]]:
@@ -200,10 +199,11 @@ def map_spellings(config: RunConfig) -> dict[str, list[str]]:
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
     spellings_by_option: dict[str, list[str]] = {}
-    for spelling in (*RENAMED, *config.spellings):
+    for spelling in (*collect_renamed(), *config.spellings):
         for target in _find_targets(spelling, done):
             spellings_by_option.setdefault(target, []).append(spelling)
-    for spelling, option in VALUE_DEPENDENT_SPELLINGS.items():
+    dependent = {**VALUE_DEPENDENT_SPELLINGS, **_read_foreign("VALUE_DEPENDENT_SPELLINGS")}
+    for spelling, option in dependent.items():
         for role in done.trained_roles:
             target = option.replace("{model}", role)
             if target in done.known_options and spelling not in spellings_by_option.get(target, []):
@@ -221,7 +221,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
     `name` can be weft's own name, an alternative spelling, or a key of an option that is a mapping.
     """
     done = OverrideTranslation(config, frozenset(leaf.name for leaf in iterate_options(config)))
-    if name in VALUE_TRANSLATORS or any(
+    if name in collect_translators() or any(
         known == name or known.startswith(f"{name}.") for known in done.known_options
     ):
         return True
@@ -267,7 +267,7 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
         return [config.spellings[last]]
     if f"{group}.gen.{last}" in done.known_options:
         return [f"{group}.gen.{last}"]
-    for spelling, option in MODEL_SPELLINGS.items():
+    for spelling, option in _read_foreign("MODEL_SPELLINGS").items():
         if (
             name.endswith(f".{spelling}")
             and (target := name.removesuffix(spelling) + option) in done.known_options
@@ -275,7 +275,7 @@ def _find_targets(name: str, done: OverrideTranslation) -> list[str]:
             return [target]
     if name.startswith("optimizer."):
         return [_map_to_trained_role(config, name)]
-    target = RENAMED.get(name, "")
+    target = collect_renamed().get(name, "")
     if "{model}" in target:
         return [target.replace("{model}", role) for role in done.trained_roles]
     named = target.replace("{first}", config.main_role).replace("{gen}", config.generation)
@@ -362,75 +362,6 @@ def _translate_warmup(done: OverrideTranslation, override: Override, given: dict
     )
 
 
-def _translate_half_precision(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
-) -> None:
-    """Set the dtype of all trained roles to bfloat16 for bf16=true, or to float16 for fp16=true."""
-    if _read_bool(override, given):
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}[override.name]
-        done.add_assignments([f"{role}.dtype" for role in done.trained_roles], override, dtype)
-
-
-def _translate_use_cpu(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
-) -> None:
-    """Set `device=cpu` for use_cpu=true."""
-    if _read_bool(override, given):
-        done.add_assignments(["device"], override, "cpu")
-
-
-def _translate_use_peft(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
-) -> None:
-    """Set the LoRA rank of all trained roles to 16, TRL's default, if `use_peft` is true.
-
-    Does nothing if the user also sets `lora_r` (another rank) or `num_virtual_tokens` (prefix
-    tuning).
-    """
-    if _read_bool(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
-        done.add_assignments([f"{role}.lora.r" for role in done.trained_roles], override, LORA_RANK)
-
-
-def _translate_strategy(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
-) -> None:
-    """Translate Hugging Face's save_strategy or eval_strategy to weft's options.
-
-    For save_strategy, the value "steps" sets `save_freq_steps` to 500, Hugging Face's default,
-    unless the user sets the interval. The value "epoch" sets `save_freq_epochs` to 1, and "no" sets
-    nothing. For eval_strategy, `eval_freq_steps` and `eval_freq_epochs` are set in the same way.
-    """
-    kind = override.name.split("_")[0].replace("evaluation", "eval")
-    value = given[override.name]
-    if value not in ("no", "steps", "epoch"):
-        raise ConfigError(f"{override.name}={value!r}: must be no, steps or epoch")
-    if value == "epoch":
-        done.add_assignments([f"{kind}_freq_epochs"], override, 1)
-    elif value == "steps" and not {f"{kind}_steps", f"{kind}_freq_steps"} & given.keys():
-        done.add_assignments([f"{kind}_freq_steps"], override, DEFAULT_STEP_INTERVAL)
-
-
-def _translate_report_to(
-    done: OverrideTranslation, override: Override, given: dict[str, Any]
-) -> None:
-    """Enable each logger that the value names, by setting the logger's option.
-
-    The options are `logger.tensorboard=true`, `logger.wandb.mode=online` and
-    `logger.trackio.project`. The value "none" enables no logger.
-    """
-    value = given[override.name]
-    for name in value if isinstance(value, list) else [value]:
-        settings = {
-            "tensorboard": ("logger.tensorboard", True),
-            "wandb": ("logger.wandb.mode", "online"),
-            "trackio": ("logger.trackio.project", given.get("experiment_name")),
-        }
-        if name in settings:
-            done.add_assignments([settings[name][0]], override, settings[name][1])
-        elif name != "none":
-            raise ConfigError(f"report_to={name!r}: must be none, tensorboard, wandb or trackio")
-
-
 def _translate_resume(done: OverrideTranslation, override: Override, given: dict[str, Any]) -> None:
     """Set `recover_mode=resume` if the value is true or "latest", or `resume_from` if it is a path.
 
@@ -445,24 +376,9 @@ def _translate_resume(done: OverrideTranslation, override: Override, given: dict
         raise ConfigError(f"{override.name}={value!r}: must be true, latest or a path")
 
 
-def _read_bool(override: Override, given: dict[str, Any]) -> bool:
-    value = given[override.name]
-    if not isinstance(value, bool):
-        raise ConfigError(f"{override.name}={value!r}: must be true or false")
-    return value
-
-
-VALUE_TRANSLATORS: dict[str, Callable[[OverrideTranslation, Override, dict[str, Any]], None]] = {
+VALUE_TRANSLATORS: dict[str, ValueTranslator] = {
     "per_device_train_batch_size": _translate_batch,
     "gradient_accumulation_steps": _translate_batch,
     "warmup_steps": _translate_warmup,
-    "bf16": _translate_half_precision,
-    "fp16": _translate_half_precision,
-    "use_cpu": _translate_use_cpu,
-    "use_peft": _translate_use_peft,
-    "save_strategy": _translate_strategy,
-    "eval_strategy": _translate_strategy,
-    "evaluation_strategy": _translate_strategy,
-    "report_to": _translate_report_to,
     "resume_from_checkpoint": _translate_resume,
 }

@@ -230,7 +230,7 @@ def _read_section_text(section: ConfigSection) -> str:
 
     file = find_shipped_file(section.file) if section.shipped else Path(section.file)
     rows = file.read_text(encoding="utf-8").splitlines()
-    if section.trlx or section.name not in _find_top_keys(rows):
+    if section.foreign or section.name not in _find_top_keys(rows):
         return "\n".join(rows) + "\n"
     start = section.line - 1
     end = next(

@@ -8,11 +8,11 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.checkpoints.names import ADAPTER, SCORERS, ModelQuery, find_model
+from weft.checkpoints.names import ADAPTER, ModelQuery, find_model
+from weft.cli import dialects
 from weft.cli.parsing import CommandParser
 from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
-from weft.observe.jsonl import POLICIES
 from weft.reading import make_folder
 
 STORE_PREFIX = (
@@ -306,23 +306,10 @@ def _set_output(arguments: argparse.Namespace) -> None:
 
 
 def _write_triton_store(arguments: argparse.Namespace) -> None:
-    from weft.checkpoints import triton
-    from weft.cli.open_assistant.commands import find_triton_model
-    from weft.data.spec import TokenizerSpec
-    from weft.data.tokenizer import Tokenizer
-    from weft.engine.backends.common import find_skipped_padding
-    from weft.engine.spec import ModelSpec
-
-    mode = arguments.triton_mode
-    padding = None
-    model = arguments.model or find_triton_model(
-        [name for word in arguments.configs for name in word.split(",") if name], mode
+    names = [name for word in arguments.configs or () for name in word.split(",") if name]
+    dialects.load("triton").write_from_sections(
+        arguments.model, names, arguments.output, arguments.triton_mode, arguments.name
     )
-    model = find_model(model, ModelQuery("MODEL", SCORERS if mode == "rm" else POLICIES)).path
-    if mode == "rm":
-        spec = ModelSpec(path=model, head="score")
-        padding = find_skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)
-    triton.write(model, arguments.output, mode, arguments.name, padding)
 
 
 def _find_tokenizer(adapter: Path, base: Path) -> Path | None:

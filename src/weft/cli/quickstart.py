@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import registry
-from weft.cli import deepspeed, overrides
+from weft.cli import dialects, overrides
 from weft.cli.aliases import list_spellings, translate
 from weft.cli.help import (
     NAMES,
@@ -27,7 +27,6 @@ from weft.redaction import mask_values, redact
 from weft.runtime.processes import SupervisorPipe
 
 if TYPE_CHECKING:
-    from weft.cli.deepspeed import DeepSpeedOverrides
     from weft.cli.stack import SectionStack
     from weft.experiment import Experiment
 
@@ -91,9 +90,10 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         raise ConfigError(
             "--config-dir: is a folder of sections, and none is named; add --configs NAME"
         )
-    taken: DeepSpeedOverrides | None = None
+    taken: Any = None  # what a DeepSpeed file sets
     if not words.configs:
         if words.deepspeed is not None and isinstance(base, RunConfig):
+            deepspeed = dialects.load("deepspeed")
             taken = deepspeed.read_overrides(words.deepspeed, base, values)
             print_notes(taken.notes)
             values = [*taken.assignments, *values]
@@ -111,12 +111,12 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
-) -> tuple[SectionStack, DeepSpeedOverrides | None]:
+) -> tuple[SectionStack, Any]:
     """Merge the config sections, the command line and the DeepSpeed file.
 
     `base` is the default configuration, and `values` are the assignments on the command line. The
     command line overrides the sections, and the sections override the DeepSpeed file. Returns the
-    merged options, and the DeepSpeed overrides or None if `--deepspeed` is not given.
+    merged options, and what the DeepSpeed file sets, or None if `--deepspeed` is not given.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -129,7 +129,7 @@ def read_section_stack(
     stack = read_stack(words.configs, library, base, values)
     if words.deepspeed is None:
         return stack, None
-    taken = deepspeed.read_overrides(
+    taken = dialects.load("deepspeed").read_overrides(
         words.deepspeed or stack.deepspeed or "", base, stack.overrides
     )
     stack = read_stack(words.configs, library, base, values, taken.assignments)
@@ -142,7 +142,7 @@ def _run(
     base: Any,
     values: Sequence[overrides.Override],
     argv: Sequence[str],
-    taken: DeepSpeedOverrides | None,
+    taken: Any,
     *,
     supervise: bool,
 ) -> int:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from weft import registry
-from weft.cli.aliases import RENAMED, VALUE_TRANSLATORS
+from weft.cli.aliases import collect_renamed, collect_translators
 from weft.cli.help import format_value
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import ServedSpec
@@ -160,11 +160,11 @@ def _format_table(options: Iterable[OptionDescription]) -> list[str]:
 def _format_spellings(configs: dict[str, Any]) -> Sequence[str]:
     lines = ["| spelling | option |", "|---|---|"]
     names = {"{first}": "MODEL", "{model}": "MODEL", "{gen}": "GEN"}
-    for spelling, option in RENAMED.items():
+    for spelling, option in collect_renamed().items():
         for mark, name in names.items():
             option = option.replace(mark, name)
         lines.append(f"| `{spelling}` | `{option}` |")
-    for name, rule in VALUE_TRANSLATORS.items():
+    for name, rule in collect_translators().items():
         lines.append(f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |")
     lines.append("| `optimizer.*` | the optimizer of the one trained role |")
     for name, config in configs.items():

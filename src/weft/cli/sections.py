@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from weft.cli import dialects
 from weft.errors import ConfigError, find_nearest
 from weft.reading import MOST_YAML, iterate_files, parse_yaml, read_text
 
@@ -18,8 +19,6 @@ OWN_FOLDER = "configs"  # folder of user sections, in the working directory
 SHIPPED = "weft"  # name of the folder of shipped sections in messages
 READY = "ready"  # its subfolder of complete recipes, one per file
 SUFFIXES = (".yaml", ".yml")
-# top-level groups in files of trlX's configuration
-TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
 
 KeyPath = tuple[str | int, ...]
 
@@ -37,7 +36,7 @@ class ConfigSection:
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int] = field(repr=False, default_factory=dict)
     shipped: bool = False
-    trlx: bool = False  # True for a trlX configuration
+    foreign: bool = False  # True for the configuration of another program, a whole file
 
     def find_location(self, *path: str | int) -> str:
         """Return `FILE:LINE` of the value at `path`, or of its nearest parent with a known line."""
@@ -199,8 +198,6 @@ def read_file(path: Path, display_path: str = "") -> SectionFile:
 def _build_contents(
     values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, display_path: str
 ) -> SectionFile:
-    from weft.cli.open_assistant.keys import KEYS  # keys allowed at the top level of a file
-
     shipped = display_path.startswith(f"{SHIPPED}:")
     groups = set()
     for name, value in values.items():
@@ -210,10 +207,12 @@ def _build_contents(
     for name, value in values.items():
         if not isinstance(value, Mapping) and value is not None:
             plain.append(name)
-    trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
-    if trlx or (plain and groups <= {*KEYS, *_load_option_groups()}):
+    dialect = dialects.find("open_assistant")
+    foreign = dialect is not None and dialect.is_trlx_file(values)
+    foreign_keys = () if dialect is None else dialect.KEYS
+    if foreign or (plain and groups <= {*foreign_keys, *_load_option_groups()}):
         return SectionFile(
-            (ConfigSection(path.stem, display_path, 1, values, lines, shipped, trlx),)
+            (ConfigSection(path.stem, display_path, 1, values, lines, shipped, foreign),)
         )
     sections = tuple(
         ConfigSection(
@@ -260,13 +259,15 @@ def _iterate_key_lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath
             yield from _iterate_key_lines(value, (*path, index))
 
 
-def find_shipped_file(display_path: str = "") -> Path:
-    """Return the path of a built-in file, or of the folder that contains the built-in files.
+def find_shipped_file(display_path: str) -> Path:
+    """Return the path of a built-in file, given its name in messages.
 
-    `display_path` is the file's name as shown in messages, such as `weft:ready/NAME.yaml`. If it is
-    empty, the folder is returned.
+    It is `weft:ready/NAME.yaml` for a recipe, and `weft:NAME.yaml` for other sections.
     """
-    return Path(str(files("weft") / "recipes" / display_path.removeprefix(f"{SHIPPED}:")))
+    name = display_path.removeprefix(f"{SHIPPED}:")
+    if name.split("/")[0] == READY:
+        return Path(str(files("weft") / "recipes" / name))
+    return Path(dialects.load("open_assistant").RECIPES) / name
 
 
 def find_recipe_file(path: str) -> str:
@@ -279,6 +280,8 @@ def find_recipe_file(path: str) -> str:
 
 
 def _read_shipped() -> Iterator[SectionFile]:
-    for folder in ("", f"{READY}/"):
-        for path in sorted(find_shipped_file(folder).glob("*.yaml")):
-            yield read_file(path, f"{SHIPPED}:{folder}{path.name}")
+    dialect = dialects.find("open_assistant")
+    for path in () if dialect is None else sorted(dialect.RECIPES.glob("*.yaml")):
+        yield read_file(path, f"{SHIPPED}:{path.name}")
+    for path in sorted(Path(str(files("weft") / "recipes" / READY)).glob("*.yaml")):
+        yield read_file(path, f"{SHIPPED}:{READY}/{path.name}")

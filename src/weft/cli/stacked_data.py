@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from weft import registry
-from weft.cli import overrides
-from weft.cli.open_assistant import datasets
-from weft.cli.open_assistant.key_mapping import KeyMapping
+from weft.cli import dialects, overrides
 from weft.cli.sections import ConfigSection, SectionFile, SectionLibrary
-from weft.cli.stack import SectionStack, guess_quickstart, read_stack
+from weft.cli.stack import SectionStack, find_mode, guess_quickstart, read_stack
 from weft.data.loader import resolve_sources
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, SourceSpec
@@ -22,8 +20,6 @@ from weft.options import read, to_plain
 
 QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # mode -> quickstart
 DATASET_PREFIX = "datasets."  # prefix of a dataset's name on the command line
-# that decide what is read
-KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,11 @@ class NamedDataSettings:
         for validation. It applies only to sources that do not define their own validation data.
         Raises `ConfigError` if the section lists no datasets.
         """
+        dialect = dialects.find("open_assistant")
+        foreign_keys = () if dialect is None else dialect.DATA_KEYS
         data_values = {}
         for key, value in section.values.items():
-            if key in KEYS or key.split(".")[0] == "dataset":
+            if key in foreign_keys or key.split(".")[0] == "dataset":
                 data_values[key] = value
         alone = SectionLibrary((("", SectionFile((replace(section, values=data_values),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
@@ -105,18 +103,19 @@ class NamedDataSettings:
                     else f"they are {', '.join(names)}"
                 )
             )
-        updated_sources = []
-        for source in sources:
-            updated_sources.append(
-                _replace_parameters(source, parameters_by_name[source.named])
-                if source.named in parameters_by_name
-                else source
-            )
+        updated_sources = list(sources)
+        with_files: Set[str] = frozenset()
+        if parameters_by_name:  # spelled as in Open-Assistant's lists of datasets
+            dialect = dialects.load("open_assistant")
+            with_files = dialect.find_datasets_with_files(parameters_by_name)
+            for index, source in enumerate(sources):
+                if source.named in parameters_by_name:
+                    updated_sources[index] = dialect.replace_parameters(
+                        source, parameters_by_name[source.named]
+                    )
         if self.data_path is None:
             return updated_sources
-        return _with_copies(
-            updated_sources, self.data_path, _find_datasets_with_files(parameters_by_name)
-        )
+        return _with_copies(updated_sources, self.data_path, with_files)
 
 
 NO_SETTINGS = NamedDataSettings()
@@ -140,7 +139,7 @@ def build_stacked_options(
     else:
         quickstart = guess_quickstart([library.get(name) for name in names])
     base = registry.quickstarts.get(quickstart)()
-    return _collect_values(read_stack(names, library, base, given)), KeyMapping(base, {}, {}).mode
+    return _collect_values(read_stack(names, library, base, given)), find_mode(base)
 
 
 def group_by_dataset(
@@ -181,35 +180,6 @@ def _resolve_alias(name: str, files: Sequence[str]) -> str:
         return find_entry(name, files).name
     except ConfigError:
         return name
-
-
-def _replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
-    """Return the source with the given parameters replaced.
-
-    `parameters` can be named as in Open-Assistant or as in weft. Raises `ConfigError` for
-    parameters that the source does not accept.
-    """
-    where = f"datasets.{source.named}"
-    try:
-        (entry,) = datasets.convert_entries([{source.named: parameters}])
-    except datasets.InvalidDatasetEntry as bad:
-        raise ConfigError(f"{where}: {bad}") from bad
-    own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
-    if any(name in entry for name in datasets.SHARES):
-        own |= dict.fromkeys(datasets.SHARES)
-    merged_values = {**own, **entry, "args": {**source.args, **entry.get("args", {})}}
-    return SourceSpec.parse(
-        {name: value for name, value in merged_values.items() if value not in (None, "", {})}, where
-    )
-
-
-def _find_datasets_with_files(parameters_by_name: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Return the names of the datasets for which the command line sets a path."""
-    result: set[str] = set()
-    for name, parameters in parameters_by_name.items():
-        if any(datasets.PARAMETERS.get(key) == "path" for key in parameters):
-            result.add(name)
-    return result
 
 
 def _with_copies(

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft import registry
+from weft.cli import dialects
 from weft.cli.named_run import add_run, find_given_run
 from weft.cli.parsing import CommandParser
 from weft.cli.quickstart import print_notes, print_start
-from weft.cli.real import ALLOCATIONS
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
@@ -162,7 +162,8 @@ def _parse_allocation_mode(text: str | None) -> str | None:
     """
     if text is None:
         return None
-    mode = ALLOCATIONS.get(text, text)
+    real = dialects.find("real")
+    mode = real.ALLOCATIONS.get(text, text) if real is not None else text
     problem = checks.find_allocation_problem(mode)
     if problem:
         raise ConfigError(f"--allocation_mode {text}: {problem}")

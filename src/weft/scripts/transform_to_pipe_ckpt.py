@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from weft.cli.main import main as weft
+from weft.cli import dialects
+from weft.cli.main import run_guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return weft(["convert", "partition", *(sys.argv[1:] if argv is None else argv)])
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded(lambda: dialects.load("scripts").partition_checkpoint(words), words)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli.open_assistant.key_mapping import IMPLIED, KeyMapping
-from weft.cli.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, format_key_table, map_keys
+from weft.compat.open_assistant.key_mapping import IMPLIED, KeyMapping
+from weft.compat.open_assistant.keys import KEYS, OWN, TOKENS, TRLX, format_key_table, map_keys
 from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
@@ -349,7 +349,7 @@ def test_grpo_takes_what_it_has() -> None:
 def test_the_page_has_the_table(repo: Path) -> None:
     page = (repo / "docs" / "open-assistant.md").read_text()
     assert format_key_table() in page, (
-        "put weft.cli.open_assistant.keys.format_key_table() into docs/open-assistant.md"
+        "put weft.compat.open_assistant.keys.format_key_table() into docs/open-assistant.md"
     )
     assert all(f"| `{name}` |" in page for name in THEIRS)
     assert all(f"| `{name.removeprefix('trlx.')}` |" in page for name in TRLX if name != "implied")

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.cli.aliases import OverrideTranslation, count_data_ranks
+from weft.cli.stack import find_mode
 from weft.experiments.common import RunConfig
 from weft.options import iterate_options
 
 SFT = "sft"
 RM = "rm"
 RL = "rl"
-# Algorithm of a quickstart -> the corresponding trainer of Open-Assistant.
-MODES = {"sft": SFT, "distill": SFT, "rw": RM, "dpo": RM}
 IMPLIED = "Open-Assistant's trainer"  # key of settings that its code always applies
 TRLX_PREFIX = "trlx."  # prefix of keys of trlX's configuration
 NO_OFF_VALUE = object()
@@ -53,7 +52,7 @@ class KeyMapping:
 
     @property
     def mode(self) -> str:
-        return MODES.get(self.config.algorithm, MODES.get(self.config.generation.split(".")[0], RL))
+        return find_mode(self.config)
 
     @property
     def data_ranks(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from weft.cli.open_assistant.key_mapping import (
+from weft.compat.open_assistant.key_mapping import (
     IMPLIED,
     RL,
     KeyMapping,

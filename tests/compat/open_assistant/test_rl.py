@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from weft.cli.open_assistant.key_mapping import IMPLIED, KeyMapping
-from weft.cli.open_assistant.keys import map_keys
+from weft.compat.open_assistant.key_mapping import IMPLIED, KeyMapping
+from weft.compat.open_assistant.keys import map_keys
 from weft.experiments import GenConfig, PPOConfig
 
 TRAINER = {

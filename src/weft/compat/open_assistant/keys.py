@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from weft.cli.aliases import RENAMED, VALUE_TRANSLATORS
-from weft.cli.open_assistant import datasets
-from weft.cli.open_assistant.key_mapping import (
+from weft.cli.aliases import collect_renamed, collect_translators
+from weft.compat.open_assistant import datasets
+from weft.compat.open_assistant.key_mapping import (
     IMPLIED,
     RL,
     RM,
@@ -23,8 +23,8 @@ from weft.cli.open_assistant.key_mapping import (
     map_to_option,
     reject_unless,
 )
-from weft.cli.open_assistant.rl import KEYS as RL_KEYS
-from weft.cli.open_assistant.rl import TRLX
+from weft.compat.open_assistant.rl import KEYS as RL_KEYS
+from weft.compat.open_assistant.rl import TRLX
 
 DTYPES = {
     "fp16": "float16",
@@ -471,8 +471,8 @@ KEYS: dict[str, KeyRule] = {
 # trainer's fixed settings are added (`_set_implied_options`).
 OWN = (
     frozenset(KEYS)
-    - RENAMED.keys()
-    - VALUE_TRANSLATORS.keys()
+    - collect_renamed().keys()
+    - collect_translators().keys()
     - {"residual_dropout", "residual_dropout_lima"}
 )
 

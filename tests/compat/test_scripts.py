@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.open_assistant.commands import COMMANDS, build_command, find_triton_model, run
+from weft.compat.scripts import COMMANDS, build_command, find_triton_model, run
 from weft.errors import ConfigError
 
 RLHF = ["defaults", "defaults_rlhf", "pythia_rlhf", "oasst_export_latin_cyrillic_rlhf"]

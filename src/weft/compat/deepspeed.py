@@ -14,8 +14,8 @@ from typing import Any
 from weft.cli.aliases import build_translation, count_data_ranks
 from weft.cli.help import format_value as shown_value
 from weft.cli.overrides import Override
+from weft.compat.deepspeed_keys import AUTO, MappedDeepSpeedConfig, map_config
 from weft.errors import ConfigError
-from weft.experiments._deepspeed import AUTO, MappedDeepSpeedConfig, map_config
 from weft.experiments.common import RunConfig
 from weft.observe.configuration import flatten_options
 from weft.options import to_mapping, to_plain

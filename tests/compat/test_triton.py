@@ -14,8 +14,9 @@ import torch
 from tests.roundings import assert_computed
 from tests.serve.serving import make_reward
 from tests.tiny import make_llama
-from weft.checkpoints import hf_io, triton
+from weft.checkpoints import hf_io
 from weft.cli.main import main
+from weft.compat import triton
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import pack

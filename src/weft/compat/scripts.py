@@ -1,4 +1,4 @@
-"""Run the command lines of Open-Assistant's scripts as weft commands."""
+"""Run the command lines of other programs' scripts as weft commands: Open-Assistant's and ReaL's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoints.names import find_newest_run
-from weft.cli.open_assistant.datasets import VALID_SPLIT
+from weft.compat.open_assistant.datasets import VALID_SPLIT
 from weft.errors import ConfigError, find_nearest
 from weft.redaction import mask_words
 
@@ -68,6 +68,13 @@ def build_command(
     Raises `ConfigError` for arguments that the script does not have.
     """
     return COMMANDS[script](list(argv), environment)
+
+
+def partition_checkpoint(argv: Sequence[str]) -> int:
+    """Run ReaL's script transform_to_pipe_ckpt, whose arguments are those of `weft convert partition`."""
+    from weft.cli import main
+
+    return main.main(["convert", "partition", *argv])
 
 
 # -- trainers

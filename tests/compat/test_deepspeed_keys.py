@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.experiments._deepspeed import REFUSED, RULES, TUNING, map_config
+from weft.compat.deepspeed_keys import REFUSED, RULES, TUNING, map_config
 
 ZERO3 = {  # of the Hugging Face documentation
     "fp16": {

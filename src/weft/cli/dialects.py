@@ -1,0 +1,53 @@
+"""The dialects: languages of other programs that weft reads or writes.
+
+The modules of `weft.compat` implement them. This table is the only place where the rest of weft
+refers to that package, which is imported when a dialect is needed. An installation without
+`weft.compat` lacks these dialects, and nothing else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from weft.errors import ConfigError
+
+PACKAGE = "weft.compat"
+# dialect -> (its module, what it does)
+DIALECTS = {
+    "spellings": ("weft.compat.spellings", "option names of other programs"),
+    "real": ("weft.compat.real", "ReaL's options"),
+    "open_assistant": ("weft.compat.open_assistant.sections", "Open-Assistant's config sections"),
+    "deepspeed": ("weft.compat.deepspeed", "DeepSpeed's configuration files"),
+    "triton": ("weft.compat.triton", "model stores for NVIDIA Triton"),
+    "scripts": ("weft.compat.scripts", "the command lines of other programs' scripts"),
+}
+
+
+@cache
+def find(name: str) -> Any:
+    """Return the module of a dialect, or None if `weft.compat` is not installed."""
+    module = DIALECTS[name][0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(PACKAGE):
+            raise
+        return None
+
+
+def load(name: str) -> Any:
+    """Return the module of a dialect. Raises `ConfigError` if `weft.compat` is not installed."""
+    module = find(name)
+    if module is None:
+        raise ConfigError(describe_absence(name))
+    return module
+
+
+def describe_absence(name: str) -> str:
+    """Return the message for a user who needs a dialect that is not installed."""
+    return (
+        f"{DIALECTS[name][1]}: this installation of weft lacks the package {PACKAGE}, which reads "
+        f"and writes what other programs use; install weft with it"
+    )
