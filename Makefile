@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes of the tests would compile every file again
 
-.PHONY: help demo test test-shuffled test-slow test-processors bench gpu gpu-carry docs docs-serve check format format-check lint types install install-dev clean
+.PHONY: help demo test test-shuffled test-slow test-processors test-without-compat bench gpu gpu-carry docs docs-serve check format format-check lint types install install-dev clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,10 @@ test-slow: install-dev ## the tests that take minutes: real runs, kills, benchma
 PROCESSORS ?=
 test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"
 	$(BIN)/python tools/processors.py -n auto --dist loadfile $(PROCESSORS)
+
+TESTS ?= tests
+test-without-compat: install-dev ## the default tests in a copy without weft.compat; TESTS=tests/cli runs some
+	$(BIN)/python tools/without_compat.py $(TESTS)
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
 	for name in sft rw dpo grpo ppo generate limit realloc runtime startup serving layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done

@@ -24,7 +24,6 @@ from weft.checkpoints.hf_io import ParameterReader
 from weft.checkpoints.stages import partition
 from weft.cli import main as weft
 from weft.errors import ConfigError
-from weft.scripts import transform_to_pipe_ckpt
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -112,13 +111,12 @@ def test_buffers_go_with_their_layer(tmp_path: Path) -> None:
         ]
 
 
-def test_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = str(llama(tmp_path / "m"))
     words = ["--model_dir", source, "--model_type", "llama", "--num_stages", "3", "--output_dir"]
     assert weft.main(["convert", "partition", *words, str(tmp_path / "a")]) == 0
     assert "stage 2 " in capsys.readouterr().out
-    assert transform_to_pipe_ckpt.main([*words, str(tmp_path / "b")]) == 0
-    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "m")
+    assert contents(tmp_path / "a") == contents(tmp_path / "m")
     assert weft.main(["convert", "partition", *words, str(tmp_path / "a")]) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
 

@@ -89,8 +89,6 @@ def test_datasets_by_name_are_read_as_their_training_reads_them(
     assert "tokenizing anthropic_rlhf (valid): 1 rows" in capsys.readouterr().err
     ((name, count),) = rows(*named, "--split", "valid").items()
     assert name.endswith(" (valid)") and count == 1
-    file = f"datasets.hh-rlhf.data_path={tmp_path / 'test.jsonl'}"
-    assert list(rows("--datasets", "hh-rlhf", file, "max_replies=2").values()) == [1]
     assert main(["eval", "rm", scorer, *named, "--split", "test"]) == 2
     assert "--split test: must be train or valid for named datasets" in capsys.readouterr().err
 

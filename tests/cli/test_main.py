@@ -390,7 +390,7 @@ def test_a_line_about_a_stop_is_broken_between_words(
         (["--bf16"], "options are written key=value: bf16=true"),
         (["--dry-rn"], "unknown flag '--dry-rn'; did you mean --dry-run?"),
         (["learning_rat=3"], "unknown option 'learning_rat'; did you mean learning_rate?"),
-        (["per_device_train_batchsize=3"], "did you mean per_device_train_batch_size or"),
+        (["per_device_train_batchsize=3"], "did you mean per_device_train_batch_size"),
     ],
 )
 def test_what_people_type_is_led_to_what_weft_takes(

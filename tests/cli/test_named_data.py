@@ -14,9 +14,7 @@ import pytest
 from tests.tiny import make_llama
 from weft.cli.data import main
 from weft.cli.main import main as weft
-from weft.cli.named_data import resolve_sources
 from weft.data.named import fetch
-from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError, DataError
 from weft.testing.datasets import build_small_tokenizer
 
@@ -241,10 +239,3 @@ def test_auto_cuts_no_row_of_a_run(
     )
     run(tmp_path / "auto", "sft", f"model.path={model}", copy, "dataset.max_seqlen=auto")
     assert "with the end of the answer cut" not in (tmp_path / "auto/e/t/log.txt").read_text()
-
-
-def test_a_section_stands_for_the_datasets_that_it_lists() -> None:
-    found = resolve_sources(["reference-data"], "sft", DatasetSpec())
-    assert [source.named for source in found] == ["oasst_export", "alpaca"]
-    with pytest.raises(ConfigError, match="reference-dat"):
-        resolve_sources(["reference-dat"], "sft", DatasetSpec())

@@ -11,17 +11,7 @@ import pytest
 from weft.cli.sections import SectionLibrary, read_file
 from weft.errors import ConfigError
 
-# Every section of Open-Assistant's files, and the names of its guide that were never in them.
-NAMES = """
-defaults use_system_tag webgpt_dataset_only per_digit_tokens math pretrain oasst_only reference-data oasst_export_eu
-oasst_export_latin_cyrillic oasst-top1 sft-8-datasets sft-8.1-datasets falcon-7b llama-7b llama-13b llama-30b
-llama-13b-pretrain llama-30b-pretrain llama-30b-sft-6 llama-30b-sft-8 lora-llama-13b lora-llama-30b lora-llama-65b
-pythia-70m-deduped pythia-1B pythia-6.9B pythia-12B pythia-12b-pretrain reference-pythia-12b pythia-12b-sft-8 gpt-neox
-galactica-125m gpt-jt cerebras_13B cerebras_6.7B codegen debug rope_scaling_test falcon_7b_ntk_test
-llama2_13b_orcacode2_8k defaults_rm oasst-rm-1-pythia-6.9b oasst-rm-1-pythia-2.8b oasst-rm-1-pythia-1.4b defaults_rlhf
-oasst_export_latin_cyrillic_rlhf pythia_rlhf llama_rlhf debug_rlhf oasst-rm-1-pythia-1b pythia-1b ppo_config
-"""
-THEIRS = NAMES.split()
+RECIPE = "grpo-gsm8k-qwen3-8b"  # a section that is shipped
 
 
 def write(path: Path, text: str) -> Path:
@@ -36,23 +26,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_section_of_theirs_is_shipped(here: Path) -> None:
-    library = SectionLibrary.from_folders()
-    assert set(THEIRS) <= {section.name for section in library.iterate_sections()}
-    assert library.get("pythia-1B").values["learning_rate"] == 8e-6
-    assert library.get("ppo_config").foreign and library.get("defaults").find_location(
-        "dtype"
-    ).startswith("weft:sft_data.yaml:")
-
-
 def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
     write(here / "configs" / "deep" / "a.yml", "mine: {seed: 1}\n")
     write(here / "more" / "b.yaml", "mine: {seed: 2}\nother: {seed: 3}\n")
-    write(here / "more" / "c.yaml", "defaults: {seed: 4}\n")
+    write(here / "more" / "c.yaml", f"{RECIPE}: {{seed: 4}}\n")
     library = SectionLibrary.from_folders(["more"])
-    assert [library.get(name).values["seed"] for name in ("mine", "other", "defaults")] == [1, 3, 4]
+    assert [library.get(name).values["seed"] for name in ("mine", "other", RECIPE)] == [1, 3, 4]
     assert library.get("mine").find_location("seed") == "configs/deep/a.yml:1"
-    assert SectionLibrary.from_folders().get("defaults").shipped
+    assert SectionLibrary.from_folders().get(RECIPE).shipped
     with pytest.raises(ConfigError, match="--config-dir absent: there is no such folder"):
         SectionLibrary.from_folders(["absent"])
 

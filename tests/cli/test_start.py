@@ -200,7 +200,7 @@ def test_a_file_may_be_imported_twice(folder: Path) -> None:
     assert "test-calm" in registry.quickstarts
 
 
-def test_what_reals_command_line_sets_of_an_experiment(
+def test_what_the_command_line_sets_of_an_experiment(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = SWEEP.replace("return config.build()", "return config").replace(
@@ -218,7 +218,7 @@ def test_what_reals_command_line_sets_of_an_experiment(
         "--experiment_name",
     ]
     (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama", **TINY_LLAMA}))
-    more = ("--partition", "dev", "--wandb_mode", "disabled", "--allocation_mode", "pipe_model")
+    more = ("--partition", "dev", "--wandb_mode", "disabled", "--allocation_mode", "heuristic")
     assert main(["start", *words, "test-dpo-s2", *more]) == 0
     assert "#SBATCH --partition=dev" in capsys.readouterr().out
     experiment = build_registered("test-dpo-s2", "t", allocation_mode="d2")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_aliases import made, value
+from weft.cli.start import _parse_allocation_mode
 from weft.errors import ConfigError
 from weft.experiments import DPOConfig, GenConfig, PPOConfig, RWConfig, SFTConfig
 from weft.experiments.common import RunConfig
@@ -328,3 +329,9 @@ def test_what_cannot_be_read_is_refused(
     with pytest.raises(ConfigError) as caught:
         made(base(), *words)
     assert message in str(caught.value)
+
+
+def test_weft_start_knows_reals_modes_of_allocation() -> None:
+    assert _parse_allocation_mode("pipe_model") == _parse_allocation_mode("heuristic")
+    with pytest.raises(ConfigError, match="--allocation_mode pipe_mode: must be manual"):
+        _parse_allocation_mode("pipe_mode")

@@ -1,4 +1,4 @@
-"""Open-Assistant's commands with the arguments of its guide."""
+"""Open-Assistant's commands with the arguments of its guide, and ReaL's script for pipelines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.test_stages import contents, llama
 from weft.compat.scripts import COMMANDS, build_command, find_triton_model, run
 from weft.errors import ConfigError
+from weft.scripts import transform_to_pipe_ckpt
 
 RLHF = ["defaults", "defaults_rlhf", "pythia_rlhf", "oasst_export_latin_cyrillic_rlhf"]
 
@@ -219,3 +221,11 @@ def test_every_script_is_among_the_examples(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(file), run_name="__main__")
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_reals_script_writes_a_file_for_each_stage(here: Path) -> None:
+    source = str(llama(here / "m"))
+    words = ["--model_dir", source, "--model_type", "llama", "--num_stages", "3", "--output_dir"]
+    assert transform_to_pipe_ckpt.main([*words, str(here / "b")]) == 0
+    assert contents(here / "b") == contents(here / "m")
+    assert len(list((here / "b").glob("model-*.safetensors"))) == 3

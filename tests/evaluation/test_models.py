@@ -10,9 +10,8 @@ import pytest
 from tests.models.network.test_prefix import COUNT, with_prefix
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, prefix_io
-from weft.compat.triton import write
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError
 from weft.evaluation.models import find_context_length, is_scorer, open_policy, open_scorer
 from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Pooling
@@ -77,6 +76,3 @@ def test_a_reward_model_scores_and_does_not_talk(
     )
     with pytest.raises(CheckpointError, match="it gives scores, not text"):
         open_policy(ModelSpec(path=str(tmp_path)))
-    write(str(tmp_path), tmp_path / "store", "rm", "reward")
-    with pytest.raises(ConfigError, match="is a reward model; write --triton_mode rm"):
-        write(str(tmp_path), tmp_path / "store", "sft")

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.test_rewards import make_scorer
 from weft.cli.data import main
+from weft.cli.main import main as weft
+from weft.cli.named_data import resolve_sources
 from weft.cli.stacked_data import build_stacked_options
 from weft.compat.scripts import run
+from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError
 
 HEAD = ["dataset_name", "train_counts", "eval_counts", "total_counts", "epoch_counts"]
@@ -217,3 +221,25 @@ def test_rows_of_a_section_are_shown_in_its_form(
     ]
     assert main(["inspect", *words, "-n", "1"]) == 0
     assert "<|prompter|>|q|0|" in capsys.readouterr().out
+
+
+def test_a_section_stands_for_the_datasets_that_it_lists() -> None:
+    found = resolve_sources(["reference-data"], "sft", DatasetSpec())
+    assert [source.named for source in found] == ["oasst_export", "alpaca"]
+    with pytest.raises(ConfigError, match="reference-dat"):
+        resolve_sources(["reference-dat"], "sft", DatasetSpec())
+
+
+def test_rewards_are_compared_on_a_file_of_a_dataset_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dialogue = "\n\nHuman: {0}?\n\nAssistant: {1}."
+    pair = {"chosen": dialogue.format(1, "It is 1"), "rejected": dialogue.format(1, "No")}
+    (tmp_path / "test.jsonl").write_text(json.dumps(pair) + "\n")
+    file, out = f"datasets.hh-rlhf.data_path={tmp_path / 'test.jsonl'}", tmp_path / "scores.json"
+    scorer = str(make_scorer(tmp_path / "rm"))
+    words = ["eval", "rm", scorer, "--datasets", "hh-rlhf", file, "max_replies=2"]
+    assert weft([*words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["data"]
+    assert [each["all"]["rows"] for each in found.values()] == [1]
