@@ -170,9 +170,9 @@ def build_translation(
         config, frozenset(leaf.name for leaf in iterate_options(config)), positions=ranks or {}
     )
     spread = [part for override in overrides for part in _split_group(override, done.known_options)]
-    real = dialects.find("real")
-    if real is not None:
-        spread, done.notes = real.translate_real_options(spread, config, done.known_options)
+    foreign = dialects.find("spellings")
+    if foreign is not None:
+        spread, done.notes = foreign.translate_real_options(spread, config, done.known_options)
     given = {override.name: to_plain(override.value) for override in spread}
     for override in spread:
         _check_node(override.name, config)

@@ -17,7 +17,6 @@ PACKAGE = "weft.compat"
 # dialect -> (its module, what it does)
 DIALECTS = {
     "spellings": ("weft.compat.spellings", "option names of other programs"),
-    "real": ("weft.compat.real", "ReaL's options"),
     "open_assistant": ("weft.compat.open_assistant.sections", "Open-Assistant's config sections"),
     "deepspeed": ("weft.compat.deepspeed", "DeepSpeed's configuration files"),
     "triton": ("weft.compat.triton", "model stores for NVIDIA Triton"),

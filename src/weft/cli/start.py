@@ -162,8 +162,8 @@ def _parse_allocation_mode(text: str | None) -> str | None:
     """
     if text is None:
         return None
-    real = dialects.find("real")
-    mode = real.ALLOCATIONS.get(text, text) if real is not None else text
+    spellings = dialects.find("spellings")
+    mode = text if spellings is None else spellings.ALLOCATIONS.get(text, text)
     problem = checks.find_allocation_problem(mode)
     if problem:
         raise ConfigError(f"--allocation_mode {text}: {problem}")

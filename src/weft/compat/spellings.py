@@ -1,18 +1,27 @@
-"""Option names of Hugging Face's Trainer, TRL, Open-Assistant and others, beyond those of `weft.cli.aliases`.
+"""Option names of other programs, beyond those of `weft.cli.aliases`.
 
-Each table is divided by the spelling in `weft.cli.aliases` after which docs/options.md lists its
-entries.
+The first part has spellings of Hugging Face's Trainer, TRL and others. The second part translates
+ReaL's option names: `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, and devices given by
+node name. `translate_real_options` runs before the other spellings are translated. It renames only
+options that do not exist in weft, and adds a note for each. An option that exists in both programs
+keeps its meaning in weft.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.cli.aliases import OverrideTranslation, ValueTranslator
 from weft.cli.overrides import Override
 from weft.errors import ConfigError
+from weft.experiments.common import RunConfig
+from weft.options import to_plain
 
-# Spelling -> option; for the marks in braces see `weft.cli.aliases.RENAMED`.
+# Spelling -> option; for the marks in braces see `weft.cli.aliases.RENAMED`. This table and
+# `VALUE_TRANSLATORS` are divided by the spelling there after which docs/options.md lists the entries.
 RENAMED: dict[str, dict[str, str]] = {
     "model_name_or_path": {
         "model_name": "{first}.path",
@@ -154,3 +163,312 @@ VALUE_TRANSLATORS: dict[str, dict[str, ValueTranslator]] = {
         "report_to": _translate_report_to,
     },
 }
+
+
+# -- ReaL
+
+
+GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
+DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
+DEGREE_PATTERN = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
+SEQUENCE_PARALLEL_PATTERN = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
+TYPE_PATTERN = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
+HALF_PRECISION_PATTERN = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
+SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
+NODE_PATTERN = re.compile(
+    rf"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>{SPANS})\])?(?::(?P<devices>{SPANS}))?"
+)
+
+REAL_RENAMED = {
+    "partition": "slurm.partition",
+    "image_name": "slurm.container",
+    "wandb_mode": "logger.wandb.mode",
+    "dataset.max_pairs_per_prompt": "dataset.args.max_pairs_per_prompt",
+}
+# Options that have no effect in weft, by last or full name -> reason.
+IGNORED_OPTIONS = {
+    "use_cuda_graph": "weft decides when a GPU replays captured graphs",
+    "force_cudagraph_recapture": "weft decides when a GPU replays captured graphs",
+    "force_no_logits_mask": (
+        "weft computes log-probs under the distribution that tokens were sampled from, without "
+        "a mask"
+    ),
+    "pad_to_max_length": "weft never pads",
+    "n_mbs": "weft counts micro-batches in tokens; set max_tokens_per_microbatch to change it",
+    "debug": "weft always checks",
+    "ignore_worker_error": (
+        "weft replaces processes that die and continues from the last recovery point"
+    ),
+    "recover_retries": "weft restarts as long as the run makes progress",
+    "cache_clear_freq": "weft has no cache to clear",
+    "allocation_use_cache": "weft searches every time, which takes seconds",
+}
+ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
+
+
+@dataclass
+class _ReaLTranslation:
+    """Translator of a command line from ReaL's option names to weft's.
+
+    `layouts` maps each model call to the parallel degrees that the command line sets for it. The
+    call's layout is built from these degrees.
+    """
+
+    config: RunConfig
+    known: frozenset[str]  # options of the configuration
+    given: Mapping[str, Any]  # values by name
+    translated: list[Override] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
+
+    def add_renamed(self, override: Override, name: str, value: Any) -> None:
+        """Store an assignment of `value` to weft's option `name`, and add a note for the user."""
+        assignment = name if value is override.value else f"{name}={value}"
+        self.notes.append(f"{override.name} is read as {assignment}")
+        self.translated.append(replace(override, name=name, value=value))
+
+    def note_ignored(self, override: Override, reason: str) -> None:
+        self.notes.append(f"{override.name} is left out: {reason}")
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the nodes in `nodelist`, in order, or an empty list if `nodelist` is not set."""
+        return _expand_node_names(str(self.given.get("nodelist") or ""))
+
+
+def translate_real_options(
+    overrides: Iterable[Override], config: RunConfig, known: frozenset[str]
+) -> tuple[list[Override], list[str]]:
+    """Return the assignments with ReaL's names replaced, and a note for each replacement.
+
+    `known` has the names of weft's options for this configuration. Raises `ConfigError` for values
+    that cannot be translated.
+    """
+    overrides = list(overrides)
+    done = _ReaLTranslation(config, known, {each.name: to_plain(each.value) for each in overrides})
+    for override in overrides:
+        _translate_option(done, override)
+    for call, sizes in done.layouts.items():
+        layout = (
+            "".join(
+                f"{degree}{sizes.get(degree, 1)}" for degree in "dtp" if sizes.get(degree, 1) > 1
+            )
+            or "d1"
+        )
+        done.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
+        done.translated.append(Override(f"{call}.layout", layout))
+    return done.translated, done.notes
+
+
+def _translate_option(done: _ReaLTranslation, override: Override) -> None:
+    name = _strip_group(done, override.name)
+    if name != override.name:
+        done.notes.append(f"{override.name} is read as {name}")
+        override = replace(override, name=name)
+    last = name.rpartition(".")[2]
+    if name in done.known:
+        _change_value(done, override, last)
+    elif match := TYPE_PATTERN.fullmatch(name):
+        _read_type(done, override, match["role"], match["what"])
+    elif match := DEGREE_PATTERN.fullmatch(name):
+        _collect_degree(done, override, match["call"], DEGREES[match["degree"]])
+    elif (
+        match := SEQUENCE_PARALLEL_PATTERN.fullmatch(name)
+    ) and f"{match['call']}.layout" in done.known:
+        _read_sequence_parallel(done, override, match["call"])
+    elif match := HALF_PRECISION_PATTERN.fullmatch(name):
+        _read_half(done, override, match["role"], match["kind"])
+    elif name == "nodelist":
+        _read_nodes(done, override)
+    elif any(name.startswith(f"{option}.") for option in done.known):
+        done.translated.append(override)  # an entry of a mapping with user-defined keys
+    elif name in REAL_RENAMED:
+        done.add_renamed(override, REAL_RENAMED[name], override.value)
+    elif last == "init_critic_from_actor":
+        done.add_renamed(override, "ppo.critic_init", "actor" if to_plain(override.value) else None)
+    elif last in IGNORED_OPTIONS:
+        done.note_ignored(override, IGNORED_OPTIONS[last])
+    else:
+        done.translated.append(override)
+
+
+def _strip_group(done: _ReaLTranslation, name: str) -> str:
+    """Return an option's name without ReaL's prefix `exp_ctrl.`.
+
+    The prefix `allocation.` is replaced by the name of the main role.
+    """
+    if name.startswith("exp_ctrl."):
+        return name.removeprefix("exp_ctrl.")
+    if name.startswith("allocation."):
+        return f"{done.config.main_role}.{name.removeprefix('allocation.')}"
+    return name
+
+
+def _change_value(done: _ReaLTranslation, override: Override, last: str) -> None:
+    """Translate the value of an option whose name is the same in ReaL and in weft.
+
+    `last` is the last part of the name. Values that weft also accepts are not changed.
+    """
+    value = to_plain(override.value)
+    if override.name.endswith("optimizer.type") and value == "adam":
+        done.add_renamed(override, override.name, "adamw")
+    elif override.name == "allocation_mode" and value in ALLOCATIONS:
+        done.add_renamed(override, override.name, ALLOCATIONS[value])
+    elif override.name == "recover_mode" and value == "save":
+        done.add_renamed(override, override.name, "auto")
+    elif last == "device_mesh" and isinstance(value, str) and NODE_PATTERN.match(value):
+        done.add_renamed(override, override.name, _convert_devices(done, override.name, value))
+    else:
+        done.translated.append(override)
+
+
+def _read_type(done: _ReaLTranslation, override: Override, role: str, what: str) -> None:
+    """Translate an option `ROLE.type.*`; `what` is its last part.
+
+    `_class` becomes weft's option `ROLE.type`. `size` and `is_critic` are dropped with a note.
+    Raises `ConfigError` if `is_critic` contradicts the role.
+    """
+    if what == "_class":
+        done.add_renamed(override, f"{role}.type", override.value)
+        return
+    if what == "size":
+        done.note_ignored(override, "weft reads sizes from config.json")
+        return
+    is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
+    if to_plain(override.value) is not is_critic:
+        if is_critic:
+            kind = "gives each sequence or token one value"
+        else:
+            kind = "is a language model"
+        raise ConfigError(
+            f"{override.name}={to_plain(override.value)!r}: {role!r} {kind} in this experiment; "
+            f"leave the option out"
+        )
+    done.note_ignored(override, "the role says it")
+
+
+def _collect_degree(done: _ReaLTranslation, override: Override, call: str, degree: str) -> None:
+    """Store one of ReaL's parallel degrees, such as `data_parallel_size`, for the layout of `call`.
+
+    If weft has no option `layout` for `call`, or if the user also sets that option, the assignment
+    is left untranslated. Raises `ConfigError` for an invalid size.
+    """
+    if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
+        done.translated.append(override)
+        return
+    size = to_plain(override.value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{override.name}={size!r}: must be a whole number, at least 1")
+    done.layouts.setdefault(call, {})[degree] = size
+
+
+def _read_sequence_parallel(done: _ReaLTranslation, override: Override, call: str) -> None:
+    """Translate a call's `use_sequence_parallel` to the option `sequence_parallel` of its model.
+
+    The value true is dropped with a note, because it is weft's default.
+    """
+    role = call.partition("_")[0]
+    target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
+    if to_plain(override.value) is True:
+        done.note_ignored(override, f"{target} is true by default")
+    elif not any(each.name == target for each in done.translated):
+        done.add_renamed(override, target, override.value)
+
+
+def _read_half(done: _ReaLTranslation, override: Override, role: str, kind: str) -> None:
+    if to_plain(override.value) is True:
+        done.add_renamed(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
+    else:
+        done.note_ignored(override, f"{role}.dtype says it")
+
+
+def _read_nodes(done: _ReaLTranslation, override: Override) -> None:
+    """Translate `nodelist` to `slurm.nodelist` if the run has `mode=slurm`.
+
+    In other modes, `nodelist` only determines how the devices in `device_mesh` are numbered.
+    """
+    _expand_node_names(str(to_plain(override.value)))  # raises if `nodelist` is not a list of nodes
+    if done.given.get("mode") == "slurm":
+        done.add_renamed(override, "slurm.nodelist", override.value)
+    else:
+        done.note_ignored(
+            override, "without mode=slurm its names only number the devices of device_mesh"
+        )
+
+
+def _convert_devices(done: _ReaLTranslation, name: str, text: str) -> str:
+    """Convert devices such as `NODE01:0,1` to device indices, separated by commas.
+
+    The devices are numbered consecutively across the nodes in `nodelist`. A node name without
+    device numbers means all devices of the node. Raises `ConfigError` for a node that is not in
+    `nodelist` and for a device that the node does not have.
+    """
+    size = done.given.get("n_gpus_per_node")
+    if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
+        size = GPUS_PER_NODE
+    devices: list[int] = []
+    match = NODE_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]"
+        )
+    for node in _expand_node_names(text.partition(":")[0]):
+        number = _find_node_index(done, name, node)
+        inside = _expand_ranges(match["devices"]) if match["devices"] else range(size)
+        wrong = [device for device in inside if device >= size]
+        if wrong:
+            raise ConfigError(
+                f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no "
+                f"{wrong[0]}; set n_gpus_per_node"
+            )
+        for device in inside:
+            devices.append(number * size + device)
+    return ",".join(map(str, sorted(devices)))
+
+
+def _find_node_index(done: _ReaLTranslation, name: str, node: str) -> int:
+    """Return the index of `node` in `nodelist`.
+
+    In a single-node run without `nodelist`, the index is 0. Raises `ConfigError` for an unknown
+    node.
+    """
+    if node in done.nodes:
+        return done.nodes.index(node)
+    if not done.nodes and done.given.get("n_nodes", 1) == 1:
+        return 0
+    if done.nodes:
+        listed = f"nodelist has {', '.join(done.nodes)}"
+    else:
+        listed = "nodelist is not set"
+    raise ConfigError(
+        f"{name}: there is no node {node!r}; {listed}. Write the devices' numbers, such as 8-15"
+    )
+
+
+def _expand_node_names(text: str) -> list[str]:
+    """Expand node names in Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
+    names = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
+        match = NODE_PATTERN.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(
+                f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]"
+            )
+        if match["numbers"] is None:
+            names.append(match["name"])
+            continue
+        for span in match["numbers"].split(","):
+            first, _, last = span.partition("-")
+            numbers: Sequence[int] = range(int(first), int(last or first) + 1)
+            for number in numbers:
+                names.append(f"{match['name']}{number:0{len(first)}}")
+    return names
+
+
+def _expand_ranges(text: str) -> list[int]:
+    """Expand ranges of numbers: `0,2-3` becomes 0, 2 and 3."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
