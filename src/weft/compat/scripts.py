@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoints.names import find_newest_run
-from weft.compat.open_assistant.datasets import VALID_SPLIT
+from weft.compat.open_assistant.key_mapping import VALID_SPLIT
 from weft.errors import ConfigError, find_nearest
 from weft.redaction import mask_words
 

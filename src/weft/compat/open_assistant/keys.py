@@ -11,17 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.cli.aliases import collect_renamed, collect_translators
-from weft.compat.open_assistant import datasets
 from weft.compat.open_assistant.key_mapping import (
     IMPLIED,
     RL,
     RM,
     SFT,
+    VALID_SPLIT,
+    InvalidDatasetEntry,
     KeyMapping,
     KeyRule,
+    convert_entries,
     ignore_with_note,
+    limit_validation,
     map_to_option,
     reject_unless,
+    scale_entries,
 )
 from weft.compat.open_assistant.rl import KEYS as RL_KEYS
 from weft.compat.open_assistant.rl import TRLX
@@ -116,8 +120,8 @@ def _map_datasets(done: KeyMapping, value: Any) -> None:
         if not done.get(key):
             continue
         try:
-            entries += datasets.convert_entries(done.get(key))
-        except datasets.InvalidDatasetEntry as bad:
+            entries += convert_entries(done.get(key))
+        except InvalidDatasetEntry as bad:
             place = key if bad.index < 0 else f"{key}[{bad.index}]"
             done.rejections.append((place, f"{place}: {bad}"))
     limits = [
@@ -125,12 +129,12 @@ def _map_datasets(done: KeyMapping, value: Any) -> None:
     ]
     for key, limit in zip(("eval_size", "num_eval_prompts"), limits, strict=False):
         if limit is not None and done.with_key(key).is_valid_number(limit) and limit:
-            entries = datasets.limit_validation(entries, int(limit))
+            entries = limit_validation(entries, int(limit))
     share = done.get("num_train_epochs", 1)
     if done.mode != RL and isinstance(share, float) and 0 < share < 1:
         try:
-            entries = datasets.scale_entries(entries, share)
-        except datasets.InvalidDatasetEntry as bad:
+            entries = scale_entries(entries, share)
+        except InvalidDatasetEntry as bad:
             done.rejections.append(
                 (
                     f"datasets[{bad.index}]",
@@ -514,7 +518,7 @@ def _set_implied_options(done: KeyMapping) -> None:
         at.set_option("{model}.optimizer.lr_scheduler_type", "linear")
     if not (done.get("datasets") or done.get("datasets_extra")):
         return
-    at.set_option("dataset.valid_split", datasets.VALID_SPLIT)
+    at.set_option("dataset.valid_split", VALID_SPLIT)
     at.set_option(
         "{first}.tokenizer.chat_template", "oasst_v25" if done.get("use_system_tag") else "oasst"
     )

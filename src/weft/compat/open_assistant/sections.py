@@ -16,8 +16,17 @@ from weft.cli.aliases import is_spelling
 from weft.cli.overrides import Override, flatten
 from weft.cli.sections import ConfigSection, SectionLibrary
 from weft.cli.stack import COMMAND_LINE, ForeignOption, ForeignOptions, OptionReader, StackedValue
-from weft.compat.open_assistant import datasets
-from weft.compat.open_assistant.key_mapping import IMPLIED, RL, RM, TRLX_PREFIX, KeyMapping
+from weft.compat.open_assistant.key_mapping import (
+    IMPLIED,
+    PARAMETERS,
+    RL,
+    RM,
+    SHARES,
+    TRLX_PREFIX,
+    InvalidDatasetEntry,
+    KeyMapping,
+    convert_entries,
+)
 from weft.compat.open_assistant.keys import KEYS, TRLX, map_keys
 from weft.data.spec import SourceSpec
 from weft.errors import ConfigError, find_nearest
@@ -268,7 +277,7 @@ def _set_parameter(parameters: Mapping[str, Any], name: str, value: Any) -> dict
     The parameters that set the amount of data are mutually exclusive, so setting one of them
     removes the others.
     """
-    excluded_names = datasets.SHARES if name in datasets.SHARES else ()
+    excluded_names = SHARES if name in SHARES else ()
     return {
         **{key: each for key, each in parameters.items() if key not in excluded_names},
         name: value,
@@ -296,12 +305,12 @@ def replace_parameters(source: SourceSpec, parameters: Mapping[str, Any]) -> Sou
     """
     where = f"datasets.{source.named}"
     try:
-        (entry,) = datasets.convert_entries([{source.named: parameters}])
-    except datasets.InvalidDatasetEntry as bad:
+        (entry,) = convert_entries([{source.named: parameters}])
+    except InvalidDatasetEntry as bad:
         raise ConfigError(f"{where}: {bad}") from bad
     own = {spec.name: getattr(source, spec.name) for spec in fields(source)}
-    if any(name in entry for name in datasets.SHARES):
-        own |= dict.fromkeys(datasets.SHARES)
+    if any(name in entry for name in SHARES):
+        own |= dict.fromkeys(SHARES)
     merged_values = {**own, **entry, "args": {**source.args, **entry.get("args", {})}}
     return SourceSpec.parse(
         {name: value for name, value in merged_values.items() if value not in (None, "", {})}, where
@@ -312,6 +321,6 @@ def find_datasets_with_files(parameters_by_name: Mapping[str, Mapping[str, Any]]
     """Return the names of the datasets for which the command line sets a path."""
     result: set[str] = set()
     for name, parameters in parameters_by_name.items():
-        if any(datasets.PARAMETERS.get(key) == "path" for key in parameters):
+        if any(PARAMETERS.get(key) == "path" for key in parameters):
             result.add(name)
     return result

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.compat.open_assistant.datasets import (
+from weft.compat.open_assistant.key_mapping import (
     InvalidDatasetEntry,
     convert_entries,
     limit_validation,
