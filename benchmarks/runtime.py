@@ -254,7 +254,7 @@ class Sizes:
         """Nothing."""
 
     def on_step_finished(self, ids: Sequence[str], step: int) -> None:
-        graph, meshes = self._experiment.graph, self._experiment.build_meshes()
+        graph, meshes = self._experiment.graph, self._experiment.role_meshes
         reads: dict[tuple[int, ...], set[str]] = {}
         makes: dict[tuple[int, ...], set[str]] = {}
         for node in graph.list_model_calls():

@@ -133,11 +133,11 @@ def test_where_roles_and_calls_are(
 ) -> None:
     made = ppo(**options)
     made.check()
-    calls = {call.name: made.get_mesh(call) for call in made.graph.list_model_calls()}
+    calls = {call.name: made.call_meshes[call.name] for call in made.graph.list_model_calls()}
     found = {
-        **made.build_meshes(),
+        **made.role_meshes,
         **calls,
-        "eval": made.get_mesh(made.evaluation.graph.list_model_calls()[0]),
+        "eval": made.call_meshes["eval/" + made.evaluation.graph.list_model_calls()[0].name],
     }
     for name, place in places.items():
         layout, _, ranks = place.partition(" ")
@@ -146,9 +146,9 @@ def test_where_roles_and_calls_are(
 
 
 def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
-    assert ppo().list_copies() == []
-    assert ppo(ref_inf__device_mesh="1").list_copies() == [], "nothing else uses the reference"
-    assert ppo(train__layout="t2", gen__layout="d2").list_copies() == [
+    assert ppo().copies == []
+    assert ppo(ref_inf__device_mesh="1").copies == [], "nothing else uses the reference"
+    assert ppo(train__layout="t2", gen__layout="d2").copies == [
         ("actor", Mesh(Layout(data=2), (0, 1)))
     ]
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -19,6 +20,8 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
 from weft.topology import Layout, Mesh, parse_mesh
+
+EVALUATION = "eval/"  # prefix of the names of calls outside the main graph
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ class Experiment:
 
     `steps_follow` names the graph node that defines a training step, for example the node that
     trains the policy: each execution of this node counts as one step.
+
+    Values derived from the fields, such as the device meshes, are computed once, at their first
+    use, and stored in the object.
     """
 
     control: Control
@@ -161,22 +167,20 @@ class Experiment:
             )
         return replace(self, graph=changed, evaluation=evaluation)
 
-    @property
+    @cached_property
     def most_epochs(self) -> float:
         """Maximum number of epochs.
 
         Infinite if the run trains a model and `max_steps` is set, because the run then ends after
         that number of steps. Otherwise `total_train_epochs`.
         """
-        lasts_by_steps = self.control.max_steps is not None and bool(self.list_trained_nodes())
+        lasts_by_steps = self.control.max_steps is not None and bool(self.trained_nodes)
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
-    def list_trained_nodes(self) -> list[MFCDef]:
-        trained_nodes: list[MFCDef] = []
-        for n in self.graph.nodes:
-            if isinstance(n, MFCDef) and n.trains:
-                trained_nodes.append(n)
-        return trained_nodes
+    @cached_property
+    def trained_nodes(self) -> list[MFCDef]:
+        """Calls of the main graph that train."""
+        return [call for call in self.graph.list_model_calls() if call.trains]
 
     def resolve(self) -> dict[str, Any]:
         """Return the contents of the run's config.yaml.
@@ -194,23 +198,25 @@ class Experiment:
         """
         _check_control(self.control)
         _check_roles(self)
-        for call in self.list_calls():
-            self.get_mesh(call)
+        _ = self.call_meshes  # raises ConfigError if the devices of a mesh do not fit its layout
 
-    def list_calls(self) -> list[MFCDef]:
-        """Return all model function calls of the run.
+    @cached_property
+    def calls(self) -> dict[str, MFCDef]:
+        """All model function calls of the run, by name.
 
         The calls of the main graph come first, then those of the evaluation graph, then those of
-        the graph that answers the prompts of the option `eval_prompts`.
+        the graph that answers the prompts of the option `eval_prompts`. The names of the last two
+        have the prefix `eval/`.
         """
-        beside = []
-        for each in (self.evaluation, self.fixed_prompts):
-            if each is not None:
-                beside.append(each.graph.list_model_calls())
-        return [*self.graph.list_model_calls(), *(call for calls in beside for call in calls)]
+        calls = {call.name: call for call in self.graph.list_model_calls()}
+        for beside in (self.evaluation, self.fixed_prompts):
+            if beside is not None:
+                calls |= {EVALUATION + call.name: call for call in beside.graph.list_model_calls()}
+        return calls
 
-    def build_meshes(self) -> dict[str, Mesh]:
-        """Return the device mesh of each role's primary weights, by role name.
+    @cached_property
+    def role_meshes(self) -> dict[str, Mesh]:
+        """Device mesh of each role's primary weights, by role name.
 
         A trained role has its primary weights on the mesh of the call that trains it. An untrained
         role has them on the mesh of its first call if all its calls specify meshes. If not, they
@@ -242,24 +248,31 @@ class Experiment:
             meshes[role] = next(iter(trained.values()), first or named)
         return meshes
 
-    def get_mesh(self, call: MFCDef) -> Mesh:
-        """Return the device mesh on which a call runs.
+    @cached_property
+    def call_meshes(self) -> dict[str, Mesh]:
+        """Device mesh of each call, by its name in `calls`.
 
         This is the mesh that the call specifies or, if it specifies none, the mesh of its role's
         primary weights. Raises `ConfigError` if the devices of a mesh do not fit its layout.
         """
-        primary = self.build_meshes()[call.role]
-        return self._choose_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
+        meshes = {}
+        for name, call in self.calls.items():
+            primary = self.role_meshes[call.role]
+            named = self.roles[call.role].resolve_mesh()
+            meshes[name] = self._choose_mesh(call, primary, named) or primary
+        return meshes
 
-    def list_copies(self) -> list[tuple[str, Mesh]]:
-        """Return (role, mesh) for every additional copy of a role's weights, in call order.
+    @cached_property
+    def copies(self) -> list[tuple[str, Mesh]]:
+        """Role and mesh of every additional copy of a role's weights, in call order.
 
         A role needs a copy of its weights on each mesh that its calls run on, except the mesh of
         its primary weights.
         """
-        own = self.build_meshes()
-        used = dict.fromkeys((call.role, self.get_mesh(call)) for call in self.list_calls())
-        return [(role, mesh) for role, mesh in used if mesh != own[role]]
+        used = dict.fromkeys(
+            (call.role, self.call_meshes[name]) for name, call in self.calls.items()
+        )
+        return [(role, mesh) for role, mesh in used if mesh != self.role_meshes[role]]
 
     def _choose_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
         """Return the mesh of a call, or None if the call specifies neither a layout nor devices.
@@ -277,7 +290,9 @@ class Experiment:
         if call.layout is None and call.device_mesh is None:
             return None
         spec = self.roles[call.role]
-        sharded = spec.zero_stage != 0 and self._is_training_call(call)
+        # an evaluation call is laid out like the training call of the same name
+        names = [node.name for node in self.trained_nodes]
+        sharded = spec.zero_stage != 0 and (call.trains or call.name in names)
         try:
             layout = role[0].layout
             if call.layout is not None:
@@ -299,19 +314,10 @@ class Experiment:
         except ConfigError as error:
             raise qualify_error(call.name, error) from None
 
-    def _is_training_call(self, call: MFCDef) -> bool:
-        """Return whether the call trains, or is an evaluation call named after a training call."""
-        return call.trains or any(
-            node.trains and node.name == call.name for node in self.graph.nodes
-        )
-
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """Number of devices that the run uses, each of which has one process."""
-        meshes = [
-            *self.build_meshes().values(),
-            *(self.get_mesh(call) for call in self.list_calls()),
-        ]
+        meshes = [*self.role_meshes.values(), *self.call_meshes.values()]
         return 1 + max(rank for mesh in meshes for rank in mesh.ranks)
 
 

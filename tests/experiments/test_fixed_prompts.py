@@ -32,7 +32,7 @@ def test_the_call_is_greedy_and_as_long_as_the_runs_own_completions(root: Path) 
             and call.args["samples_per_prompt"] == 1
         )
         assert call.args["max_new_tokens"] == tokens, "of grpo.gen; else 128"
-        assert config.build().list_calls()[-1] == call
+        assert [*config.build().calls.values()][-1] == call
     assert sft(root, "out").build().fixed_prompts is None
 
 

@@ -84,9 +84,9 @@ def test_large_models_are_spread_and_fit(folder: Path) -> None:
     assert found["fits"] and not first["fits"] and found["memory_gb"] <= 60.0
     assert found["step_seconds"] < first["step_seconds"]
     for name, call in found["calls"].items():
-        mesh = made.get_mesh(made.get_node(name))
+        mesh = made.call_meshes[name]
         assert (str(mesh.layout), list(mesh.ranks)) == (call["layout"], call["devices"])
-    assert made.build_meshes()["actor"] == made.get_mesh(made.get_node("actor_train"))
+    assert made.role_meshes["actor"] == made.call_meshes["actor_train"]
     assert made.num_devices <= 8
     assert made.search == ppo.build().search
 
@@ -96,17 +96,17 @@ def test_what_names_a_layout_stays_there(folder: Path) -> None:
     dpo.max_tokens_per_microbatch, dpo.dataset.max_seqlen = 4096, 2048
     dpo.ref.layout, dpo.ref.device_mesh = "t2", "6-7"
     made = dpo.build()
-    assert str(made.build_meshes()["ref"]) == "d1f1t2p1c1e1 (devices 6, 7)"
+    assert str(made.role_meshes["ref"]) == "d1f1t2p1c1e1 (devices 6, 7)"
     assert made.search["search"]["calls"]["ref_inf"]["devices"] == [6, 7]
     dpo.ref.layout = dpo.ref.device_mesh = None
     dpo.actor_train.layout = "d8"
-    assert str(dpo.build().get_mesh(dpo.build().get_node("actor_train")).layout) == "d8f8t1p1c1e1"
+    assert str(dpo.build().call_meshes["actor_train"].layout) == "d8f8t1p1c1e1"
 
 
 def test_zero_stage_is_heeded(folder: Path) -> None:
     sft = config(SFTConfig, folder, "pairs.jsonl", "model")
     sft.model.zero_stage, sft.model.lora.r = 0, 8
-    layout = sft.build().build_meshes()["model"].layout
+    layout = sft.build().role_meshes["model"].layout
     assert layout.fsdp == 1
 
 
@@ -234,7 +234,7 @@ def test_the_heuristic_has_a_small_model_in_one_process_where_processes_share_th
         and "  actor_gen: d1 on 0" in made.plan_notes
     )
     ppo.actor.layout = "d2f2"
-    assert str(ppo.build().build_meshes()["actor"].layout) == "d2f2t1p1c1e1"
+    assert str(ppo.build().role_meshes["actor"].layout) == "d2f2t1p1c1e1"
 
 
 def test_the_heuristic_has_a_large_model_on_all_gpus(folder: Path) -> None:
@@ -242,8 +242,8 @@ def test_the_heuristic_has_a_large_model_on_all_gpus(folder: Path) -> None:
     ppo.dataset.train_bs_n_seqs, ppo.search.memory_gb = 256, 400
     made = ppo.build()
     assert made.num_devices == 8
-    assert made.get_mesh(made.get_node("actor_train")).layout.fsdp == 8
-    assert str(made.get_mesh(made.get_node("actor_gen")).layout) == "d8f1t1p1c1e1"
+    assert made.call_meshes["actor_train"].layout.fsdp == 8
+    assert str(made.call_meshes["actor_gen"].layout) == "d8f1t1p1c1e1"
     assert not made.search
 
 
@@ -260,7 +260,7 @@ def test_where_nothing_is_known_of_the_devices_the_heuristic_takes_all(
     ppo = heuristic(folder, SMALL)
     ppo.search.gpu, ppo.device = gpu, "cuda"
     made = ppo.build()
-    assert made.num_devices == 8 and str(made.build_meshes()["actor"].layout) == "d8f8t1p1c1e1"
+    assert made.num_devices == 8 and str(made.role_meshes["actor"].layout) == "d8f8t1p1c1e1"
     assert told in made.plan_notes[-1] and made.plan_notes[-1].endswith(
         "until then every call is on all devices"
     )

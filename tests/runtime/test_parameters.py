@@ -52,7 +52,7 @@ def experiment(root, **changes: Any) -> Experiment:
 def parameters(
     made: Experiment, trained: Any = frozenset({"lora_a"}), shapes: Any = NAMES
 ) -> tuple[ParameterTransfers, Recorder]:
-    places = [*made.build_meshes().items(), *made.list_copies()]
+    places = [*made.role_meshes.items(), *made.copies]
     held = {name: build_whole_slice(shape) for name, shape in shapes.items()}
     built = {
         rank: BuiltEngines(
@@ -91,7 +91,7 @@ def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_chang
 ) -> None:
     there, recorder = parameters(experiment(tmp_path))
     known: dict[str, PrepareReallocation] = {}
-    (place,) = experiment(tmp_path).list_copies()
+    (place,) = experiment(tmp_path).copies
     there.initialize()
     assert moved(recorder.commands(), known) == [], "it begins with the same weights"
     assert there.update_copy(place, fails) == 0
@@ -117,7 +117,7 @@ def lagging(root) -> tuple[ParameterTransfers, Recorder, tuple[str, Any]]:
     there, recorder = parameters(made)
     there.initialize()
     recorder.commands()
-    (place,) = made.list_copies()
+    (place,) = made.copies
     return there, recorder, place
 
 
@@ -200,7 +200,7 @@ def test_after_a_restart_the_first_weights_are_the_newest(tmp_path) -> None:
 
 def test_ranks_that_could_not_get_ready_say_why(tmp_path) -> None:
     there, recorder = parameters(experiment(tmp_path))
-    (place,) = experiment(tmp_path).list_copies()
+    (place,) = experiment(tmp_path).copies
     there.initialize()
     train(there)
     told: list[BaseException] = []
@@ -216,13 +216,13 @@ def test_a_roles_own_engine_needs_nothing(tmp_path) -> None:
     made = experiment(tmp_path)
     there, recorder = parameters(made)
     train(there)
-    assert there.update_copy(("actor", made.build_meshes()["actor"]), fails) is None
+    assert there.update_copy(("actor", made.role_meshes["actor"]), fails) is None
     assert recorder.jobs == []
 
 
 def test_where_an_engine_does_not_tell_what_it_trains_all_goes(tmp_path) -> None:
     there, recorder = parameters(experiment(tmp_path), trained=None)
-    (place,) = experiment(tmp_path).list_copies()
+    (place,) = experiment(tmp_path).copies
     train(there)
     there.update_copy(place, fails)
     assert moved(recorder.commands(), {}) == [["base", "lora_a"]]
@@ -234,7 +234,7 @@ def test_a_role_that_is_written_to_gives_all_of_it_to_its_copies(tmp_path) -> No
         made, graph=replace(made.graph, syncs=[ParamSync("ref", "actor", after="train")])
     )
     there, recorder = parameters(made)
-    (place,) = made.list_copies()
+    (place,) = made.copies
     there.start_sync(made.graph.syncs[0], print, fails, print)
     there.update_copy(place, fails)
     assert moved(recorder.commands(), {}) == [["base", "lora_a"], ["base", "lora_a"]]
@@ -259,7 +259,7 @@ def test_what_goes_each_step_is_told(tmp_path) -> None:
 def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> None:
     made = experiment(tmp_path)
     there, _ = parameters(made)
-    other = next(place for place in made.build_meshes().items() if place[0] == "ref")
+    other = next(place for place in made.role_meshes.items() if place[0] == "ref")
     there._plans._built[1].slices[other] = {"base": build_whole_slice((4, 6))}
     with pytest.raises(
         ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"

@@ -20,7 +20,7 @@ def copy_of(root) -> tuple[RoleEngines, EngineKey]:
     specs = {
         role: replace(spec, schedule=Schedule(10, 0)) for role, spec in experiment.roles.items()
     }
-    (place,) = experiment.list_copies()
+    (place,) = experiment.copies
     return RoleEngines(experiment, specs, rank=1), place
 
 

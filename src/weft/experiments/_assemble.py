@@ -109,7 +109,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     experiment = replace(experiment, fixed_prompts=build_fixed_prompts(config, experiment))
     placement = {}
     for node in experiment.graph.list_model_calls():
-        placement[node.name] = experiment.get_mesh(node).layout
+        placement[node.name] = experiment.call_meshes[node.name].layout
     _check_calls(experiment)
     return replace(experiment, placement=placement)
 

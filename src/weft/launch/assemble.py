@@ -43,7 +43,7 @@ from weft.observe.progress import DisplayOptions
 from weft.planner.lengths import RunLength
 from weft.planner.run_plan import build_plan, make_peak_formatter
 from weft.registry import backends
-from weft.runtime.calls import check_calls, check_tokens, collect_calls
+from weft.runtime.calls import check_calls, check_tokens
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
@@ -302,13 +302,12 @@ def check_layouts(experiment: Experiment) -> None:
     A layout describes how a model is distributed over devices. Roles and their calls can each have
     one. The message names the layout's option.
     """
-    wanted = dict(experiment.build_meshes())
-    for call in experiment.list_calls():
+    wanted = dict(experiment.role_meshes)
+    roles = {role: role for role in experiment.roles}
+    for name, call in experiment.calls.items():
+        roles[call.name] = call.role
         if call.layout is not None:
-            wanted[call.name] = experiment.get_mesh(call)
-    roles = {role: role for role in experiment.roles} | {
-        call.name: call.role for call in experiment.list_calls()
-    }
+            wanted[call.name] = experiment.call_meshes[name]
     for name, mesh in reversed(
         wanted.items()
     ):  # check calls first: an error should name a call's own option
@@ -366,12 +365,12 @@ def check_kv_cache(experiment: Experiment, rows: int) -> None:
 
     `rows` is the number of tokens of the longest row.
     """
-    for call in collect_calls(experiment).values():
+    for name, call in experiment.calls.items():
         limit_gb = call.args.get("kv_cache_gb")
         spec = experiment.roles[call.role]
         if call.method != "generate" or limit_gb is None or spec.backend != "torch":
             continue
-        layout = experiment.get_mesh(call).layout
+        layout = experiment.call_meshes[name].layout
         config = read_config(check_spec(spec), spec.type)[1]
         each = compute_token_bytes(config, DTYPES[choose_dtype(spec)]) / (
             layout.tensor * layout.pipeline
@@ -397,7 +396,7 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
 
     The message contains the size of the vocabulary.
     """
-    for call in collect_calls(experiment).values():
+    for call in experiment.calls.values():
         spec = experiment.roles[call.role]
         stop_ids = call.args.get("stop_ids") or []
         if not stop_ids or spec.path is None or spec.backend in NO_NETWORK:

@@ -102,7 +102,7 @@ def launch_devices(
         # Start the processes; the shortest deadline bounds the silence of a device.
         environment = {**collect_environment(), **control.env}
         deadlines = []
-        for call in experiment.list_calls():
+        for call in experiment.calls.values():
             if call.deadline_s is not None:
                 deadlines.append(call.deadline_s)
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))

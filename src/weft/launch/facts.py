@@ -182,12 +182,12 @@ def predict_facts(
     Each description also has the key `copies`, with the descriptions of the role's copies on other
     meshes (groups of devices), keyed by mesh.
     """
-    meshes = experiment.build_meshes()
+    meshes = experiment.role_meshes
     facts_by_role = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():
         tokenizer = tokenizers.get(role)
         copies = {}
-        for name, mesh in experiment.list_copies():
+        for name, mesh in experiment.copies:
             if name == role:
                 copies[mesh] = describe_planned_engine(spec.mirror(), mesh, device, tokenizer)
         shared = _find_shared_base(experiment, role)
@@ -200,7 +200,7 @@ def predict_facts(
 
 def _find_shared_base(experiment: Experiment, role: str) -> str | None:
     """Return the role whose weights `role` uses with adapters off, or None if it has its own."""
-    meshes = experiment.build_meshes()
+    meshes = experiment.role_meshes
     for other, spec in experiment.roles.items():
         same_parts = meshes[role].has_same_parts(meshes[other])
         if can_share_base(experiment.roles[role], spec) and same_parts:
@@ -262,7 +262,7 @@ def forecast(
     """
     # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = [_add_completions(experiment, batch) for batch in given]
-    meshes = experiment.build_meshes()
+    meshes = experiment.role_meshes
     roles = {}
     incomplete = []
     on_gpu = dict[str, MemoryCase]()
@@ -272,7 +272,7 @@ def forecast(
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
             calls = []
             for c in experiment.graph.list_model_calls():
-                if c.role == role and experiment.get_mesh(c) == mesh:
+                if c.role == role and experiment.call_meshes[c.name] == mesh:
                     calls.append(c)
             place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
             works = _collect_works(experiment, calls, batches, place, own)

@@ -199,7 +199,7 @@ class Supervisor:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        roles = {call.name: call.role for call in self._experiment.list_calls()}
+        roles = {call.name: call.role for call in self._experiment.calls.values()}
         calls = []
         for each in list(self._calls.values())[:3]:
             name = each["call"].rpartition("/")[2]

@@ -155,7 +155,7 @@ class RunLength:
         """
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
-            next(n.role for n in experiment.list_trained_nodes() if n.name == node)
+            next(n.role for n in experiment.trained_nodes if n.name == node)
         ].optimizer
         return optimizer.build_schedule(total, per_epoch).total_steps
 
@@ -175,7 +175,7 @@ class RunLength:
             )
             for role, spec in experiment.roles.items()
         }
-        for node in experiment.list_trained_nodes():
+        for node in experiment.trained_nodes:
             per_epoch, total = self.updates(experiment, node.name)
             spec = specs[node.role]
             specs[node.role] = replace(

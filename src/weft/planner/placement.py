@@ -264,7 +264,7 @@ def build_units(
     start = []
     for (role, _), calls in groups.items():
         named = any(call.layout is not None or call.device_mesh is not None for call in calls)
-        now = experiment.get_mesh(calls[0])
+        now = experiment.call_meshes[calls[0].name]
         if role not in networks:
             continue
         trains = calls[0].trains

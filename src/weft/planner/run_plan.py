@@ -149,7 +149,7 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
             f"{format_plural(call.batch_size, 'prompt')} x {samples} = "
             f"{format_plural(call.batch_size * samples, 'completion')}"
         )
-    nodes = [node.name for node in experiment.list_trained_nodes()]
+    nodes = [node.name for node in experiment.trained_nodes]
     updates = {name: experiment.updates_per_firing.get(name, 1) for name in nodes}
     step += _format_updates(experiment, updates)
     if step:
@@ -194,7 +194,7 @@ def _format_updates(experiment: Experiment, counts: Mapping[str, int]) -> list[s
     `counts` maps each training node to its number of optimizer steps. Roles with the same number
     are listed together.
     """
-    roles = {node.name: node.role for node in experiment.list_trained_nodes()}
+    roles = {node.name: node.role for node in experiment.trained_nodes}
     roles_by_count: dict[int, list[str]] = {}
     for name, count in counts.items():
         roles_by_count.setdefault(count, []).append(roles[name])
@@ -322,7 +322,7 @@ def group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
 
 
 def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
-    places = [*experiment.build_meshes().items(), *experiment.list_copies()]
+    places = [*experiment.role_meshes.items(), *experiment.copies]
     return {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
 
 
@@ -331,11 +331,11 @@ def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
     The name is the role or, for a copy, the role with its calls: `actor (actor_gen)`.
     """
-    if mesh == experiment.build_meshes()[role]:
+    if mesh == experiment.role_meshes[role]:
         return role
     calls = []
-    for call in experiment.list_calls():
-        if call.role == role and experiment.get_mesh(call) == mesh:
+    for name, call in experiment.calls.items():
+        if call.role == role and experiment.call_meshes[name] == mesh:
             calls.append(call.name)
     return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
@@ -433,7 +433,7 @@ def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator
             f"{call.name}: {format_plural(samples, 'completion')} of each prompt"
             for call, samples in sampling
         )
-    for node in experiment.list_trained_nodes():
+    for node in experiment.trained_nodes:
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
         if (
             horizon.count_trained_updates(experiment, node.name)

@@ -19,22 +19,8 @@ from weft.experiment import Experiment
 from weft.graph.mfc import HOOKS, Call, MFCDef, Node
 from weft.interfaces.base import Minibatches, ModelInterface
 from weft.registry import functions, interfaces
-from weft.runtime.group import EVALUATION
 
 METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dict")
-
-
-def collect_calls(experiment: Experiment) -> dict[str, MFCDef]:
-    """Return all model function calls of an experiment, keyed by their names in the worker group.
-
-    Calls of the evaluation graph and of the graph for fixed prompts have the prefix `eval/`.
-    """
-    calls = {node.name: node for node in experiment.graph.list_model_calls()}
-    for beside in (experiment.evaluation, experiment.fixed_prompts):
-        if beside is not None:
-            for node in beside.graph.list_model_calls():
-                calls[EVALUATION + node.name] = node
-    return calls
 
 
 def implements_method(interface: str, method: str) -> bool:
@@ -85,7 +71,7 @@ def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) ->
     method are skipped. `tokenizers` maps roles to tokenizers.
     """
     data = tokenizers[experiment.data_role]
-    for node in collect_calls(experiment).values():
+    for node in experiment.calls.values():
         if implements_method(node.interface, "check_tokens"):
             interfaces.get(node.interface)(**node.args).check_tokens(
                 node.role, tokenizers[node.role], data
@@ -135,7 +121,7 @@ def _check_hook(node: MFCDef, name: str) -> None:
 
 
 def _check_cache(experiment: Experiment, node: MFCDef) -> None:
-    changed = {n.role for n in experiment.list_trained_nodes()} | {
+    changed = {n.role for n in experiment.trained_nodes} | {
         s.target for s in experiment.graph.syncs
     }
     if node.method != "inference" or node.role in changed or not node.output_keys:

@@ -141,7 +141,7 @@ def _find_transferred_roles(experiment: Experiment) -> set[str]:
     for pair in experiment.init_from.items():
         for role in pair:
             begun.add(role)
-    return synced | begun | {role for role, _ in experiment.list_copies()}
+    return synced | begun | {role for role, _ in experiment.copies}
 
 
 @dataclass(frozen=True)

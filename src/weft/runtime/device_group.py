@@ -20,7 +20,6 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
-from weft.runtime.calls import collect_calls
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand
 from weft.runtime.dispatch import (
@@ -73,9 +72,9 @@ class DeviceGroup:
         self.events: Events = queue.SimpleQueue()
         self._devices = devices
         self._experiment = experiment
-        self._meshes = experiment.build_meshes()
-        self._calls = collect_calls(experiment)
-        self._mesh_of = {name: experiment.get_mesh(node) for name, node in self._calls.items()}
+        self._meshes = experiment.role_meshes
+        self._calls = experiment.calls
+        self._mesh_of = experiment.call_meshes
         self._ranks = range(len(devices.addresses))
         self._announcing_calls: set[str] = set()
         # running interruptible calls, with the copy whose weights may be updated
@@ -351,7 +350,7 @@ class DeviceGroup:
         facts: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
             copies = {}
-            for r, m in self._experiment.list_copies():
+            for r, m in self._experiment.copies:
                 if r == role:
                     copies[m] = self._built[m.ranks[0]].copies[r, m]
             moves = [f"{what}: {way}" for what, way in self._parameters.list_plans(role)]

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.experiment import Evaluation, Experiment
+from weft.experiment import EVALUATION, Evaluation, Experiment
 from weft.graph.graph import DataflowGraph
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
 from weft.observe.jsonl import StepFile
 from weft.observe.sample_rows import FILE
 from weft.runtime.firings import FiringMetrics, join_metrics
-from weft.runtime.group import EVALUATION, WorkerGroup
+from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.samples import SampleReader
 from weft.runtime.store import TensorStore

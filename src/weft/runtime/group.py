@@ -23,7 +23,6 @@ SampleMeta = SequenceSample  # ids, lengths and metadata, no tensors
 # duration in seconds.
 STARTED = "started"
 SECONDS = "seconds"
-EVALUATION = "eval/"  # prefix of the evaluation graph's calls
 # (name of a call, host function or sync; index of the firing)
 Task = tuple[str, int]
 

@@ -140,7 +140,8 @@ class NodeRunner:
             graph, group, tokenizers, experiment.data_role, self._seed, prefix
         )
         self._ranks = {
-            node.name: experiment.get_mesh(node).layout.data for node in graph.list_model_calls()
+            node.name: experiment.call_meshes[prefix + node.name].layout.data
+            for node in graph.list_model_calls()
         }
         self._minibatches = {node.name: get_minibatches(node) for node in graph.list_model_calls()}
         self._running_firings: dict[Task, _RunningFiring] = {}  # unfinished task -> firing

@@ -48,9 +48,9 @@ class ParameterTransfers:
         self._dispatch = dispatch
         self._experiment = experiment
         self._plans = ReallocationPlanCache(dispatch, experiment, built, hosts)
-        self._meshes = experiment.build_meshes()
+        self._meshes = experiment.role_meshes
         # copy -> number of its weight updates once all submitted jobs are finished
-        self._weights = dict.fromkeys(experiment.list_copies(), 0)
+        self._weights = dict.fromkeys(experiment.copies, 0)
         # copies that have parameters
         self._copies = [
             place for place in self._weights if any(self._plans.collect_slices(place).values())
@@ -342,8 +342,8 @@ class ParameterTransfers:
         for place in self._copies:
             if place[0] == role and (written or self._experiment.roles[role].trained):
                 calls = []
-                for c in self._experiment.list_calls():
-                    if (c.role, self._experiment.get_mesh(c)) == place:
+                for name, c in self._experiment.calls.items():
+                    if (c.role, self._experiment.call_meshes[name]) == place:
                         calls.append(c.name)
                 if written:
                     names = self._plans.list_common(own, place, partly=False)
@@ -451,7 +451,7 @@ class ReallocationPlanCache:
         self._experiment = experiment
         self._built = built
         self._hosts = hosts
-        self._meshes = experiment.build_meshes()
+        self._meshes = experiment.role_meshes
         self._plans: dict[tuple[EngineKey, EngineKey, tuple[str, ...]], ReallocationPlan] = {}
         self.preparation_errors: dict[
             str, BaseException

@@ -61,7 +61,7 @@ class RoleEngines:
         groups: ProcessGroups | None = None,
     ) -> None:
         self._meshes = {
-            role: mesh for role, mesh in experiment.build_meshes().items() if rank in mesh.ranks
+            role: mesh for role, mesh in experiment.role_meshes.items() if rank in mesh.ranks
         }
         self._rank = rank
         self._groups = groups
@@ -84,7 +84,7 @@ class RoleEngines:
         # Number of weight updates that each copy has received, as counted by the driver; None
         # during a transfer.
         self._weights: dict[EngineKey, int | None] = {}
-        for role, mesh in experiment.list_copies():
+        for role, mesh in experiment.copies:
             if rank in mesh.ranks:
                 self._engines[role, mesh] = self._build(specs[role].mirror(), mesh)
                 self._weights[role, mesh] = 0
@@ -311,10 +311,10 @@ def find_separate_copies(experiment: Experiment) -> dict[str, EngineKey]:
     separate if its mesh shares no device with the role's own mesh, all calls on the copy tolerate
     stale weights, and no sync writes to the role.
     """
-    meshes = experiment.build_meshes()
+    meshes = experiment.role_meshes
     used: dict[EngineKey, list[MFCDef]] = {}
     for call in experiment.graph.list_model_calls():
-        used.setdefault((call.role, experiment.get_mesh(call)), []).append(call)
+        used.setdefault((call.role, experiment.call_meshes[call.name]), []).append(call)
     written = {sync.target for sync in experiment.graph.syncs}
     separate_copies: dict[str, EngineKey] = {}
     for place, calls in used.items():

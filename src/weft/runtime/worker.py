@@ -22,7 +22,6 @@ from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
 from weft.runtime.calls import (
-    collect_calls,
     implements_method,
     make_empty_sample,
     read_inputs,
@@ -69,13 +68,13 @@ class Worker:
         self._device = device
         self._cache = cache
         self._store = store
-        self.calls = collect_calls(experiment)
+        self.calls = experiment.calls
         self._interfaces = {
             name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()
         }
         self._caches: dict[str, OutputCache] = {}
         self.roles = RoleEngines(experiment, specs, rank, groups)
-        self._meshes = {name: experiment.get_mesh(node) for name, node in self.calls.items()}
+        self._meshes = experiment.call_meshes
         self._rank = rank
 
     def run_call(
