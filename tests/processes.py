@@ -32,7 +32,7 @@ PRELOADED = [
     "weft.cli.named_run",
     "weft.cli.quickstart",
     "weft.launch.assemble",
-    "weft.launch.damaged",
+    "weft.checkpoints.weight_files",
     "weft.runtime.commands",
     "weft.engine.mesh_collectives",
     "weft.engine.backends.torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,9 +59,9 @@ def drive(*sessions: Any, restarts_automatically: bool = True) -> list[dict[str,
             raise made
         return made
 
-    return RestartingRun(sessions[0], anew, restarts_automatically=restarts_automatically).run(
-        resumes=False
-    )
+    control = SimpleNamespace(recover_mode="auto" if restarts_automatically else "resume")
+    experiment: Any = SimpleNamespace(control=control, roles={})
+    return RestartingRun(sessions[0], anew, experiment).run(resumes=False)
 
 
 def test_a_run_goes_on_in_another_session_and_the_first_says_why():

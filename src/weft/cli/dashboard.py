@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{folder}: there is no such folder; give the folder with the runs, such as ./runs"
         )
-    from weft.launch.status import is_alive
+    from weft.launch.stop import is_alive
 
     token = secrets.token_urlsafe(16)
     server = open_server(Dashboard(folder, is_alive), token, given.port)

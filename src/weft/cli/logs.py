@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_logs(run: Path, files: Sequence[LogFile], lines: int) -> None:
-    from weft.launch.status import format_status, read_run_status
+    from weft.launch.stop import format_status, read_run_status
 
     print(format_status(run))
     # Earlier failures were resolved by a restart.
@@ -87,7 +87,7 @@ def _print_new_lines(
     `files` returns the current log files. It is called repeatedly, because new processes can create
     log files.
     """
-    from weft.launch.status import is_alive
+    from weft.launch.stop import is_alive
 
     quiet = 0
     while quiet < QUIET_POLLS:

@@ -133,7 +133,7 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
     An empty list selects all statuses or all algorithms. Raises `ConfigError` for a missing folder
     or an unknown status.
     """
-    from weft.launch.status import is_alive
+    from weft.launch.stop import is_alive
 
     if not root.is_dir():
         raise ConfigError(

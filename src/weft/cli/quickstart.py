@@ -21,7 +21,7 @@ from weft.cli.help import (
     print_page,
 )
 from weft.errors import ConfigError, find_nearest
-from weft.experiments.common import RunConfig, build_experiment
+from weft.experiments.common import RunConfig
 from weft.options import Config, coerce, iterate_options, read, to_mapping, validate
 from weft.redaction import mask_values, redact
 from weft.runtime.processes import SupervisorPipe
@@ -169,6 +169,7 @@ def _run(
         config = _assign_run_names(config, words)
     # Check first: torch is loaded only after all checks pass.
     from weft.launch import dry_run, run, slurm
+    from weft.launch.run import build_with_choices
     from weft.launch.supervisor import Supervisor, needs_ray
     from weft.observe.progress import DisplayOptions, find_terminal_width
 
@@ -185,12 +186,13 @@ def _run(
         command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
         print(slurm.start_job(config, command, print_only=words.print_script))
         return 0
-    several = needs_ray(experiment := build_experiment(config), config.mode)
+    experiment = build_with_choices(config)
+    several = needs_ray(experiment, config.mode)
     print_start(experiment, several=several)
     if supervise and several:
         os.environ[RUN_NAME_VARIABLE] = f"{config.experiment_name}/{config.trial_name}"
         return Supervisor(experiment).run()
-    run(config, show=DisplayOptions(verbose=words.verbose))
+    run(config, show=DisplayOptions(verbose=words.verbose), built=experiment)
     return 0
 
 

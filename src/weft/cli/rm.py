@@ -105,7 +105,7 @@ def check_removable(run: Path) -> Path:
         )
     if run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ConfigError(f"{run} contains the current folder; change to another folder first")
-    from weft.launch.status import format_status, is_alive
+    from weft.launch.stop import format_status, is_alive
 
     if is_alive(run):
         raise ConfigError(

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if given.config:
         print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")
         return 0
-    from weft.launch.status import is_alive
+    from weft.launch.stop import is_alive
 
     summary = summarize(run, is_alive)
     record = RunRecord.read(run)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import DevicesLost, Interrupted, NotFinite, RunError, WeftError
+from weft.engine.service_spec import NO_NETWORK
+from weft.errors import CheckpointError, DevicesLost, Interrupted, NotFinite, RunError
+from weft.experiment import Experiment
+from weft.experiments.models import find_option_role
 
 if TYPE_CHECKING:
     from weft.runtime.session import Session
@@ -14,25 +17,21 @@ MOST_RESTARTS = 3  # maximum restarts without a new step
 
 
 class RestartingRun:
-    """Run that restarts itself after a loss of devices, if `restarts_automatically` is True.
+    """Run that restarts itself after a loss of devices, if `recover_mode` is `auto`.
 
     For each restart, `create_session` is called to create a new session. If the run fails because
-    of non-finite numbers, `damaged` is called to find the cause. Then the error that `damaged`
-    returns is raised, or the original error if it returns None.
+    of non-finite numbers, the weight files of all roles are searched for the cause.
     """
 
     def __init__(
         self,
         session: Session,
         create_session: Callable[[], Session],
-        *,
-        restarts_automatically: bool,
-        damaged: Callable[[], WeftError | None] = lambda: None,
+        experiment: Experiment,
     ) -> None:
         self._session = session
         self._create_session = create_session
-        self._restarts = restarts_automatically
-        self._find_damage = damaged
+        self._experiment = experiment
         self._restarts_left = MOST_RESTARTS
         self._last_step = -1
 
@@ -51,11 +50,11 @@ class RestartingRun:
                     self._session.run()
                     is_over = True
                 except DevicesLost as lost:
-                    if not self._restarts:
+                    if self._experiment.control.recover_mode != "auto":
                         raise
                     self._restart(lost)
                 except NotFinite as error:
-                    raise self._find_damage() or error from error
+                    raise find_damaged_weights(self._experiment) or error from error
         except BaseException as error:
             stopped = isinstance(error, Interrupted | KeyboardInterrupt)
             try:
@@ -112,3 +111,26 @@ class RestartingRun:
                 f"{lost}; {MOST_RESTARTS} restarts made no progress after step {self._last_step}"
             )
         self._restarts_left -= 1
+
+
+def find_damaged_weights(experiment: Experiment) -> CheckpointError | None:
+    """Return an error that names a role whose weight files contain non-finite values.
+
+    Returns None if the files of all roles are intact. Reads all weight files again, which can take
+    a long time, so it should be called only after a run has failed.
+    """
+    from weft.checkpoints.hf_io import find_weights
+    from weft.checkpoints.weight_files import WeightFiles
+
+    for role, spec in experiment.roles.items():
+        if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:
+            continue
+        damage = WeightFiles(find_weights(spec.path)).find_not_finite()
+        if damage is not None:
+            option = f"{find_option_role(experiment.config, role, spec.path)}.path"
+            return CheckpointError(
+                f"{option}={spec.path}: the weights are damaged: they have non-finite values "
+                f"({damage}); "
+                "take another checkpoint, or download the model again"
+            )
+    return None

@@ -1,5 +1,9 @@
 """Functions that run a configuration in this process, or return its plan.
 
+A command line has been parsed into a configuration (`cli/quickstart.py`). From there to the first
+step, `run` goes through these stages once: build the experiment (`build_with_choices`), check it,
+fetch missing files from the hub, lock the run's directory, assemble the session (resolve tokenizers
+and dtypes, check layouts, read the data, plan, build the engines; `launch/assemble.py`), and run.
 All checks that do not need torch are made before torch is imported.
 """
 
@@ -7,17 +11,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from weft.checkpoints import config_file, names
+from weft.data.spec import list_source_specs
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
 from weft.experiments.common import ExperimentConfig, build_experiment
-from weft.experiments.models import resolve_roles
+from weft.experiments.models import find_option_role, resolve_roles
 from weft.launch import other_launchers
 from weft.launch.restarting_run import RestartingRun
 from weft.observe.configuration import flatten_options, is_left_open
@@ -28,7 +35,6 @@ from weft.registry import import_user_code
 
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
-    from weft.runtime.directory import RunDirectory
     from weft.runtime.ray import RayCluster
 
 MODES = ("local", "ray", "slurm")
@@ -68,26 +74,40 @@ def run(
     *,
     mode: str | None = None,
     show: DisplayOptions | None = None,
+    built: Experiment | None = None,
 ) -> RunResult:
     """Run an experiment to its end.
 
     `mode` is `local` to use the devices of this machine, or `ray` to use an existing Ray cluster;
     None stands for the mode in the configuration. With `local` and a single device, the run uses
-    this process. `show` configures the output.
+    this process. `show` configures the output. `built` is the result of
+    `build_with_choices(config)`, if the caller has it already.
 
     Raises `UserError` for invalid input, before anything is trained or written. Raises `RunError`
     if the run fails. Raises `Interrupted` after Ctrl-C or SIGTERM, once the current step is
     finished and a recovery point is written.
     """
-    experiment, mode = _build_checked(config, mode)
+    experiment, mode = _build_checked(config, mode, built=built)
     from weft.runtime.directory import RunDirectory, RunLock, admit
+    from weft.runtime.processes import SupervisorPipe
 
     directory = RunDirectory.from_control(experiment.control)
     resumes = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
     lock = RunLock(directory.path)
     lock.take()
     try:
-        return _run(experiment, directory, mode, resumes=resumes, show=show)
+        is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
+        cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
+        from weft.launch.assemble import assemble
+
+        restarting_run = RestartingRun(
+            assemble(
+                experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
+            ),
+            lambda: assemble(experiment, directory, mode, is_restart=True, show=show),
+            experiment,
+        )
+        return RunResult(restarting_run.run(resumes=resumes), directory.path)
     finally:
         lock.release()
 
@@ -139,14 +159,19 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
 
 
 def _build_checked(
-    config: ExperimentConfig | Experiment, mode: str | None, *, data: bool = True
+    config: ExperimentConfig | Experiment,
+    mode: str | None,
+    *,
+    data: bool = True,
+    built: Experiment | None = None,
 ) -> tuple[Experiment, str]:
     """Build the experiment and return it with the mode, after all checks that don't need torch.
 
-    Without `data`, tokenizers and datasets are not checked.
+    Without `data`, tokenizers and datasets are not checked. `built` is the experiment of `config`,
+    if the caller has it already.
     """
     other_launchers.check_started_directly(os.environ)
-    experiment = build_with_choices(config)
+    experiment = built or build_with_choices(config)
     if mode is None:
         mode = str(experiment.config.get("mode", "local"))
     check_mode(mode)
@@ -173,11 +198,61 @@ def build_with_files(
     again, unless `config` is already an `Experiment`. Raises `UserError` if a model is neither on
     this machine nor on the hub. With `data`, tokenizers and datasets are checked too.
     """
-    from weft.launch.hub import fetch_configs
-
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
         return build_with_choices(config)  # build again, with values from the downloaded files
     return experiment
+
+
+def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
+    """Check that models and datasets can be downloaded, and fetch the config.json of each model.
+
+    Models and datasets at local paths or in the local cache are not checked. Returns whether any
+    file was downloaded. If so, the caller must build the experiment again, with the values in the
+    files.
+
+    Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
+    for a model or `DataError` for a dataset if it is not on the hub or the hub does not answer. The
+    message names the option.
+    """
+    # the import of the hub's library takes a noticeable part of a second
+    import huggingface_hub
+
+    from weft.data import hub
+    from weft.data.sources import check_available
+
+    fileroot = experiment.control.fileroot
+    fetched = False
+    for role, spec in experiment.roles.items():
+        for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
+            if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
+                continue
+            if not data and kind == "path" and config_file.find_shipped_config(path) is not None:
+                continue  # a plan uses the config.json that is shipped with weft
+            option = f"{find_option_role(experiment.config, role, path) if kind == 'path' else role}.{kind}"
+            hint = names.suggest_path(path, fileroot)
+            if kind == "path" and config_file.find_shipped_config(path) is not None:
+                hint = "--dry-run=config plans the run from the config.json that weft ships"
+            hub.check_model(option, path, hint)
+            if kind == "path" and not hub.is_cached(path, ["config.json"]):
+                huggingface_hub.hf_hub_download(path, "config.json")
+                fetched = True
+    for option, path in _iterate_datasets(experiment) if data else ():
+        check_available(path, option)
+    return fetched
+
+
+def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield (option name, path) for every dataset that is given by a path."""
+    dataset = experiment.dataset
+    for option in ("train_path", "valid_path", "path"):
+        path = getattr(dataset, option)
+        if path is not None:
+            typed = experiment.config.get("dataset", {}).get("path") == path
+            yield "dataset.path" if typed else f"dataset.{option}", path
+    for index, source in enumerate(list_source_specs(dataset)):
+        for option, path in (("path", source.path), ("valid_path", source.valid_path)):
+            if path and source.named is None:
+                yield f"dataset.sources[{index}].{option}", path
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
@@ -241,30 +316,6 @@ def check_mode(mode: str) -> None:
             "slurm (register_quickstart provides one for your own configuration, "
             "register_experiment for an experiment)"
         )
-
-
-def _run(
-    experiment: Experiment,
-    directory: RunDirectory,
-    mode: str,
-    *,
-    resumes: bool,
-    show: DisplayOptions | None,
-) -> RunResult:
-    from weft.runtime.processes import SupervisorPipe
-
-    is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
-    cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
-    from weft.launch.assemble import assemble
-    from weft.launch.damaged import find_damaged_weights
-
-    restarting_run = RestartingRun(
-        assemble(experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster),
-        lambda: assemble(experiment, directory, mode, is_restart=True, show=show),
-        restarts_automatically=experiment.control.recover_mode == "auto",
-        damaged=lambda: find_damaged_weights(experiment),
-    )
-    return RunResult(restarting_run.run(resumes=resumes), directory.path)
 
 
 def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
