@@ -20,8 +20,8 @@ ConsecutiveRowSharing ExpertExchange ExpertFunction FeedForwardArguments GroupEx
 GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logits _place_prefix
 _open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix
 to_local_ids SampleLengths _build_layout_filter _build_problem _count_adapter_activations
-build_training_case
-ADAPTED_MATRICES
+build_training_case ADAPTED_MATRICES _build_staleness_notes _build_step_notes _check_staleness
+_has_option _list_age_keys _with_staleness check_shared_options format_epochs
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -80,10 +80,7 @@ def test_steps_of_frozen_epochs_are_not_among_those_trained():
         made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))}
     )
     horizon = RunLength.from_experiment(frozen, Length(5000, 40))
-    assert (
-        horizon.updates(frozen, "train") == (160, 480)
-        and horizon.count_trained_updates(frozen, "train") == 320
-    )
+    assert horizon.updates["train"] == (160, 480) and horizon.schedules["train"].total_steps == 320
     assert list(_iterate_node_counts(frozen, horizon)) == [
         "train: no optimizer step in the first epoch"
     ]

@@ -8,11 +8,11 @@ from typing import Any
 
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, list_source_specs
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import checks
-from weft.experiments._fixed_prompts import build_fixed_prompts
+from weft.experiments._lengths import read_model_context
 from weft.experiments._placement import place_calls
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.experiments.models import RunConfigT, find_option_role, resolve_models
@@ -23,6 +23,11 @@ from weft.planner.placement import HEURISTIC, SEARCH, allocate_layouts
 from weft.registry import datasets, import_user_code, interfaces, losses
 
 DEFAULT_BATCH = 32
+
+# The graph for the option `eval_prompts`, whose only node answers these prompts
+PROMPTS_NODE = "eval_prompts"
+NEW_TOKENS = 128  # default answer length in a run that samples nothing else
+COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb")  # those of the run's own sampling
 
 # Keys in the rows of each shipped dataset type; a registered type can provide any of them.
 ANSWER_KEYS = ("prompt", "completion", "loss_mask")
@@ -106,7 +111,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     # Place the calls on devices.
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place_calls(experiment, config, plan.roles)
-    experiment = replace(experiment, fixed_prompts=build_fixed_prompts(config, experiment))
+    experiment = replace(experiment, fixed_prompts=_build_fixed_prompts(config, experiment))
     placement = {}
     for node in experiment.graph.list_model_calls():
         placement[node.name] = experiment.call_meshes[node.name].layout
@@ -310,23 +315,108 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
     An example of such an option is `actor_train.layout`. Raises `ConfigError` if options are set
     for a call that is not in the graph.
     """
-    names = {n.name for n in experiment.graph.nodes}
+    nodes = {node.name: node for node in experiment.graph.nodes}
+    changes = {}
     for spec in fields(config):
         wanted: Any = getattr(config, spec.name)
         if not isinstance(wanted, MFCOptions):
             continue
-        if spec.name in names:
-            node = experiment.get_node(spec.name)
+        if spec.name in nodes:
+            node = nodes[spec.name]
             assert isinstance(node, MFCDef), (
                 f"{spec.name} is a host function and has no call options"
             )
-            experiment = experiment.with_mfc(spec.name, **wanted.list_changes(node))
+            changes[spec.name] = wanted.list_changes(node)
         elif wanted != type(wanted)():
             raise ConfigError(
                 f"{spec.name}.*: these options are for a call that is not in this graph; its "
                 f"nodes are {', '.join(experiment.graph.order)}"
             )
+    for name, changed in changes.items():
+        if changed:
+            experiment = experiment.with_mfc(name, **changed)
     return experiment
+
+
+def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
+    """Return the graph in which the trained model answers the prompts of the option `eval_prompts`.
+
+    Returns None if the option is not set. If the run samples completions with the trained model,
+    the same layout and devices are used for the answers. Raises `ConfigError` if the run trains no
+    model that generates text.
+    """
+    path = config.eval_prompts
+    most = config.eval_prompts_max_new_tokens
+    if path is None:
+        if most is not None:
+            raise ConfigError(
+                f"eval_prompts_max_new_tokens={most}: eval_prompts is not set; set it, or leave "
+                "this out"
+            )
+        return None
+    # Choose the length of answers.
+    own, role = _find_sampler(config, experiment, path)
+    given = dict(own.args) if own is not None else {}
+    spec = experiment.roles[role]
+    context = read_model_context(spec)
+    usual = int(given.get("max_new_tokens") or NEW_TOKENS)
+    if most is None:
+        if own is not None or context is None:
+            most = usual
+        else:
+            most = max(1, min(usual, context // 2))
+    if context is not None and most >= context:
+        raise ConfigError(
+            f"eval_prompts_max_new_tokens={most}: leaves no room for a prompt in the model's "
+            f"context of {context} tokens; "
+            "lower it"
+        )
+    # Sample greedily, with default options except for COPIED_OPTIONS.
+    args = to_mapping(GenerationSpec())
+    args |= {name: given[name] for name in COPIED_OPTIONS if name in given}
+    call = MFCDef(
+        PROMPTS_NODE,
+        role,
+        "generate",
+        "generate",
+        0,
+        input_keys=("prompt",),
+        output_keys=("completion", "logprobs", "versions", "finished"),
+        args={**args, "max_new_tokens": most, "greedy": True, "samples_per_prompt": 1},
+        layout=None if own is None else own.layout,
+        device_mesh=None if own is None else own.device_mesh,
+        post_hooks=(Offload("weights"),) if spec.offload else (),
+    )
+    return Evaluation(DataflowGraph([call], ("prompt",)), 0)
+
+
+def _find_sampler(
+    config: RunConfig, experiment: Experiment, path: str
+) -> tuple[MFCDef | None, str]:
+    """Return the run's call that samples with the trained policy, and the policy's role.
+
+    The call is None if the run does not sample. `path` is the value of `eval_prompts`, for
+    messages. Raises `ConfigError` if the run trains no model that generates text.
+    """
+    calls = experiment.graph.list_model_calls()
+    trained = []
+    for call in calls:
+        if call.trains and experiment.roles[call.role].head == "lm":
+            trained.append(call.role)
+    if not trained and any(call.trains for call in calls):
+        raise ConfigError(
+            f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores "
+            "texts but cannot generate any; leave eval_prompts out, or set it in a run that "
+            "trains a policy (sft, dpo, ppo, grpo, ...)"
+        )
+    if not trained:
+        raise ConfigError(
+            f"eval_prompts={path}: this run trains no model; give the prompts as dataset.path"
+        )
+    own = next(
+        (call for call in calls if call.role == trained[0] and call.method == "generate"), None
+    )
+    return own, trained[0]
 
 
 def _check_calls(experiment: Experiment) -> None:

@@ -1,68 +1,267 @@
-"""Graph nodes shared by the methods that train on sampled completions.
+"""Options, roles and graph nodes of the methods that train on sampled completions.
 
-The nodes sample completions, compute rewards and log-probs, train models and evaluate them.
+The first half has the options, which users set. The second half builds what they describe: the
+roles, and the nodes that sample completions, compute rewards and log-probs, train and evaluate.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
+from weft.algorithms.advantages import PassRates
+from weft.algorithms.ppo import HighCovariance, PolicyLoss
+from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection
 from weft.data.spec import DatasetSpec
-from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.service_spec import NO_NETWORK, ServedSpec
+from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
+from weft.engine.spec_parts import MOST_PASSES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments._assemble import (
     ExperimentParts,
     assemble,
+    check_config,
     choose_dataset_type,
     fill_batch_sizes,
 )
-from weft.experiments._policy_options import PolicyOptions, SamplingConfig, SamplingOptions
-from weft.experiments._roles import build_critic, build_reference, with_lr
-from weft.experiments._services import build_service_notes, check_shared_options
+from weft.experiments._roles import (
+    VARIABLES,
+    build_critic,
+    build_reference,
+    build_reward_model,
+    build_service_notes,
+    check_rewards,
+    check_served_reference,
+    has_reward_model,
+    resolve_servers,
+    with_lr,
+)
+from weft.experiments.common import MFCOptions, RunConfig
 from weft.experiments.models import find_context
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
-from weft.host.spec import parse_reward
-from weft.options import to_mapping
+from weft.host.spec import RewardOptions
+from weft.options import include, option, to_mapping
 from weft.planner.lengths import compute_max_length, fill_sample_lengths
+
+__all__ = ["MFCOptions", "PolicyConfig", "PolicyOptions", "SamplingConfig", "SamplingOptions"]
 
 SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT_KEYS = ("support", "support_counts")
 
 
+@dataclass
+class SamplingOptions:
+    """Options of methods that train on sampled and rewarded completions.
+
+    Each method adds the options of its components: its loss, and what becomes of rewards.
+    """
+
+    gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
+    ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
+    mini_batch_size: int | None = option(
+        None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
+    )
+    ppo_epochs: int = option(
+        1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES
+    )
+    pass_rates: PassRates = include(PassRates, count="eval_samples")
+    eval_samples: int = option(
+        1, "completions of each validation prompt, for avg@k and pass@k", at_least=1
+    )
+    ref_ema_eta: float | None = option(
+        None,
+        "move the reference this share of the way to the actor after every step; null: keep it "
+        "fixed",
+        at_least=0.0,
+        at_most=1.0,
+    )
+
+
+@dataclass
+class PolicyOptions(SamplingOptions):
+    """Additional options of the policy gradient methods PPO and GRPO."""
+
+    loss: PolicyLoss = include(PolicyLoss)
+    sampler_correction: str = option(
+        "none",
+        "score completions again with the actor before its first update, and weight the loss by "
+        "how these log-probs differ from the sampler's: token_truncate (TIS), token_mask, "
+        "sequence_truncate, sequence_mask",
+        choices=("none", *CORRECTIONS),
+    )
+    correction: SamplerCorrection = include(
+        SamplerCorrection,
+        correction="correction_method",
+        high="sampler_correction_high",
+        low="sampler_correction_low",
+    )
+    max_staleness: int = option(
+        0,
+        "maximum number of training steps by which the sampling weights are older than the "
+        "trained ones: above 0, sampling continues while earlier batches are trained, on other "
+        "devices than training, and the loss is the decoupled one (sampler_correction, or "
+        "token_truncate if that is none); up to max_staleness - 1 sets of weights are kept in "
+        "host memory; 0: sample every batch with the newest weights",
+        at_least=0,
+    )
+    interrupt_generation: bool = option(
+        False,
+        "with max_staleness above 0: switch to new weights in the middle of completions, so that "
+        "tokens of one completion come from several versions, depending on timing",
+    )
+    high_covariance: HighCovariance = include(
+        HighCovariance,
+        method="covariance",
+        share="covariance_share",
+        low="clip_cov_low",
+        high="clip_cov_high",
+    )
+
+    @property
+    def correction_method(self) -> str:
+        """Name of the correction for differences between the log-probs of sampler and actor.
+
+        This is the value of `sampler_correction`, except that "none" becomes "token_truncate" if
+        completions can be sampled with older weights (`max_staleness`).
+        """
+        lags = self.max_staleness and self.sampler_correction == "none"
+        return SamplerCorrection.correction if lags else self.sampler_correction
+
+
+@dataclass
+class SamplingConfig(RunConfig):
+    """Options of a run that samples completions and trains on their rewards."""
+
+    main_role: ClassVar[str] = "actor"
+    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
+    host_nodes: ClassVar[tuple[str, ...]] = ("reward", "pass_rates")
+
+    actor: ModelSpec = option(
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")),
+        "the policy that is trained",
+    )
+    ref: ServedSpec = option(
+        ServedSpec(), "the frozen reference of the KL; the actor's path if ref.path is absent"
+    )
+    rew: ServedSpec = option(
+        ServedSpec(), "reward model; none when rew.path and rew.url are absent"
+    )
+    rew_step: str | None = option(
+        None,
+        "text that ends a step, such as \\n\\n for a blank line: the reward model then scores "
+        "every step of a completion",
+    )
+    rewards: RewardOptions = include(
+        RewardOptions,
+        column="reward_column",
+        by_token="reward_by_token",
+        timeout_s="reward_timeout_s",
+        on_timeout="reward_on_timeout",
+        scores_weight="rew_weight",
+    )
+    dataset: DatasetSpec = option(
+        DatasetSpec(), "rows of type prompt, with columns for the reward function"
+    )
+    actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
+    rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
+    ref_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores completions with the reference"
+    )
+    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
+
+    def missing(self) -> list[str]:
+        """Return a description of each required option that is not set.
+
+        If there is no source of rewards, the list includes a description of the options that set
+        one.
+        """
+        model = (
+            self.rew.path
+            or self.rew.url
+            or self.rew.backend in NO_NETWORK
+            or os.environ.get(VARIABLES["rew"])
+        )
+        if model or self.rewards.given:
+            return super().missing()
+        return [*super().missing(), "reward=FUNCTION or rew.path=MODEL (what gives the reward)"]
+
+
+@dataclass
+class PolicyConfig(SamplingConfig):
+    """Options that PPO and GRPO share."""
+
+    host_nodes: ClassVar[tuple[str, ...]] = (
+        *SamplingConfig.host_nodes,
+        "advantages",
+        "sampler_correction",
+        "high_covariance",
+    )
+
+    actor_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores completions with the actor (sampler_correction)"
+    )
+
+
+# -- roles and graph nodes
+
+
 @dataclass(frozen=True)
 class RLGraphBuilder:
-    """Builder of the roles and graph nodes of an experiment that trains on sampled completions.
+    """Roles and graph nodes of an experiment that trains on sampled completions.
 
-    `options` are the algorithm's options, and `name` is the name of their group, such as "ppo".
-    `samples` is the number of completions per prompt. `gen` are the sampling options.
+    The fields are what the options of the run and of the method come to, resolved once by
+    `from_options`. The methods return the nodes of a step, in the order of an algorithm's graph.
     """
 
     config: SamplingConfig
     options: SamplingOptions
-    name: str  # name of the option group, for messages
+    name: str  # name of the option group, such as "ppo", for messages
     dataset: DatasetSpec
     samples: int  # completions per prompt
     gen: GenerationSpec
+    rewards: RewardOptions
+    pass_rates: PassRates
+    has_model: bool  # whether a reward model contributes to the reward
+    max_staleness: int = 0
+    interruptible: bool = False
+    correction: SamplerCorrection | None = None  # for samples of other weights than the trained
+    covariance: HighCovariance | None = None  # Clip-Cov or KL-Cov
 
     @classmethod
     def from_options(
         cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int
     ) -> RLGraphBuilder:
-        """Create a builder from the options of the run and of the method.
+        """Check the options that all sampling methods share, and create a builder from them.
 
-        Raises `UserError` if an option that all sampling methods share is invalid, if the lengths
-        do not fit the model's context, or if there is no source of rewards.
+        Raises `UserError` if one is invalid, or if there is no source of rewards.
         """
-        config = check_shared_options(config, options, name)
-        # Check the options.
+        config = check_config(config)
+        rew, ref = resolve_servers(config.rew, config.ref, config.actor, config.rew_step)
+        check_served_reference(ref, options.gen, options.ref_ema_eta, name)
+        config = replace(config, rew=rew, ref=ref)
         dataset = fill_batch_sizes(config.dataset)
-        _check_rewards(config)
-        _check_staleness(options, name)
+        rewards, pass_rates = config.rewards, options.pass_rates
+        check_rewards(rew, rewards, config.rew_step)
+        stale: dict[str, Any] = {}
+        if isinstance(options, PolicyOptions):
+            if options.interrupt_generation and not options.max_staleness:
+                raise ConfigError(
+                    f"{name}.interrupt_generation=true: with max_staleness=0 no weights change "
+                    f"while completions are sampled; set {name}.max_staleness=1 or more, or leave "
+                    "it out"
+                )
+            corrects = options.correction_method != "none"
+            stale = {
+                "max_staleness": options.max_staleness,
+                "interruptible": options.interrupt_generation,
+                "correction": options.correction if corrects else None,
+                "covariance": options.high_covariance if options.covariance != "none" else None,
+            }
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
                 f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} forms "
@@ -77,7 +276,16 @@ class RLGraphBuilder:
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         return cls(
-            config, options, name, dataset, samples, replace(gen, record_support=gen.truncates)
+            config,
+            options,
+            name,
+            dataset,
+            samples,
+            replace(gen, record_support=gen.truncates),
+            rewards,
+            pass_rates,
+            has_reward_model(rew),
+            **stale,
         )
 
     @property
@@ -85,16 +293,11 @@ class RLGraphBuilder:
         """Number of prompts per step."""
         return self.dataset.train_bs_n_seqs or 0
 
-    @property
-    def num_completions(self) -> int:
-        """Number of completions per step."""
-        return self.num_prompts * self.samples
-
-    @property
+    @cached_property
     def num_minibatches(self) -> int:
         """Number of minibatches per pass over the completions of a step."""
         return checks.count_minibatches(
-            self.num_completions,
+            self.num_prompts * self.samples,
             self.options.mini_batch_size,
             self.options.ppo_n_minibatches,
             self.name,
@@ -111,64 +314,44 @@ class RLGraphBuilder:
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
-    def has_model(self) -> bool:
-        """True if a reward model contributes to the reward."""
-        return has_reward_model(self.config)
-
-    @property
     def token_reward_keys(self) -> tuple[str, ...]:
         """Key of the per-token rewards, as a tuple; empty if the run has no such rewards."""
-        if self.config.rewards.by_token or self.config.rew_step is not None:
-            return ("token_rewards",)
-        return ()
-
-    @property
-    def reward_weights(self) -> list[float]:
-        """Weights of the reward functions, then the weight of the reward model if there is one."""
-        return [
-            *(part.weight for part in parse_reward(self.config.rewards.reward)),
-            *([self.config.rewards.scores_weight] * self.has_model),
-        ]
-
-    @property
-    def correction_keys(self) -> tuple[str, ...]:
-        """Keys that the loss needs to correct for off-policy samples; empty without correction."""
-        if _has_option(self.options, "correction_method"):
-            return ("old_logprobs", "sampler_weights")
-        return ()
-
-    @property
-    def covariance_keys(self) -> tuple[str, ...]:
-        """Key of the token mask of Clip-Cov or KL-Cov, as a tuple; empty if neither is used."""
-        return ("high_covariance",) if _has_option(self.options, "covariance") else ()
+        by_token = self.rewards.by_token or self.config.rew_step is not None
+        return ("token_rewards",) if by_token else ()
 
     @property
     def support_keys(self) -> tuple[str, ...]:
-        """Keys that record the token ids allowed by the sampling limits (top-k, top-p, min-p).
-
-        The tuple is empty if there are no such limits.
-        """
+        """Keys that record the token ids that top-k, top-p and min-p allow; empty without them."""
         return SUPPORT_KEYS if self.gen.record_support else ()
 
     def build_roles(
-        self, *, reference_removed_by: str | None
+        self,
+        *,
+        reference_removed_by: str | None,
+        critic: ModelSpec | None = None,
+        critic_init: str | None = None,
     ) -> tuple[dict[str, ModelSpec], dict[str, str]]:
         """Return the roles by name, and a mapping from copied roles to the roles that they copy.
 
-        The roles are the actor and, if the run has them, the reference and the reward model. A role
-        is in the second mapping if its initial weights are copied from another role. `reference_removed_by`
-        is the option setting that removes the reference, such as "ppo.kl_ctl=0", or None if the run
-        has a reference.
+        The roles are the actor and, if the run has them, the critic, the reference and the reward
+        model. A role is in the second mapping if its initial weights are copied from another role.
+        `reference_removed_by` is the option setting that removes the reference, such as
+        "ppo.kl_ctl=0", or None if the run has a reference. `critic_init` is the role from which a
+        critic without a path is initialized, see `build_critic`.
 
-        The actor's default learning rate is 1e-6. A reference without a path is the initial actor.
-        The reward model's head returns one number per completion, or one per token if the reward
-        model scores steps.
+        The default learning rates are 1e-6 for the actor and 5e-6 for the critic. A reference
+        without a path is the initial actor. The reward model's head returns one number per
+        completion, or one per token if the reward model scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
         init_from: dict[str, str] = {}
+        if critic is not None:
+            valued, init_from = build_critic(critic, critic_init, config.actor, config.rew)
+            roles["critic"] = with_lr(valued, 5e-6)
         if reference_removed_by is None:
-            roles["ref"], init_from = build_reference(config.ref, config.actor)
+            roles["ref"], copied = build_reference(config.ref, config.actor)
+            init_from = init_from | copied
         elif self.options.ref_ema_eta:
             raise ConfigError(
                 f"{self.name}.ref_ema_eta updates the reference, but {reference_removed_by} removes it; "
@@ -179,16 +362,6 @@ class RLGraphBuilder:
                 "score" if config.rew_step is None else "value", trained=False
             )
         return roles, init_from
-
-    def build_critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """Return the critic's spec, and {"critic": "actor"} if the actor's weights are copied.
-
-        The mapping is empty if the weights are read from files. If `spec` has no path, the critic
-        is initialized from the role `init`, "rew" or "actor". By default, this is the reward model
-        if it uses the actor's tokens, and otherwise the actor. The default learning rate is 5e-6.
-        """
-        valued, copied = build_critic(spec, init, self.config.actor, self.config.rew)
-        return with_lr(valued, 5e-6), copied
 
     def build_experiment(
         self,
@@ -203,26 +376,66 @@ class RLGraphBuilder:
         `num_updates` optimizer steps per batch. `init_from` maps roles to the roles whose initial
         weights they copy. `notes` are lines for the plan that is printed before the run.
         """
-        # Each training call makes `num_updates` optimizer steps.
-        trains = []
+        # With `max_staleness`, sampling runs ahead of training.
+        placed: list[Node] = []
+        updates = {}
         for node in nodes:
+            if isinstance(node, MFCDef) and node.method == "generate":
+                node = replace(
+                    node, max_staleness=self.max_staleness, interruptible=self.interruptible
+                )
             if isinstance(node, MFCDef) and node.trains:
-                trains.append(node)
+                updates[node.name] = self.num_updates
+            placed.append(node)
+        # With `ref_ema_eta`, the reference is a moving average of the actor.
+        eta = self.options.ref_ema_eta
+        moves = [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
+        # For each validation prompt, `eval_samples` completions are sampled as in training.
+        size = self.dataset.valid_bs_n_seqs or 0
+        evaluation = [
+            self.build_generation(size, self.pass_rates.count, record_support=False),
+            *self.build_rewards(size),
+            HostFunction(
+                name="pass_rates",
+                function="pass_rates",
+                batch_size=size,
+                input_keys=("rewards",),
+                args=asdict(self.pass_rates),
+            ),
+        ]
         plan = ExperimentParts(
             roles=roles,
-            nodes=[_with_staleness(node, self.options) for node in nodes],
+            nodes=placed,
             dataset=self.dataset,
             dataset_type=choose_dataset_type(self.dataset, "prompt"),
             data_role="actor",
             steps_follow="actor_train",
             longest=compute_max_length(self.config.dataset, self.options.gen),
-            evaluation=self.build_evaluation(),
-            syncs=self._build_syncs() if "ref" in roles else [],
+            evaluation=evaluation,
+            syncs=moves if "ref" in roles else [],
             init_from=init_from,
-            updates_per_firing={node.name: self.num_updates for node in trains},
-            notes=[*_build_step_notes(self), *notes],
+            updates_per_firing=updates,
+            notes=[*self._build_notes(), *notes],
         )
         return assemble(self.config, plan)
+
+    def _build_notes(self) -> list[str]:
+        """Return lines that describe a step for the printed plan, such as the maximum lengths."""
+        most = self.dataset.max_prompt_len
+        prompts = "" if most is None else f", prompts of at most {most}"
+        notes = [
+            f"completions of at most {self.gen.max_new_tokens} tokens{prompts}",
+            *build_pass_notes(
+                self.options.ppo_epochs, self.num_prompts * self.samples, self.num_minibatches
+            ),
+        ]
+        if self.max_staleness and self.correction is not None:
+            notes.append(
+                f"sampling: up to {self.max_staleness} steps ahead of training; the loss corrects "
+                f"for older weights by {self.correction.correction}, with correction weights of at "
+                f"most {self.correction.high:g}"
+            )
+        return [*notes, *build_service_notes(self.config.rew, self.config.ref)]
 
     def build_generation(
         self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
@@ -253,23 +466,19 @@ class RLGraphBuilder:
         With `parts`, the reward of each function is also an output. `prefix` is prepended to the
         names of the nodes, and to the keys of completions and rewards.
         """
-        config = self.config
-        # Add the reward model.
+        rewards = self.rewards
         nodes = list[Node]()
         if self.has_model:
-            nodes.append(
-                _build_reward_model(
-                    config, size, prefix, "scores" if config.rewards.given else "rewards"
-                )
-            )
-        # Add the reward function.
-        if config.rewards.given:
+            scores = "scores" if rewards.given else "rewards"
+            rew, step = self.config.rew, self.config.rew_step
+            nodes.append(build_reward_model(rew, step, size, prefix, scores))
+        if rewards.given:
             remap = {}
             for key in ("completion", *(("scores",) if self.has_model else ())):
                 remap[key] = prefix + key
             output_keys = (
                 "rewards",
-                *(("token_rewards",) if config.rewards.by_token else ()),
+                *(("token_rewards",) if rewards.by_token else ()),
                 *(("reward_parts",) if parts else ()),
             )
             reward = HostFunction(
@@ -280,7 +489,7 @@ class RLGraphBuilder:
                 output_keys=output_keys,
                 input_key_remap=remap if prefix else {},
                 output_key_remap={key: prefix + key for key in output_keys} if prefix else {},
-                args=asdict(replace(config.rewards, keep_parts=parts)),
+                args=asdict(replace(rewards, keep_parts=parts)),
                 tokenizer_role="actor",
             )
             nodes.append(reward)
@@ -306,12 +515,10 @@ class RLGraphBuilder:
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """Return the nodes of the sampler correction, or an empty list if it is disabled.
 
-        The first node computes the actor's log-probs before the actor is trained on the batch. It
-        does not run until all keys in `waits` exist. The second node computes weights for the loss,
-        which correct for the difference between these log-probs and the sampler's.
+        The first node computes the actor's log-probs before its update, once all keys in `waits`
+        exist; the second, weights that correct the loss for their difference from the sampler's.
         """
-        options = self.options
-        if not isinstance(options, PolicyOptions) or not self.correction_keys:
+        if self.correction is None:
             return []
         correction = HostFunction(
             name="sampler_correction",
@@ -320,17 +527,13 @@ class RLGraphBuilder:
             input_keys=("prompt", "completion", "logprobs", "old_logprobs"),
             optional_keys=("loss_mask",),
             output_keys=("sampler_weights",),
-            args=asdict(options.correction),
+            args=asdict(self.correction),
         )
         return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def build_covariance(self) -> list[Node]:
-        """Return the node that selects tokens for Clip-Cov or KL-Cov, as a list.
-
-        The list is empty if neither method is used.
-        """
-        options = self.options
-        if not isinstance(options, PolicyOptions) or not self.covariance_keys:
+        """Return a list with the node that selects tokens for Clip-Cov or KL-Cov, if one is used."""
+        if self.covariance is None:
             return []
         return [
             HostFunction(
@@ -340,7 +543,7 @@ class RLGraphBuilder:
                 input_keys=("prompt", "completion", "logprobs", "advantages"),
                 optional_keys=("loss_mask",),
                 output_keys=("high_covariance",),
-                args=asdict(options.high_covariance),
+                args=asdict(self.covariance),
             )
         ]
 
@@ -362,18 +565,12 @@ class RLGraphBuilder:
         if samples:
             args["temperature"] = self.temperature
         # Inputs: those of the loss, of stale weights, of truncated sampling and of corrections.
-        optional = (
-            "loss_mask",
-            *(("ref_logprobs", *_list_age_keys(self.options)) if samples else ()),
-        )
-        read = (
-            *keys,
-            *(
-                (*self.support_keys, *self.correction_keys, *self.covariance_keys)
-                if samples
-                else ()
-            ),
-        )
+        read, optional = [*keys], ["loss_mask"]
+        if samples:
+            optional += ["ref_logprobs", *(["versions"] if self.max_staleness else [])]
+            read += self.support_keys
+            read += ["old_logprobs", "sampler_weights"] if self.correction is not None else []
+            read += ["high_covariance"] if self.covariance is not None else []
         return MFCDef(
             name=node,
             role=role,
@@ -385,72 +582,10 @@ class RLGraphBuilder:
             args=args,
         )
 
-    def build_evaluation(self) -> list[Node]:
-        """Return the nodes of the evaluation graph: sampling, rewards and pass rates.
-
-        For each validation prompt, `eval_samples` completions are sampled as in training.
-        """
-        size = self.dataset.valid_bs_n_seqs or 0
-        rates = self.options.pass_rates
-        node = HostFunction(
-            name="pass_rates",
-            function="pass_rates",
-            batch_size=size,
-            input_keys=("rewards",),
-            args=asdict(rates),
-        )
-        return [
-            self.build_generation(size, rates.count, record_support=False),
-            *self.build_rewards(size),
-            node,
-        ]
-
-    def _build_syncs(self) -> list[ParamSync]:
-        """Return the weight updates to run after each training step.
-
-        If `ref_ema_eta` is set, one update makes the reference a moving average of the actor.
-        """
-        eta = self.options.ref_ema_eta
-        return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
-
-
-def _build_reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
-    """Return the call in which the reward model scores completions, with the output key `scores`.
-
-    `prefix` is prepended to the node's name and to all keys except `prompt`.
-    """
-    form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
-    args: dict[str, Any] = {
-        "outputs": ["scores"],
-        **{key: text for key, text in form.items() if text},
-    }
-    output_key_remap = {"scores": prefix + scores}
-    if config.rew_step is not None:
-        args = {"step": config.rew_step.replace("\\n", "\n")}
-        output_key_remap = {**output_key_remap, "token_rewards": f"{prefix}token_rewards"}
-    return MFCDef(
-        name=f"{prefix}rew_inf",
-        role="rew",
-        interface="infer" if config.rew_step is None else "process_reward",
-        method="inference",
-        batch_size=size,
-        input_keys=("prompt", "completion"),
-        optional_keys=("finished",),
-        output_keys=tuple(output_key_remap),
-        output_key_remap=output_key_remap,
-        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {},
-        args=args,
-    )
-
 
 def build_sampling_args(spec: GenerationSpec) -> dict[str, Any]:
     """Return the arguments of the interface `generate` that say how completions are sampled."""
     return {**to_mapping(spec), "record_support": spec.record_support}
-
-
-def format_epochs(count: int) -> str:
-    """Return the number of epochs as a phrase, such as "2 epochs"."""
-    return f"{count} epoch" if count == 1 else f"{count} epochs"
 
 
 def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
@@ -462,106 +597,5 @@ def build_pass_notes(passes: int, completions: int, minibatches: int) -> list[st
         return []
     return [
         f"a step's completions are trained on in minibatches of {completions // minibatches}, for "
-        f"{format_epochs(passes)}"
+        f"{passes} epoch{'' if passes == 1 else 's'}"
     ]
-
-
-def _build_step_notes(policy: RLGraphBuilder) -> list[str]:
-    """Return lines that describe a step for the printed plan, such as the maximum lengths."""
-    most = policy.dataset.max_prompt_len
-    prompts = "" if most is None else f", prompts of at most {most}"
-    return [
-        f"completions of at most {policy.gen.max_new_tokens} tokens{prompts}",
-        *build_pass_notes(
-            policy.options.ppo_epochs, policy.num_completions, policy.num_minibatches
-        ),
-        *_build_staleness_notes(policy.options),
-        *build_service_notes(policy.config),
-    ]
-
-
-def _has_option(options: SamplingOptions, name: str) -> bool:
-    """Return whether a policy gradient method is used and its option `name` is not "none"."""
-    return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
-
-
-def _list_age_keys(options: SamplingOptions) -> tuple[str, ...]:
-    """Return the tuple ("versions",), or an empty tuple if sampling always uses the newest weights.
-
-    The key `versions` has the version of the weights that sampled each completion.
-    """
-    if isinstance(options, PolicyOptions) and options.max_staleness:
-        return ("versions",)
-    return ()
-
-
-def _with_staleness(node: Node, options: SamplingOptions) -> Node:
-    """Return the node, with `max_staleness` and `interruptible` set if it samples completions.
-
-    These options let it sample ahead of training. Other nodes are returned unchanged.
-    """
-    if (
-        not isinstance(options, PolicyOptions)
-        or not isinstance(node, MFCDef)
-        or node.method != "generate"
-    ):
-        return node
-    return replace(
-        node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation
-    )
-
-
-def _check_staleness(options: SamplingOptions, name: str) -> None:
-    if (
-        isinstance(options, PolicyOptions)
-        and options.interrupt_generation
-        and not options.max_staleness
-    ):
-        raise ConfigError(
-            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while "
-            f"completions are sampled; "
-            f"set {name}.max_staleness=1 or more, or leave it out"
-        )
-
-
-def _build_staleness_notes(options: SamplingOptions) -> list[str]:
-    if not isinstance(options, PolicyOptions) or not options.max_staleness:
-        return []
-    return [
-        f"sampling: up to {options.max_staleness} steps ahead of training; the loss corrects for "
-        f"older weights by {options.correction.correction}, with correction weights of at most "
-        f"{options.correction.high:g}"
-    ]
-
-
-def has_reward_model(config: SamplingConfig) -> bool:
-    """Return whether the options name a reward model."""
-    return config.rew.path is not None or config.rew.backend in NO_NETWORK
-
-
-def _check_rewards(config: SamplingConfig) -> None:
-    """Raise `ConfigError` if there is no source of rewards, or if reward options have no effect."""
-    rewards = config.rewards
-    functions = rewards.given
-    if not functions and not has_reward_model(config):
-        raise ConfigError(
-            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "
-            "reward function (or "
-            "reward_column), or both"
-        )
-    if rewards.scores_weight != 1.0 and not (functions and has_reward_model(config)):
-        raise ConfigError(
-            f"rew_weight={rewards.scores_weight} weighs a reward model against a reward function; set "
-            f"both, or leave it out"
-        )
-    if rewards.by_token and not functions:
-        raise ConfigError(
-            "reward_by_token=true applies to reward functions only; set reward, or leave it out"
-        )
-    if config.rew_step is not None and (
-        not has_reward_model(config) or rewards.by_token or not config.rew_step
-    ):
-        raise ConfigError(
-            f"rew_step={config.rew_step!r}: makes the reward model score every step that ends "
-            "with this text; set rew.path, and leave out reward_by_token"
-        )

@@ -1,22 +1,29 @@
-"""Defaults of roles that are not fully specified: the reference and the critic.
+"""Roles that are not fully specified: the reference, the critic, and models on servers.
 
 By default the reference is the initial actor, and the critic is initialized from the reward model
-or the actor.
+or the actor. The addresses of servers are set by the options `rew.url` and `ref.url`, or by
+environment variables.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import AUTO, ModelSpec
+from weft.checkpoints.config_file import TORCH_BACKEND
+from weft.engine.service_spec import NO_NETWORK, SERVICE, ServedSpec, ServiceAddress
+from weft.engine.spec import AUTO, GenerationSpec, ModelSpec
 from weft.errors import CheckpointError, ConfigError
+from weft.graph.mfc import MFCDef
+from weft.host.spec import RewardOptions
 
 ADAPTER_RATE = 1e-5
 PREFIX_RATE = 1e-2
+# Environment variables with host:port/model of a gRPC server
+VARIABLES = {"rew": "TRITON_HOST_RM", "ref": "TRITON_HOST_REF"}
 
 
 def build_reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
@@ -175,3 +182,155 @@ def _parse_token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
     else:
         known = {token[0]: id for id, token in enumerate(vocab)}
     return known, {token["content"]: token["id"] for token in added or ()}
+
+
+# -- reward models, and models on servers
+
+
+def resolve_servers(
+    rew: ServedSpec, ref: ServedSpec, actor: ModelSpec, rew_step: str | None
+) -> tuple[ServedSpec, ServedSpec]:
+    """Return the reward model and the reference, with the backend for servers if they are on one.
+
+    A role is on a server if an option or an environment variable sets its URL. Raises `UserError`
+    if an option is invalid or not supported by a server.
+    """
+    rew = _resolve_url("rew", rew)
+    ref = _resolve_url("ref", ref)
+    if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
+        # Without its own tokenizer the reward model reads the actor's tokens.
+        own = actor.tokenizer.path or actor.path
+        rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
+    if is_served(rew) and rew_step is not None:
+        raise ConfigError(
+            f"rew_step={rew_step!r} needs a score per token, which a server does not "
+            "return; set rew.path, and leave rew.url out"
+        )
+    return rew, ref
+
+
+def is_served(spec: ModelSpec) -> bool:
+    """Return whether the role's model runs on a server."""
+    return spec.backend == SERVICE
+
+
+def check_served_reference(
+    ref: ServedSpec, gen: GenerationSpec, ref_ema_eta: float | None, name: str
+) -> None:
+    """Raise `ConfigError` for options that do not work if the reference model is on a server.
+
+    `name` is the option group of `gen` and `ref_ema_eta`, for messages.
+    """
+    if not is_served(ref):
+        return
+    if ref_ema_eta:
+        raise ConfigError(
+            f"{name}.ref_ema_eta updates the reference, but that of ref.url is on a server; set "
+            "only one of the two"
+        )
+    if gen.truncates:
+        raise ConfigError(
+            f"ref.url: a server does not know which tokens {name}.gen.top_k, top_p and min_p "
+            "exclude; "
+            f"write "
+            f"{name}.gen.top_p=1, and no top_k or min_p"
+        )
+
+
+def build_service_notes(rew: ServedSpec, ref: ServedSpec) -> list[str]:
+    """Return a line for each role whose model runs on a server, for the printed plan.
+
+    The line says that scores or log-probs come from the server and that no weights are loaded.
+    """
+    notes = []
+    for role, spec, what in (("rew", rew, "scores"), ("ref", ref, "log-probs")):
+        if is_served(spec):
+            if spec.path is not None:
+                files = f"; only the tokenizer of {role}.path is read"
+            else:
+                files = ""
+            notes.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
+    return notes
+
+
+def _resolve_url(role: str, spec: ServedSpec) -> ServedSpec:
+    url = spec.url
+    if url is None and (named := os.environ.get(VARIABLES[role], "").strip()):
+        url = named if "://" in named else f"grpc://{named}"
+    if url is None:
+        if is_served(spec):
+            raise ConfigError(f"{role}.backend=service: the role needs {role}.url")
+        return spec
+    if spec.backend not in (AUTO, TORCH_BACKEND, SERVICE):
+        raise ConfigError(
+            f"{role}.backend={spec.backend} and {role}.url exclude each other; set only one of them"
+        )
+    if spec.offload:
+        raise ConfigError(
+            f"{role}.offload=true moves weights, but those of {role}.url are on a server; set "
+            "only one of the two"
+        )
+    ServiceAddress.parse(role, url, spec.service)
+    return replace(spec, url=url, backend=SERVICE)
+
+
+def has_reward_model(rew: ModelSpec) -> bool:
+    """Return whether the options of the role `rew` name a reward model."""
+    return rew.path is not None or rew.backend in NO_NETWORK
+
+
+def build_reward_model(
+    rew: ServedSpec, rew_step: str | None, size: int, prefix: str, scores: str
+) -> MFCDef:
+    """Return the call in which the reward model scores completions, with the output key `scores`.
+
+    With `rew_step`, it scores the steps that end with this text. `prefix` is prepended to the node's
+    name and to all keys except `prompt`.
+    """
+    form = {"prompt_prefix": rew.prompt_prefix, "prompt_suffix": rew.prompt_suffix}
+    args: dict[str, Any] = {
+        "outputs": ["scores"],
+        **{key: text for key, text in form.items() if text},
+    }
+    output_key_remap = {"scores": prefix + scores}
+    if rew_step is not None:
+        args = {"step": rew_step.replace("\\n", "\n")}
+        output_key_remap = {**output_key_remap, "token_rewards": f"{prefix}token_rewards"}
+    return MFCDef(
+        name=f"{prefix}rew_inf",
+        role="rew",
+        interface="infer" if rew_step is None else "process_reward",
+        method="inference",
+        batch_size=size,
+        input_keys=("prompt", "completion"),
+        optional_keys=("finished",),
+        output_keys=tuple(output_key_remap),
+        output_key_remap=output_key_remap,
+        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {},
+        args=args,
+    )
+
+
+def check_rewards(rew: ModelSpec, rewards: RewardOptions, rew_step: str | None) -> None:
+    """Raise `ConfigError` if there is no source of rewards, or if reward options have no effect."""
+    functions = rewards.given
+    if not functions and not has_reward_model(rew):
+        raise ConfigError(
+            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "
+            "reward function (or "
+            "reward_column), or both"
+        )
+    if rewards.scores_weight != 1.0 and not (functions and has_reward_model(rew)):
+        raise ConfigError(
+            f"rew_weight={rewards.scores_weight} weighs a reward model against a reward function; set "
+            f"both, or leave it out"
+        )
+    if rewards.by_token and not functions:
+        raise ConfigError(
+            "reward_by_token=true applies to reward functions only; set reward, or leave it out"
+        )
+    if rew_step is not None and (not has_reward_model(rew) or rewards.by_token or not rew_step):
+        raise ConfigError(
+            f"rew_step={rew_step!r}: makes the reward model score every step that ends "
+            "with this text; set rew.path, and leave out reward_by_token"
+        )

@@ -14,9 +14,9 @@ from weft.algorithms.grpo import GRPOLoss
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
-from weft.experiments._rl_graph import RLGraphBuilder
+from weft.experiments._rl_graph import MFCOptions, PolicyConfig, PolicyOptions, RLGraphBuilder
 from weft.graph.mfc import HostFunction, Node
+from weft.host.spec import parse_reward
 from weft.options import include, option
 from weft.registry import register_quickstart
 
@@ -193,7 +193,10 @@ class GRPOConfig(PolicyConfig):
             options = replace(options, kl_coef=grpo.kl_coef, kl_estimator=grpo.kl_estimator or "k1")
             more += ["logprobs", "ref_logprobs"]
         if grpo.normalize_each_reward:
-            options = replace(options, part_weights=policy.reward_weights)
+            weights = [part.weight for part in parse_reward(policy.rewards.reward)]
+            if policy.has_model:
+                weights.append(policy.rewards.scores_weight)
+            options = replace(options, part_weights=weights)
             more.append("reward_parts")
         if greedy:
             baselines = {}

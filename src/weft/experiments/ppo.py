@@ -10,9 +10,8 @@ from weft.algorithms.ppo import PPOActorLoss, PPOCriticLoss
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.experiment import Experiment
-from weft.experiments._policy_options import MFCOptions, PolicyConfig, PolicyOptions
-from weft.experiments._rl_graph import RLGraphBuilder
-from weft.graph.mfc import HostFunction, MFCDef, Node
+from weft.experiments._rl_graph import MFCOptions, PolicyConfig, PolicyOptions, RLGraphBuilder
+from weft.graph.mfc import HostFunction, MFCDef
 from weft.options import include, option
 from weft.registry import register_quickstart
 
@@ -82,33 +81,23 @@ class PPOConfig(PolicyConfig):
         The nodes sample completions, compute rewards, reference log-probs and values, derive
         advantages, and train actor and critic. Raises `UserError` if an option is invalid.
         """
-        policy = RLGraphBuilder.from_options(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
+        ppo = self.ppo
+        policy = RLGraphBuilder.from_options(self, ppo, "ppo", ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (
             "from_options returns this configuration with its models resolved"
         )
         # Choose the models; the actor is frozen while only the critic is trained.
-        critic, begins_as = policy.build_critic(policy.config.critic, self.ppo.critic_init)
-        others, copied = policy.build_roles(
-            reference_removed_by=None if self._has_ref else "ppo.kl_ctl=0"
+        has_ref = ppo.kl_ctl > 0
+        roles, init_from = policy.build_roles(
+            reference_removed_by=None if has_ref else "ppo.kl_ctl=0",
+            critic=policy.config.critic,
+            critic_init=ppo.critic_init,
         )
-        actor = others.pop("actor")
-        warmup = replace(actor.optimizer, frozen_epochs=self.ppo.critic_warmup_epochs)
-        roles = {"actor": replace(actor, optimizer=warmup), "critic": critic, **others}
-        return policy.build_experiment(roles, begins_as | copied, self._build_nodes(policy))
-
-    @property
-    def _has_ref(self) -> bool:
-        return self.ppo.advantages.kl_ctl > 0
-
-    def _build_nodes(self, policy: RLGraphBuilder) -> list[Node]:
-        ppo = self.ppo
+        warmup = replace(roles["actor"].optimizer, frozen_epochs=ppo.critic_warmup_epochs)
+        roles["actor"] = replace(roles["actor"], optimizer=warmup)
+        # Compute values, then advantages from rewards, values and the KL to the reference.
         size = policy.num_prompts
-        actor_loss = policy.build_training(
-            "actor_train", "actor", "ppo_actor", asdict(ppo.loss), ("logprobs", "advantages")
-        )
-        critic_loss = policy.build_training(
-            "critic_train", "critic", "ppo_critic", asdict(ppo.value_loss), ("values", "returns")
-        )
+        actor_loss, critic_loss, gae = ppo.loss, ppo.value_loss, ppo.advantages
         critic_inf = MFCDef(
             name="critic_inf",
             role="critic",
@@ -119,27 +108,33 @@ class PPOConfig(PolicyConfig):
             output_keys=("values",),
             args={"outputs": ["values"]},
         )
-        references = [policy.build_reference()] if self._has_ref else []
-        return [
-            policy.build_generation(size, ppo.samples_per_prompt),
-            *policy.build_rewards(size),
-            *references,
-            critic_inf,
-            *policy.build_corrections(),
-            self._build_advantages(policy),
-            *policy.build_covariance(),
-            actor_loss,
-            critic_loss,
-        ]
-
-    def _build_advantages(self, policy: RLGraphBuilder) -> HostFunction:
-        more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.token_reward_keys)
-        return HostFunction(
+        more = (*(("ref_logprobs",) if has_ref else ()), *policy.token_reward_keys)
+        advantages = HostFunction(
             name="advantages",
             function="gae_advantages",
-            batch_size=policy.num_prompts,
+            batch_size=size,
             input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *more),
             optional_keys=("loss_mask",),
             output_keys=("advantages", "returns"),
-            args=asdict(self.ppo.advantages),
+            args=asdict(gae),
         )
+        nodes = [
+            policy.build_generation(size, ppo.samples_per_prompt),
+            *policy.build_rewards(size),
+            *([policy.build_reference()] if has_ref else []),
+            critic_inf,
+            *policy.build_corrections(),
+            advantages,
+            *policy.build_covariance(),
+            policy.build_training(
+                "actor_train",
+                "actor",
+                "ppo_actor",
+                asdict(actor_loss),
+                ("logprobs", "advantages"),
+            ),
+            policy.build_training(
+                "critic_train", "critic", "ppo_critic", asdict(critic_loss), ("values", "returns")
+            ),
+        ]
+        return policy.build_experiment(roles, init_from, nodes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weft.data.spec import DatasetSpec
-from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec
+from weft.engine.spec import MAX_NEW_TOKENS, GenerationSpec, ModelSpec, Schedule
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
@@ -108,12 +108,17 @@ class RunLength:
         firings: Number of firings (executions) of each node per epoch.
         steps_per_epoch: Number of steps per epoch.
         steps: Number of steps of the run.
+        updates: Numbers of optimizer steps of each training node, per epoch and in the whole run.
+        schedules: Learning rate schedule of each training node. It does not include the steps
+            during which the node's role is frozen.
     """
 
     num_ids: int
     firings: Mapping[str, int]
     steps_per_epoch: int
     steps: int
+    updates: Mapping[str, tuple[int, int]]
+    schedules: Mapping[str, Schedule]
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, loader: BatchLoader) -> RunLength:
@@ -139,25 +144,18 @@ class RunLength:
                 f"max_steps={control.max_steps}; "
                 "give more rows or a smaller batch"
             )
-        return cls(num_ids, firings, per_epoch, steps)
-
-    def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """Return a training node's number of optimizer steps per epoch, and in the whole run."""
-        per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
-        share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
-        firings = math.ceil(self.firings[node] * share - 1e-9)
-        return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
-
-    def count_trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Return the number of optimizer steps of a training node in the whole run.
-
-        Steps during which its role is frozen are not counted.
-        """
-        per_epoch, total = self.updates(experiment, node)
-        optimizer = experiment.roles[
-            next(n.role for n in experiment.trained_nodes if n.name == node)
-        ].optimizer
-        return optimizer.build_schedule(total, per_epoch).total_steps
+        # Count optimizer steps; the last epoch can be incomplete.
+        share = steps / per_epoch  # number of epochs, as a fraction
+        updates = {}
+        schedules = {}
+        for node in experiment.trained_nodes:
+            each = experiment.updates_per_firing.get(node.name, 1)
+            in_epoch = firings[node.name] * each
+            total = math.ceil(firings[node.name] * share - 1e-9) * each
+            updates[node.name] = (in_epoch, total)
+            optimizer = experiment.roles[node.role].optimizer
+            schedules[node.name] = optimizer.build_schedule(total, in_epoch)
+        return cls(num_ids, firings, per_epoch, steps, updates, schedules)
 
     def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
         """Return the model specs of all roles, completed with the options of the run.
@@ -176,9 +174,5 @@ class RunLength:
             for role, spec in experiment.roles.items()
         }
         for node in experiment.trained_nodes:
-            per_epoch, total = self.updates(experiment, node.name)
-            spec = specs[node.role]
-            specs[node.role] = replace(
-                spec, schedule=spec.optimizer.build_schedule(total, per_epoch)
-            )
+            specs[node.role] = replace(specs[node.role], schedule=self.schedules[node.name])
         return specs

@@ -163,7 +163,7 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
         ", ".join(
             [
                 *epoch,
-                *_format_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes}),
+                *_format_updates(experiment, {n: horizon.updates[n][0] for n in nodes}),
             ]
         ),
     )
@@ -176,7 +176,7 @@ def _iterate_counts(experiment: Experiment, horizon: RunLength) -> Iterator[tupl
         run_length = f"max_steps={limit}"
     if limit == horizon.steps and epochs > 1:
         run_length += f", which overrides total_train_epochs={epochs}"
-    trained = {name: horizon.count_trained_updates(experiment, name) for name in nodes}
+    trained = {name: horizon.schedules[name].total_steps for name in nodes}
     yield (
         "run",
         ", ".join(
@@ -435,10 +435,7 @@ def _iterate_node_counts(experiment: Experiment, horizon: RunLength) -> Iterator
         )
     for node in experiment.trained_nodes:
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
-        if (
-            horizon.count_trained_updates(experiment, node.name)
-            != horizon.updates(experiment, node.name)[1]
-        ):
+        if horizon.schedules[node.name].total_steps != horizon.updates[node.name][1]:
             yield f"{node.name}: no optimizer step in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}"
 
 
