@@ -19,8 +19,9 @@ from weft.experiment import Experiment
 from weft.experiments import GenConfig, PPOConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.assemble import build_parts, load_tokenizers
+from weft.launch.assemble import build_parts
 from weft.launch.cluster import launch_devices
+from weft.launch.resolve import load_tokenizers
 from weft.planner.lengths import RunLength
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup

@@ -213,3 +213,26 @@ def test_a_url_is_no_path(
 )
 def test_paths_and_names_of_the_hub_are_no_urls(path: str) -> None:
     assert reading.find_url_problem(path) is None
+
+
+def test_a_file_of_a_model_is_read_again_only_after_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"layers": [1]}')
+    reads = []
+    read = reading.read_object
+    monkeypatch.setattr(
+        reading, "read_object", lambda path, *rest: (reads.append(path), read(path, *rest))[1]
+    )
+    reading.read_model_object(file, "a")["layers"].append(2)
+    assert reading.read_model_object(str(file), "b") == {"layers": [1]}, "callers own the result"
+    assert len(reads) == 1
+    file.write_text('{"layers": [1, 2, 3]}')
+    assert reading.read_model_object(file, "a") == {"layers": [1, 2, 3]}
+    file.write_text("[]")
+    for what in ("a", "b"):
+        with pytest.raises(UserError, match=f"^{what}: contains no JSON object"):
+            reading.read_model_object(file, what)
+    with pytest.raises(ConfigError, match=r"^c: there is no such file"):
+        reading.read_model_object(tmp_path / "none.json", "c", ConfigError)

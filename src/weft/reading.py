@@ -11,6 +11,7 @@ context of `explain_read_errors`: weft's own bugs must not be reported as user e
 
 from __future__ import annotations
 
+import copy
 import errno
 import gzip
 import json
@@ -252,6 +253,34 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
     if not isinstance(value, dict):
         raise kind(f"{what}: contains no JSON object")
     return value
+
+
+# Values of the files that `read_model_object` has read, by device, inode, size and times
+_OBJECTS: dict[tuple[int, ...], dict[str, Any]] = {}
+
+
+def read_model_object(
+    path: str | Path, what: str, kind: type[UserError] = UserError
+) -> dict[str, Any]:
+    """Return the JSON object in a file of a model, such as config.json, as `read_object` does.
+
+    The checks of a run, its plan and its engines need these values. The file is read once, and
+    again only after it has changed. The caller may change the result.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return read_object(path, what, kind)  # raises an error with a message
+    state = (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
+    if state not in _OBJECTS:
+        _OBJECTS[state] = read_object(path, what, kind)
+    return copy.deepcopy(_OBJECTS[state])
 
 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:

@@ -21,7 +21,7 @@ import weft
 from weft.checkpoints.names import ADAPTER, CONFIG, HUB_NAME
 from weft.errors import CheckpointError, find_nearest
 from weft.models.families import LAYERS, MOST, MOST_LAYERS
-from weft.reading import read_object, shorten
+from weft.reading import read_model_object, shorten
 from weft.registry import families
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def read_config_file(file: Path, where: str) -> dict[str, Any]:
     Raises `CheckpointError` if the file is unreadable or a value is invalid. The message starts
     with `where`, which names the option and the file as the user typed them.
     """
-    values = read_object(file, where, CheckpointError)
+    values = read_model_object(file, where, CheckpointError)
     for key, value in values.items():
         rule = find_problem(key, value)
         if rule is not None:

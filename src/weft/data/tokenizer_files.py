@@ -29,7 +29,7 @@ from weft.reading import (
     check_folder,
     describe_cause,
     explain_read_errors,
-    read_object,
+    read_model_object,
     read_text,
     refuse_url,
 )
@@ -91,7 +91,7 @@ def read_model_values(path: str, name: str) -> Mapping[str, Any]:
         file = (place if place.exists() else hub.find_model_folder(path)) / name
     except hub.FAILURES:  # reported elsewhere if the model itself is needed
         return {}
-    return read_object(file, str(file)) if file.exists() else {}
+    return read_model_object(file, str(file)) if file.exists() else {}
 
 
 def format_option(option: str, name: str) -> str:
@@ -135,7 +135,7 @@ def read_tokenizer(
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
             return _from_sentencepiece(
-                model, read_object(config, str(config)) if config.exists() else {}
+                model, read_model_object(config, str(config)) if config.exists() else {}
             )
     # Other directories and hub names, read by `transformers`.
     refuse_url(path, path_label)
@@ -179,7 +179,7 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
         return None
-    model, tokenizer = (read_object(file, str(file)) for file in files)
+    model, tokenizer = (read_model_object(file, str(file)) for file in files)
     if (
         "auto_map" in model
         or "auto_map" in tokenizer

@@ -16,24 +16,20 @@ import torch
 
 from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
-from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
+from weft.experiments._placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.launch.assemble import (
-    check_configs,
-    check_layouts,
     check_longest_sequence,
-    load_checked_tokenizers,
-    with_dtypes,
 )
 from weft.launch.facts import TargetDevices, forecast, predict_facts
+from weft.launch.resolve import check_longest_sequence, resolve_run
 from weft.observe.plan import RunPlan
 from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.lengths import RunLength
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.planner.run_plan import build_plan, group_roles_by_device
-from weft.runtime.calls import check_calls
-from weft.runtime.schedule import check_steps
+from weft.runtime.schedule import RunLength, check_steps
 
 
 def build_plan_lines(
@@ -52,14 +48,8 @@ def build_plan_lines(
         roles={name: choose_backend(replace(spec, planned=True)) for name, spec in roles},
     )
     target = TargetDevices.from_experiment(experiment, mode)
-    check_calls(experiment)
-    tokenizers: Mapping[str, Tokenizer] = {}
-    if data:
-        tokenizers = load_checked_tokenizers(experiment)
-    else:
-        check_configs(experiment)
-    experiment = with_dtypes(experiment, target.device)
-    check_layouts(experiment)
+    run = resolve_run(experiment, target.device, tokenizers=data)
+    experiment, tokenizers = run.experiment, run.tokenizers
     # Read the real batches, or assume one of the configured size.
     read: LoadedData | None = None
     horizon: RunLength | None = None
@@ -71,7 +61,7 @@ def build_plan_lines(
             tokenizers[experiment.data_role],
             seed=control.seed,
         )
-        check_longest_sequence(experiment, read.max_seqlen)
+        check_longest_sequence(run, read.max_seqlen)
         horizon = RunLength.from_experiment(experiment, read.train)
         check_steps(control.profile_steps, horizon.steps)
         batches: Sequence[SequenceSample] = read.train.build_large_batches()

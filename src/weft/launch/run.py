@@ -2,9 +2,9 @@
 
 A command line has been parsed into a configuration (`cli/quickstart.py`). From there to the first
 step, `run` goes through these stages once: build the experiment (`build_with_choices`), check it,
-fetch missing files from the hub, lock the run's directory, assemble the session (resolve tokenizers
-and dtypes, check layouts, read the data, plan, build the engines; `launch/assemble.py`), and run.
-All checks that do not need torch are made before torch is imported.
+fetch missing files from the hub, lock the run's directory, resolve the models and check what needs
+torch (`launch/resolve.py`), read the data, plan and build the engines (`launch/assemble.py`), and
+run. All checks that do not need torch are made before torch is imported.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def _check_networks(experiment: Experiment) -> None:
     Reads only config.json, no weights.
     """
     from weft.engine.backends.auto import choose_backend
-    from weft.launch.assemble import check_configs, check_layouts
     from weft.launch.cluster import get_device_kind
+    from weft.launch.resolve import check_layouts, read_configs
     from weft.runtime.calls import check_calls
 
     roles = {}
@@ -163,8 +163,7 @@ def _check_networks(experiment: Experiment) -> None:
     experiment = replace(experiment, roles=roles)
     get_device_kind(experiment)
     check_calls(experiment)
-    check_configs(experiment)
-    check_layouts(experiment)
+    check_layouts(experiment, read_configs(experiment))
 
 
 def build_request(

@@ -15,12 +15,16 @@ from tests.bounds import rounded
 from tests.launch.cases import distill, dpo, ppo, prepare
 from weft.engine.torch.adapters_off import BaseWeightsEngine
 from weft.errors import CheckpointError, ConfigError
+from weft.experiment import Experiment
 from weft.launch import run
-from weft.launch.assemble import (
+from weft.launch.resolve import (
+    ResolvedRun,
     check_kv_cache,
     check_layouts,
     check_stop_ids,
     load_tokenizers,
+    read_configs,
+    resolve_run,
     with_dtypes,
 )
 from weft.runtime import roles
@@ -33,6 +37,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("dtypes")
     prepare(made)
     return made
+
+
+def resolved(experiment: Experiment) -> ResolvedRun:
+    return ResolvedRun(with_dtypes(experiment, CPU), read_configs(experiment), {})
 
 
 def dtypes(
@@ -80,7 +88,7 @@ def test_a_config_json_is_blamed_by_its_option_and_name(root: Path) -> None:
         ):
             file.write_text(json.dumps(json.loads(kept) | changes))
             with pytest.raises(CheckpointError, match=rf"^actor\.path={file}: {said}"):
-                load_tokenizers(dpo(root, "configs").build())
+                resolve_run(dpo(root, "configs").build(), CPU)
     finally:
         file.write_text(kept)
 
@@ -146,7 +154,7 @@ def test_layouts_that_a_network_cannot_have_are_refused_by_name(
         group, field = name.split(".")
         setattr(getattr(config, group), field, value)
     with pytest.raises(ConfigError, match=message):
-        check_layouts(config.build())
+        check_layouts(made := config.build(), read_configs(made))
 
 
 def test_a_layout_that_nobody_typed_is_refused_by_the_option_that_gave_it(root: Path) -> None:
@@ -155,7 +163,7 @@ def test_a_layout_that_nobody_typed_is_refused_by_the_option_that_gave_it(root: 
     with pytest.raises(
         ConfigError, match=r"layout=d1f1t8p1c1e1: t=8 .*comes from allocation_mode=t8\)"
     ):
-        check_layouts(config.build())
+        check_layouts(made := config.build(), read_configs(made))
 
 
 def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(root: Path) -> None:
@@ -165,15 +173,15 @@ def test_a_cache_without_room_for_one_sequence_is_refused_with_what_would_do(roo
         ConfigError,
         match=r"gen\.kv_cache_gb=2e-06: has room for .* of \d tokens, .* can have 26; write",
     ) as refused:
-        check_kv_cache(with_dtypes(config.build(), CPU), 20)
+        check_kv_cache(resolved(config.build()), 20)
     config.ppo.gen.kv_cache_gb = float(str(refused.value).split("write ")[1].split()[0])
-    check_kv_cache(with_dtypes(config.build(), CPU), 20)
+    check_kv_cache(resolved(config.build()), 20)
 
 
 def test_where_rows_have_completions_the_longest_row_is_no_prompt(root: Path) -> None:
     config = distill(root, "cache-mixed")
     config.distill.gen.kv_cache_gb = 1e-5
-    check_kv_cache(with_dtypes(config.build(), CPU), 10**6)
+    check_kv_cache(resolved(config.build()), 10**6)
 
 
 def test_ids_that_the_model_has_not_end_no_completion(root: Path) -> None:

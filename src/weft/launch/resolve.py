@@ -1,0 +1,241 @@
+"""Resolution of a run's models, with the checks that need torch but no weights and no devices.
+
+`resolve_run` is the only place in which a run and its plan (`--dry-run`) read config.json, load
+tokenizers and choose dtypes. It checks calls, tokens and layouts on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from inspect import signature
+
+import torch
+
+from weft.checkpoints.config_file import HF_BACKEND, TORCH_BACKEND, prefix_option
+from weft.checkpoints.hf_io import read_config, read_raw
+from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.common import check_replicated_layout, check_spec, with_dtype
+from weft.engine.device import GIGABYTE
+from weft.engine.generation.caches import compute_token_bytes
+from weft.engine.service_spec import NO_NETWORK
+from weft.engine.torch.engine import DTYPES, choose_dtype
+from weft.engine.torch.network_source import check_layout
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.experiments.models import find_option_role
+from weft.models.network.config import TransformerConfig
+from weft.registry import backends
+from weft.runtime.calls import check_calls, check_tokens
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Experiment in which every role has a backend and a dtype, with what its roles read.
+
+    Attributes:
+        experiment: The experiment, with a dtype in every role.
+        configs: Configurations of the networks that weft runs itself, by role.
+        tokenizers: Tokenizers of all roles; empty if they were not to be loaded.
+    """
+
+    experiment: Experiment
+    configs: Mapping[str, TransformerConfig]
+    tokenizers: Mapping[str, Tokenizer]
+
+
+def resolve_run(
+    experiment: Experiment, device: torch.device, *, tokenizers: bool = True
+) -> ResolvedRun:
+    """Read the models' configurations and tokenizers, choose dtypes, and check calls and layouts.
+
+    Every role of `experiment` has a backend. `device` is that of the data's role. Without
+    `tokenizers`, they are neither loaded nor checked. Raises `UserError` if a check fails.
+    """
+    check_calls(experiment)
+    # The library that loads tokenizers also reads config.json, and would report a problem in it as
+    # a problem with the tokenizer.
+    configs = read_configs(experiment)
+    loaded: dict[str, Tokenizer] = {}
+    if tokenizers:
+        loaded = load_tokenizers(experiment)
+        check_tokens(experiment, loaded)
+        check_stop_ids(experiment, loaded)
+    experiment = with_dtypes(experiment, device)
+    check_layouts(experiment, configs)
+    return ResolvedRun(experiment, configs, loaded)
+
+
+def read_configs(experiment: Experiment) -> dict[str, TransformerConfig]:
+    """Return the configuration of each network that weft runs itself, by role.
+
+    Raises `CheckpointError` if a role's config.json does not describe a network. The message names
+    the option and the file.
+    """
+    configs = {}
+    for role, spec in experiment.roles.items():
+        if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
+            continue
+        with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+            if spec.backend == TORCH_BACKEND:
+                configs[role] = read_config(spec.path, spec.type)[1]
+            else:
+                read_raw(spec.path)
+    return configs
+
+
+def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
+    """Load the tokenizers of all roles, and return them by role.
+
+    Roles with equal tokenizer options and paths share one object. Raises `ConfigError` for a role
+    without a path, and `UserError` if a tokenizer cannot be loaded.
+    """
+    shared: dict[str, Tokenizer] = {}
+    tokenizers = {}
+    for role, spec in experiment.roles.items():
+        if spec.path is None and spec.tokenizer.path is None:
+            raise ConfigError(
+                f"{role}.path is missing: give a Hugging Face directory or a hub name"
+            )
+        key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
+        if key not in shared:
+            option = f"{find_option_role(experiment.config, role, str(spec.path))}.tokenizer"
+            shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code, option)
+        tokenizers[role] = shared[key]
+    return tokenizers
+
+
+def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
+    """Return a copy of the experiment in which every role has a dtype.
+
+    Roles without a dtype get the dtype of the role whose tokenizer encodes the data (`data_role`).
+    A policy and its reference model therefore have equal dtypes.
+    """
+    main = experiment.roles[experiment.data_role]
+    if main.path is None or main.backend in NO_NETWORK:
+        own = main
+    else:
+        own = with_dtype(main, main.path, device)
+    dtype = own.dtype or "float32"
+    roles = {}
+    for name, spec in experiment.roles.items():
+        roles[name] = replace(spec, dtype=spec.dtype or dtype)
+    return replace(experiment, roles=roles)
+
+
+def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfig]) -> None:
+    """Raise `ConfigError` if a backend does not support a layout that the run uses.
+
+    A layout describes how a model is distributed over devices. Roles and their calls can each have
+    one. The message names the layout's option. `configs` has the networks' configurations by role.
+    """
+    wanted = dict(experiment.role_meshes)
+    roles = {role: role for role in experiment.roles}
+    for name, call in experiment.calls.items():
+        roles[call.name] = call.role
+        if call.layout is not None:
+            wanted[call.name] = experiment.call_meshes[name]
+    for name, mesh in reversed(
+        wanted.items()
+    ):  # check calls first: an error should name a call's own option
+        spec = experiment.roles[roles[name]]
+        try:
+            if spec.backend == "torch":
+                check_spec(spec)
+                check_layout(spec, mesh.layout, configs[roles[name]])
+            elif spec.backend == "hf":
+                check_replicated_layout(mesh.layout)
+            elif (
+                mesh.layout.num_devices > 1
+                and len(signature(backends.get(spec.backend)).parameters) < 3
+            ):
+                raise ConfigError(
+                    f"backend={spec.backend} runs on one device; write d1, or backend=torch"
+                )
+        except ConfigError as error:
+            rule = str(error).removeprefix("layout: ").removeprefix(f"layout={mesh.layout}: ")
+            raise ConfigError(f"{name}.layout={mesh.layout}: {rule}") from None
+
+
+def check_longest_sequence(run: ResolvedRun, rows: int) -> None:
+    """Raise `ConfigError` if a call cannot process the longest sequence.
+
+    The longest sequence consists of the longest row of the data, which has `rows` tokens, and of
+    the tokens sampled after it. It must not exceed any call's maximum number of tokens per
+    micro-batch, and must fit in the KV cache.
+    """
+    experiment = run.experiment
+    check_kv_cache(run, rows)
+    calls = experiment.graph.list_model_calls()
+    sampled = max(
+        (int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"),
+        default=0,
+    )
+    for call in calls:
+        limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+        if rows and call.method != "generate" and rows + sampled > limit:
+            own = f"{call.name}." if call.max_tokens_per_microbatch else ""
+            if sampled:
+                what = f"a prompt of {rows:,} tokens and {sampled:,} new ones"
+            else:
+                what = f"a row of {rows:,} tokens"
+            if sampled:
+                fix = "gen.max_new_tokens"
+            else:
+                fix = "dataset.max_seqlen, which cuts longer rows"
+            raise ConfigError(
+                f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, "
+                f"{what}; raise it, or lower {fix}"
+            )
+
+
+def check_kv_cache(run: ResolvedRun, rows: int) -> None:
+    """Raise `ConfigError` if the KV cache of a single sequence does not fit in `gen.kv_cache_gb`.
+
+    `rows` is the number of tokens of the longest row.
+    """
+    experiment = run.experiment
+    for name, call in experiment.calls.items():
+        limit_gb = call.args.get("kv_cache_gb")
+        spec = experiment.roles[call.role]
+        if call.method != "generate" or limit_gb is None or spec.backend != "torch":
+            continue
+        layout = experiment.call_meshes[name].layout
+        each = compute_token_bytes(run.configs[call.role], DTYPES[choose_dtype(spec)]) / (
+            layout.tensor * layout.pipeline
+        )
+        # rows have completions here, so the length of the prompts is not known
+        if "share" in call.args:
+            prompt = 1
+        else:
+            prompt = max(rows, 1)
+        needed = prompt + int(call.args.get("max_new_tokens") or 0)
+        room = int(limit_gb * GIGABYTE / each)
+        if needed > room:
+            raise ConfigError(
+                f"gen.kv_cache_gb={limit_gb:g}: has room for keys and values of {room:,} tokens, and "
+                f"a prompt with its completion can "
+                f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
+                f"it out"
+            )
+
+
+def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
+    """Raise `ConfigError` if a stop id is not in the model's vocabulary.
+
+    The message contains the size of the vocabulary.
+    """
+    for call in experiment.calls.values():
+        spec = experiment.roles[call.role]
+        stop_ids = call.args.get("stop_ids") or []
+        if not stop_ids or spec.path is None or spec.backend in NO_NETWORK:
+            continue
+        size = read_raw(spec.path).get("vocab_size")
+        if isinstance(size, int) and max(stop_ids) >= (
+            known := max(size, tokenizers[call.role].vocab_size)
+        ):
+            raise ConfigError(
+                f"gen.stop_ids={list(stop_ids)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
+                f"to {known - 1:,}, and "
+                f"no token {max(stop_ids):,}; take it out (gen.stop takes texts)"
+            )
