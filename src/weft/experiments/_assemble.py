@@ -115,7 +115,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     placement = {}
     for node in experiment.graph.list_model_calls():
         placement[node.name] = experiment.call_meshes[node.name].layout
-    _check_calls(experiment)
+    _check_calls(experiment.graph)
     return replace(experiment, placement=placement)
 
 
@@ -419,13 +419,13 @@ def _find_sampler(
     return own, trained[0]
 
 
-def _check_calls(experiment: Experiment) -> None:
+def _check_calls(graph: DataflowGraph) -> None:
     """Raise `ConfigError` for unknown interfaces, unknown losses and unknown arguments of losses.
 
     The arguments are checked by building each loss. This does not import torch, since losses work
     on arrays of any library.
     """
-    for node in experiment.graph.list_model_calls():
+    for node in graph.list_model_calls():
         if node.interface not in interfaces:
             raise build_unknown_name_error("interface", node.interface, interfaces.list_names())
         if node.interface == "train" and "loss" in node.args:

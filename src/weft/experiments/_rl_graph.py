@@ -1,7 +1,7 @@
 """Options, roles and graph nodes of the methods that train on sampled completions.
 
-The first half has the options, which users set. The second half builds what they describe: the
-roles, and the nodes that sample completions, compute rewards and log-probs, train and evaluate.
+The first half has the options. The second half builds the roles, and the nodes that sample,
+compute rewards and log-probs, train and evaluate.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class RLGraphBuilder:
     ) -> RLGraphBuilder:
         """Check the options that all sampling methods share, and create a builder from them.
 
-        Raises `UserError` if one is invalid, or if there is no source of rewards.
+        Raises `UserError` if one is invalid, or if nothing gives rewards.
         """
         config = check_config(config)
         rew, ref = resolve_servers(config.rew, config.ref, config.actor, config.rew_step)
@@ -256,11 +256,12 @@ class RLGraphBuilder:
                     "it out"
                 )
             corrects = options.correction_method != "none"
+            covariance = options.high_covariance
             stale = {
                 "max_staleness": options.max_staleness,
                 "interruptible": options.interrupt_generation,
                 "correction": options.correction if corrects else None,
-                "covariance": options.high_covariance if options.covariance != "none" else None,
+                "covariance": covariance if covariance.method != "none" else None,
             }
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
@@ -268,7 +269,7 @@ class RLGraphBuilder:
                 "batches by number of prompts, since the completions do not exist yet; set "
                 "dataset.train_bs_n_seqs"
             )
-        # Fill in lengths; a top_k of the whole vocabulary truncates nothing.
+        # A top_k of the whole vocabulary truncates nothing.
         vocab = checks.read_vocab_size(config.actor)
         dataset, gen = fill_sample_lengths(
             dataset, options.gen, find_context(config), f"{name}.gen"
@@ -466,12 +467,11 @@ class RLGraphBuilder:
         With `parts`, the reward of each function is also an output. `prefix` is prepended to the
         names of the nodes, and to the keys of completions and rewards.
         """
-        rewards = self.rewards
+        config, rewards = self.config, self.rewards
         nodes = list[Node]()
         if self.has_model:
             scores = "scores" if rewards.given else "rewards"
-            rew, step = self.config.rew, self.config.rew_step
-            nodes.append(build_reward_model(rew, step, size, prefix, scores))
+            nodes.append(build_reward_model(config.rew, config.rew_step, size, prefix, scores))
         if rewards.given:
             remap = {}
             for key in ("completion", *(("scores",) if self.has_model else ())):

@@ -108,7 +108,7 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
         or min(DEFAULT_PROMPT_TOKENS, total // 2)
     )
     answer = search.get("answer_tokens") or max(1, total - prompt)
-    size = experiment.get_node(experiment.steps_follow).batch_size
+    size = experiment.graph.get_node(experiment.steps_follow).batch_size
     size = size or max(1, int(written.get("train_tokens_per_batch") or 0) // (prompt + answer))
     lengths = {"prompt": [[prompt]] * size}
     if not samples:

@@ -6,9 +6,9 @@ tokenizers and choose dtypes. It checks calls, tokens and layouts on the way.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 
 import torch
 
@@ -21,12 +21,15 @@ from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
-from weft.errors import ConfigError
+from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
 from weft.experiment import Experiment
 from weft.experiments.models import find_option_role
+from weft.graph.mfc import HOOKS, Call, MFCDef
 from weft.models.network.config import TransformerConfig
-from weft.registry import backends
-from weft.runtime.calls import check_calls, check_tokens
+from weft.registry import backends, functions, interfaces
+from weft.runtime.calls import implements_method
+
+METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dict")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,84 @@ def resolve_run(
     return ResolvedRun(experiment, configs, loaded)
 
 
+# -- calls
+
+
+def check_calls(experiment: Experiment) -> None:
+    """Check the interfaces, methods, arguments, functions and hooks of all graphs.
+
+    Raises `UserError` if an interface lacks the method that a node calls or does not accept the
+    node's arguments, or if a function or hook is unknown.
+    """
+    beside = []
+    for each in (experiment.evaluation, experiment.fixed_prompts):
+        if each is not None:
+            beside.append(each.graph)
+    for graph in (experiment.graph, *beside):
+        for node in graph.nodes:
+            if isinstance(node, MFCDef):
+                _check_call(experiment, node)
+            else:
+                functions.get(node.function)
+
+
+def _check_call(experiment: Experiment, node: MFCDef) -> None:
+    cls = interfaces.get(node.interface)
+    if not inspect.isclass(cls):
+        raise GraphError(
+            f"node {node.name!r}: the interface {node.interface!r} is not a class; register one "
+            f"that has {node.method}"
+        )
+    if not implements_method(node.interface, node.method):
+        there = []
+        for method in METHODS:
+            if implements_method(node.interface, method):
+                there.append(method)
+        raise GraphError(
+            f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
+            f"does not have it "
+            f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
+        )
+    try:
+        inspect.signature(cls).bind(**node.args)
+    except TypeError as error:
+        raise ConfigError(
+            f"node {node.name!r}: the interface {node.interface!r} does not take its args: {error}"
+        ) from error
+    for hook in (*node.pre_hooks, *node.post_hooks):
+        if isinstance(hook, Call):
+            _check_hook(node, hook.function)
+    if node.cache:
+        _check_cache(experiment, node)
+
+
+def _check_hook(node: MFCDef, name: str) -> None:
+    try:
+        functions.get(name)
+    except UnknownName:
+        close = find_nearest(name, [*HOOKS, *functions.list_names()])
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise UnknownName(
+            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or "
+            f"the name of a function registered with register_function"
+        ) from None
+
+
+def _check_cache(experiment: Experiment, node: MFCDef) -> None:
+    changed = {n.role for n in experiment.trained_nodes} | {
+        s.target for s in experiment.graph.syncs
+    }
+    if node.method != "inference" or node.role in changed or not node.output_keys:
+        raise GraphError(
+            f"node {node.name!r}: cache=True is for inference with a frozen role only, and "
+            f"this is {node.method} of "
+            f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
+        )
+
+
+# -- models and tokenizers
+
+
 def read_configs(experiment: Experiment) -> dict[str, TransformerConfig]:
     """Return the configuration of each network that weft runs itself, by role.
 
@@ -103,6 +184,44 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
             shared[key] = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code, option)
         tokenizers[role] = shared[key]
     return tokenizers
+
+
+def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
+    """Check that the tokenizer of each role is compatible with the data's tokenizer.
+
+    The check is done by the method `check_tokens` of the roles' interfaces. Interfaces without this
+    method are skipped. `tokenizers` maps roles to tokenizers.
+    """
+    data = tokenizers[experiment.data_role]
+    for node in experiment.calls.values():
+        if implements_method(node.interface, "check_tokens"):
+            interfaces.get(node.interface)(**node.args).check_tokens(
+                node.role, tokenizers[node.role], data
+            )
+
+
+def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
+    """Raise `ConfigError` if a stop id is not in the model's vocabulary.
+
+    The message contains the size of the vocabulary.
+    """
+    for call in experiment.calls.values():
+        spec = experiment.roles[call.role]
+        stop_ids = call.args.get("stop_ids") or []
+        if not stop_ids or spec.path is None or spec.backend in NO_NETWORK:
+            continue
+        size = read_raw(spec.path).get("vocab_size")
+        if isinstance(size, int) and max(stop_ids) >= (
+            known := max(size, tokenizers[call.role].vocab_size)
+        ):
+            raise ConfigError(
+                f"gen.stop_ids={list(stop_ids)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
+                f"to {known - 1:,}, and "
+                f"no token {max(stop_ids):,}; take it out (gen.stop takes texts)"
+            )
+
+
+# -- dtypes, layouts and lengths
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
@@ -147,7 +266,7 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
                 check_replicated_layout(mesh.layout)
             elif (
                 mesh.layout.num_devices > 1
-                and len(signature(backends.get(spec.backend)).parameters) < 3
+                and len(inspect.signature(backends.get(spec.backend)).parameters) < 3
             ):
                 raise ConfigError(
                     f"backend={spec.backend} runs on one device; write d1, or backend=torch"
@@ -217,25 +336,4 @@ def check_kv_cache(run: ResolvedRun, rows: int) -> None:
                 f"a prompt with its completion can "
                 f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
                 f"it out"
-            )
-
-
-def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Raise `ConfigError` if a stop id is not in the model's vocabulary.
-
-    The message contains the size of the vocabulary.
-    """
-    for call in experiment.calls.values():
-        spec = experiment.roles[call.role]
-        stop_ids = call.args.get("stop_ids") or []
-        if not stop_ids or spec.path is None or spec.backend in NO_NETWORK:
-            continue
-        size = read_raw(spec.path).get("vocab_size")
-        if isinstance(size, int) and max(stop_ids) >= (
-            known := max(size, tokenizers[call.role].vocab_size)
-        ):
-            raise ConfigError(
-                f"gen.stop_ids={list(stop_ids)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
-                f"to {known - 1:,}, and "
-                f"no token {max(stop_ids):,}; take it out (gen.stop takes texts)"
             )

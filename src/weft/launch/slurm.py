@@ -154,8 +154,7 @@ def _check_networks(experiment: Experiment) -> None:
     """
     from weft.engine.backends.auto import choose_backend
     from weft.launch.cluster import get_device_kind
-    from weft.launch.resolve import check_layouts, read_configs
-    from weft.runtime.calls import check_calls
+    from weft.launch.resolve import check_calls, check_layouts, read_configs
 
     roles = {}
     for name, spec in experiment.roles.items():

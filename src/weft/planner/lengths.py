@@ -131,7 +131,7 @@ class RunLength:
             firings[n.name] = math.ceil(num_ids / n.batch_size) if n.batch_size else batches
         per_epoch = firings[experiment.steps_follow]
         epochs = control.total_train_epochs
-        by_batch = experiment.get_node(experiment.steps_follow).batch_size == 0
+        by_batch = experiment.graph.get_node(experiment.steps_follow).batch_size == 0
         steps = loader.count_batches(epochs) if by_batch else per_epoch * epochs
         if control.max_steps is not None:
             if steps and math.isinf(experiment.most_epochs):

@@ -343,7 +343,7 @@ def _count_ids(experiment: Experiment) -> int:
 
     If batches are formed by token count, this is an estimate.
     """
-    size = experiment.get_node(experiment.steps_follow).batch_size
+    size = experiment.graph.get_node(experiment.steps_follow).batch_size
     dataset = experiment.dataset
     return size or max(
         1,

@@ -113,7 +113,7 @@ def _group_into_levels(experiment: Experiment) -> list[list[str]]:
 
 
 def _format_data(experiment: Experiment, horizon: RunLength) -> str:
-    batch = experiment.get_node(experiment.steps_follow).batch_size
+    batch = experiment.graph.get_node(experiment.steps_follow).batch_size
     rest = horizon.num_ids % batch if batch else 0
     if batch:
         laid_out = f"batches of {format_number(batch)}"

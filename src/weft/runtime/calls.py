@@ -1,26 +1,22 @@
-"""Model function calls as the runtime sees them: their names, settings, checks, inputs and outputs.
+"""Model function calls as the runtime sees them: their settings, inputs and outputs.
 
-A run checks its calls, host functions and hooks before it starts. Keys of inputs and outputs are
-renamed between the names that a node uses and those on the graph's edges.
+Keys of inputs and outputs are renamed between the names that a node uses and those on the graph's
+edges.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.data.tokenizer import Tokenizer
-from weft.errors import ConfigError, GraphError, RunError, UnknownName, find_nearest
-from weft.experiment import Experiment
-from weft.graph.mfc import HOOKS, Call, MFCDef, Node
+from weft.errors import RunError
+from weft.graph.mfc import MFCDef, Node
 from weft.interfaces.base import Minibatches, ModelInterface
-from weft.registry import functions, interfaces
-
-METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dict")
+from weft.registry import interfaces
 
 
 def implements_method(interface: str, method: str) -> bool:
@@ -41,95 +37,6 @@ def get_minibatches(node: MFCDef) -> Minibatches:
         return Minibatches()
     wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
     return wanted
-
-
-# -- checks before a run starts
-
-
-def check_calls(experiment: Experiment) -> None:
-    """Check the interfaces, methods, arguments, functions and hooks of all graphs.
-
-    Raises `UserError` if an interface lacks the method that a node calls or does not accept the
-    node's arguments, or if a function or hook is unknown.
-    """
-    beside = []
-    for each in (experiment.evaluation, experiment.fixed_prompts):
-        if each is not None:
-            beside.append(each.graph)
-    for graph in (experiment.graph, *beside):
-        for node in graph.nodes:
-            if isinstance(node, MFCDef):
-                _check_call(experiment, node)
-            else:
-                functions.get(node.function)
-
-
-def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Check that the tokenizer of each role is compatible with the data's tokenizer.
-
-    The check is done by the method `check_tokens` of the roles' interfaces. Interfaces without this
-    method are skipped. `tokenizers` maps roles to tokenizers.
-    """
-    data = tokenizers[experiment.data_role]
-    for node in experiment.calls.values():
-        if implements_method(node.interface, "check_tokens"):
-            interfaces.get(node.interface)(**node.args).check_tokens(
-                node.role, tokenizers[node.role], data
-            )
-
-
-def _check_call(experiment: Experiment, node: MFCDef) -> None:
-    cls = interfaces.get(node.interface)
-    if not inspect.isclass(cls):
-        raise GraphError(
-            f"node {node.name!r}: the interface {node.interface!r} is not a class; register one "
-            f"that has {node.method}"
-        )
-    if not implements_method(node.interface, node.method):
-        there = []
-        for method in METHODS:
-            if implements_method(node.interface, method):
-                there.append(method)
-        raise GraphError(
-            f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
-            f"does not have it "
-            f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
-        )
-    try:
-        inspect.signature(cls).bind(**node.args)
-    except TypeError as error:
-        raise ConfigError(
-            f"node {node.name!r}: the interface {node.interface!r} does not take its args: {error}"
-        ) from error
-    for hook in (*node.pre_hooks, *node.post_hooks):
-        if isinstance(hook, Call):
-            _check_hook(node, hook.function)
-    if node.cache:
-        _check_cache(experiment, node)
-
-
-def _check_hook(node: MFCDef, name: str) -> None:
-    try:
-        functions.get(name)
-    except UnknownName:
-        close = find_nearest(name, [*HOOKS, *functions.list_names()])
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        raise UnknownName(
-            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or "
-            f"the name of a function registered with register_function"
-        ) from None
-
-
-def _check_cache(experiment: Experiment, node: MFCDef) -> None:
-    changed = {n.role for n in experiment.trained_nodes} | {
-        s.target for s in experiment.graph.syncs
-    }
-    if node.method != "inference" or node.role in changed or not node.output_keys:
-        raise GraphError(
-            f"node {node.name!r}: cache=True is for inference with a frozen role only, and "
-            f"this is {node.method} of "
-            f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
-        )
 
 
 # -- inputs and outputs

@@ -238,7 +238,7 @@ class FiringRecorder:
         self._graph = experiment.graph
         self._samples = samples
         self._observer = observer
-        followed = experiment.get_node(experiment.steps_follow)
+        followed = experiment.graph.get_node(experiment.steps_follow)
         generates = isinstance(followed, MFCDef) and followed.method == "generate"
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
