@@ -18,7 +18,7 @@ import pytest
 
 from tests import ray_cluster
 from tests.launch.cases import prepare
-from tests.launch.test_restarting_run import (
+from tests.launch.test_supervisor_restarts import (
     beyond,
     restarted,
     restarts,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cases import prepare
-from tests.launch.test_restarting_run import status_of, words
+from tests.launch.test_supervisor_restarts import status_of, words
 from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 from weft.launch.supervisor import _read_lines, needs_ray
 

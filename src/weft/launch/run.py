@@ -26,7 +26,6 @@ from weft.experiment import Experiment
 from weft.experiments.common import ExperimentConfig, build_experiment
 from weft.experiments.models import find_option_role, resolve_roles
 from weft.launch import other_launchers
-from weft.launch.restarting_run import RestartingRun
 from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
@@ -99,6 +98,7 @@ def run(
         is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
         cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
         from weft.launch.assemble import assemble
+        from weft.launch.supervisor import RestartingRun
 
         restarting_run = RestartingRun(
             assemble(

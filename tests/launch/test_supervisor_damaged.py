@@ -12,7 +12,7 @@ from tests.launch.cases import dpo, prepare
 from weft.checkpoints.weight_files import WeightFiles
 from weft.errors import CheckpointError
 from weft.launch import run
-from weft.launch.restarting_run import find_damaged_weights
+from weft.launch.supervisor import find_damaged_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError, DevicesLost, RunError
-from weft.launch.restarting_run import RestartingRun
+from weft.launch.supervisor import RestartingRun
 
 
 class Played:
