@@ -21,7 +21,7 @@ import weft
 from weft.checkpoints.names import ADAPTER, CONFIG, HUB_NAME
 from weft.errors import CheckpointError, find_nearest
 from weft.models.families import LAYERS, MOST, MOST_LAYERS
-from weft.reading import read_model_object, shorten
+from weft.reading import read_model_object, read_object, shorten
 from weft.registry import families
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from weft.engine.device import (
     set_tf32,
 )
 from weft.experiment import Experiment
-from weft.experiments._lengths import read_model_context
 from weft.experiments.models import read_model_context
 from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
 from weft.launch.facts import TargetDevices, forecast, measure_held_memory, predict_facts

@@ -18,10 +18,6 @@ from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
-from weft.experiments._placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
-from weft.launch.assemble import (
-    check_longest_sequence,
-)
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.resolve import check_longest_sequence, resolve_run
 from weft.observe.plan import RunPlan
@@ -29,7 +25,7 @@ from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.lengths import RunLength
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.planner.run_plan import build_plan, group_roles_by_device
-from weft.runtime.schedule import RunLength, check_steps
+from weft.runtime.schedule import check_steps
 
 
 def build_plan_lines(

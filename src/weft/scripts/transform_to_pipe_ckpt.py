@@ -14,7 +14,7 @@ from weft.cli.main import run_guarded
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    return run_guarded(lambda: dialects.load("scripts").partition_checkpoint(words), words)
+    return run_guarded(lambda given: dialects.load("scripts").partition_checkpoint(given), words)
 
 
 if __name__ == "__main__":
