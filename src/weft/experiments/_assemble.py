@@ -12,10 +12,14 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.experiment import Control, Evaluation, Experiment
 from weft.experiments import checks
-from weft.experiments._lengths import read_model_context
 from weft.experiments._placement import place_calls
 from weft.experiments.common import MFCOptions, RunConfig
-from weft.experiments.models import RunConfigT, find_option_role, resolve_models
+from weft.experiments.models import (
+    RunConfigT,
+    find_option_role,
+    read_model_context,
+    resolve_models,
+)
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate

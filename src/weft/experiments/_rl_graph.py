@@ -48,8 +48,6 @@ from weft.host.spec import RewardOptions
 from weft.options import include, option, to_mapping
 from weft.planner.lengths import compute_max_length, fill_sample_lengths
 
-__all__ = ["MFCOptions", "PolicyConfig", "PolicyOptions", "SamplingConfig", "SamplingOptions"]
-
 SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT_KEYS = ("support", "support_counts")
 
