@@ -44,7 +44,7 @@ from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, g
 from weft.planner.forecast import MIB, MemoryCase, MemoryForecast, find_offloaded, format_size
 from weft.planner.lengths import count_updates
 from weft.planner.memory import CallDemand, NetworkShape, build_settings
-from weft.planner.run_plan import format_role_name
+from weft.planner.run_plan import name_engines
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
 
@@ -263,6 +263,7 @@ def forecast(
     # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = [_add_completions(experiment, batch) for batch in given]
     meshes = experiment.role_meshes
+    names = name_engines(experiment)
     roles = {}
     incomplete = []
     on_gpu = dict[str, MemoryCase]()
@@ -276,7 +277,7 @@ def forecast(
                     calls.append(c)
             place = RoleDevice(device, capacity, mesh.layout.data, mesh.layout.context)
             works = _collect_works(experiment, calls, batches, place, own)
-            name = format_role_name(experiment, role, mesh)
+            name = names[role, mesh]
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
@@ -449,7 +450,7 @@ def _iterate_works(
     )  # with a coefficient of 0, entropy has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
-        updates = count_updates(experiment, call)
+        updates = count_updates(experiment.updates_per_firing, call)
         parts = split_minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
         cuts = split_batch(part, limit, "sequence")

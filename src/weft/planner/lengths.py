@@ -84,14 +84,14 @@ def compute_max_length(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
 # -- runs
 
 
-def count_updates(experiment: Experiment, call: MFCDef) -> int:
+def count_updates(updates_per_firing: Mapping[str, int], call: MFCDef) -> int:
     """Return the number of optimizer steps that a call takes in one pass over its batch.
 
     Returns 1 for a call that does not train.
     """
     if not call.trains:
         return 1
-    updates = experiment.updates_per_firing.get(call.name, 1)
+    updates = updates_per_firing.get(call.name, 1)
     return max(1, updates // int(call.args.get("epochs", 1)))
 
 

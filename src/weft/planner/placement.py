@@ -314,7 +314,7 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
     This is also the call's maximum number of data-parallel ranks, because each needs a row.
     """
     batch = call.batch_size or _count_ids(experiment)
-    return max(1, batch // count_updates(experiment, call))
+    return max(1, batch // count_updates(experiment.updates_per_firing, call))
 
 
 # -- workloads
@@ -331,7 +331,7 @@ def build_workload(
     prompt, new, samples = _estimate_lengths(experiment, search, written)
     rows = samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
-    updates = count_updates(experiment, call)
+    updates = count_updates(experiment.updates_per_firing, call)
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
     return CallWorkload(
         call.method, _count_ids(experiment) * rows, prompt, new, updates, epochs, limit

@@ -314,35 +314,30 @@ def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float]
 
 def group_roles_by_device(experiment: Experiment) -> dict[int, list[str]]:
     """Return a mapping from the rank of each device to the names of its roles and copies."""
-    named = _name_meshes(experiment)
+    named = name_engines(experiment)
     result: dict[int, list[str]] = {}
     for rank in range(experiment.num_devices):
-        result[rank] = [n for n, mesh in named.items() if rank in mesh.ranks]
+        result[rank] = [name for (_, mesh), name in named.items() if rank in mesh.ranks]
     return result
 
 
-def _name_meshes(experiment: Experiment) -> dict[str, Mesh]:
-    places = [*experiment.role_meshes.items(), *experiment.copies]
-    return {format_role_name(experiment, role, mesh): mesh for role, mesh in places}
-
-
-def format_role_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
-    """Return a readable name for the engine of a role on `mesh`.
+def name_engines(experiment: Experiment) -> dict[tuple[str, Mesh], str]:
+    """Return a readable name for the engine of each role on each of its meshes.
 
     The name is the role or, for a copy, the role with its calls: `actor (actor_gen)`.
     """
-    if mesh == experiment.role_meshes[role]:
-        return role
-    calls = []
+    primary = {place: place[0] for place in experiment.role_meshes.items()}
+    calls: dict[tuple[str, Mesh], dict[str, None]] = {}
     for name, call in experiment.calls.items():
-        if call.role == role and experiment.call_meshes[name] == mesh:
-            calls.append(call.name)
-    return f"{role} ({', '.join(dict.fromkeys(calls))})"
+        place = (call.role, experiment.call_meshes[name])
+        if place not in primary:
+            calls.setdefault(place, {})[call.name] = None
+    return primary | {place: f"{place[0]} ({', '.join(each)})" for place, each in calls.items()}
 
 
 def _format_layouts(experiment: Experiment) -> str:
     names_by_layout: dict[str, list[str]] = {}
-    for name, mesh in _name_meshes(experiment).items():
+    for (_, mesh), name in name_engines(experiment).items():
         where = f"{_format_degrees(mesh.layout)} on {_format_ranks(mesh.ranks)}"
         names_by_layout.setdefault(where, []).append(name)
     text = "; ".join(f"{', '.join(names)} {where}" for where, names in names_by_layout.items())
@@ -400,7 +395,7 @@ def _iterate_details(
     on = group_roles_by_device(experiment)
     yield from expected.format_lines(on)
     if len(on) > 1:
-        for name, mesh in _name_meshes(experiment).items():
+        for (_, mesh), name in name_engines(experiment).items():
             devices = "device" if len(mesh.ranks) == 1 else "devices"
             yield f"{name}: layout {mesh.layout} on {devices} {_format_ranks(mesh.ranks)}"
     for role in experiment.roles:
