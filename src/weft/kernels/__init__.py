@@ -39,10 +39,10 @@ from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.formulas import activate
 from weft.kernels.fp8 import Fp8Product, NarrowProduct
-from weft.kernels.fp8 import find_obstacle as fp8_obstacle
+from weft.kernels.fp8 import find_fp8_obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex
 from weft.kernels.grouped import RowGroups, grouped_linear
-from weft.kernels.grouped import serves as serves_groups
+from weft.kernels.grouped import serves_groups
 from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
 from weft.kernels.products import (
     LEAST_ROWS,

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
 MULTIPLE = 16  # required divisor of both sizes of a matrix
-LEAST_CAPABILITY = (9, 0)  # Hopper
+LEAST_FP8_CAPABILITY = (9, 0)  # Hopper
 
 NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
 
 
-def find_obstacle(device: torch.device) -> str | None:
+def find_fp8_obstacle(device: torch.device) -> str | None:
     """Return the reason why the device cannot multiply matrices in fp8, or None if it can."""
     if (
         device.type != "cuda"
         or torch.version.hip is not None
-        or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+        or torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY
     ):
         return f"{device} has no such products; an H100 or a later GPU of NVIDIA has"
     return None

@@ -47,7 +47,7 @@ class RowGroups:
         return self.counts.cumsum(0).to(torch.int32)
 
 
-def serves(x: Tensor, *weights: Tensor) -> bool:
+def serves_groups(x: Tensor, *weights: Tensor) -> bool:
     """Return whether one kernel can multiply x [rows, in] with all weights [groups, out, in].
 
     This needs bfloat16 on a CUDA GPU, and rows that begin at multiples of 16 bytes. AMD GPUs are
@@ -71,7 +71,7 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     x [rows, in] is sorted by group, and `weight` [groups, out, in] contains the matrices. The
     result can be differentiated once with respect to x and weight.
     """
-    if serves(x, weight):
+    if serves_groups(x, weight):
         return _GroupedLinear.apply(x, weight, groups)
     # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
     matrices = weight.unbind()

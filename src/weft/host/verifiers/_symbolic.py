@@ -45,7 +45,7 @@ def mark_formula(text: str) -> str:
     return f"${text}$"
 
 
-def are_equal(reference: str, answer: str) -> bool:
+def are_equal_by_algebra(reference: str, answer: str) -> bool:
     """Return whether `math_verify` finds two texts equal.
 
     Returns False if the texts are too large or the comparison takes too long. The texts are

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from weft.host.verifiers import _symbolic as symbolic
+from weft.host.verifiers._symbolic import are_equal_by_algebra
 from weft.host.verifiers._answers import count_boxes, extract_boxed, extract_stated, find_references
 from weft.host.verifiers._latex import (
     are_spelled_alike,
@@ -57,7 +57,7 @@ def _are_tidy_equal(answer: str, reference: str) -> bool:
     other = tidy(reference)
     known = _compare_known(one, other)
     if known is None:
-        return symbolic.are_equal(symbolic.mark_formula(other), symbolic.mark_formula(one))
+        return are_equal_by_algebra(symbolic.mark_formula(other), symbolic.mark_formula(one))
     return known
 
 
@@ -231,15 +231,15 @@ def is_correct(completion: str, reference: str, *, strict: bool = False) -> bool
         known = _compare_known(one, other)
         if known is not None and (known or not several):
             return known
-        if symbolic.are_equal(symbolic.mark_formula(other), symbolic.mark_formula(one)):
+        if are_equal_by_algebra(symbolic.mark_formula(other), symbolic.mark_formula(one)):
             return True
         undecided = EITHER.search(answer) is not None and split_list(other) is None
         if inside is None and not several and (undecided or is_formula(one)):
             return False
     # Let computer algebra find the answer in the whole text.
     text = completion if inside is None or several else rf"\boxed{{{inside}}}"
-    return symbolic.are_equal(symbolic.mark_formula(reference), text) or (
-        not is_formula(reference) and symbolic.are_equal(reference, text)
+    return are_equal_by_algebra(symbolic.mark_formula(reference), text) or (
+        not is_formula(reference) and are_equal_by_algebra(reference, text)
     )
 
 
