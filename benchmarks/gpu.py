@@ -401,8 +401,7 @@ def _provenance(where: Where, missing: list[str], commit: str | None) -> dict[st
     import numpy
     import transformers
 
-    from weft.engine.device import describe_hardware
-    from weft.engine.flops import parse_gpu_model
+    from weft.engine.device import describe_hardware, parse_gpu_model
 
     cuda = where.device.type == "cuda"
     return {

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from benchmarks import gpu_backends
 from benchmarks.gpu_backends import Sizes, Where
 from benchmarks.gpu_plan import BARS
-from weft.engine.flops import find_peak_rates
+from weft.engine.device import find_peak_rates
 
 
 @dataclass

@@ -23,12 +23,12 @@ from weft.launch.assemble import build_parts
 from weft.launch.cluster import launch_devices
 from weft.launch.resolve import load_tokenizers
 from weft.planner.lengths import RunLength
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import BYTES_MOVED, DeviceGroup
 from weft.runtime.directory import RunDirectory
 from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.firings import FiringOutcome
-from weft.runtime.group import WorkerGroup
 from weft.runtime.master import Master
 
 CALLS = 8  # of a step, each of which reads what the one before it made

@@ -251,13 +251,13 @@ def register_loss(
 
     A class or factory builds the loss from its options. With `per` set to "token" or "completion",
     `thing` is a function that is called as `thing(logprobs, ..., option=...)`, and returns the loss
-    of each token or completion. See `weft.algorithms._function`.
+    of each token or completion. See `weft.algorithms.base`.
     """
     if per is None:
         form = None
     else:
         form = FunctionConversion(
-            "weft.algorithms._function:make_loss_constructor", {"per": per, "by_row": by_row}
+            "weft.algorithms.base:make_loss_constructor", {"per": per, "by_row": by_row}
         )
     return losses.register(name, thing, form=form)
 

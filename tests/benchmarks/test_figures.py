@@ -36,7 +36,7 @@ def test_parameters_are_those_of_the_network() -> None:
 def test_operations_of_a_step_agree_with_the_engine_s_own_count() -> None:
     import numpy as np
 
-    from weft.engine.flops import TokenCost
+    from weft.engine.device import TokenCost
 
     shape, lengths = SHAPES["40M"], [100, 256]
     own = TokenCost(limit.parameters(shape), shape.layers * shape.hidden).count_training_flops(

@@ -27,7 +27,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
 from weft.engine.backends import torch as torch_backend
 from weft.engine.base import Request
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.sampling import SettingsTable
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError

@@ -18,9 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.host import math_pairs
-from weft.host.verifiers import _symbolic
-from weft.host.verifiers._symbolic import ALLOWANCE, REFILL, SECONDS, AlgebraProcess
-from weft.host.verifiers.math import are_equal, extract_boxed, is_correct, math_answer
+from weft.host.verifiers import math
+from weft.host.verifiers.math import (
+    ALLOWANCE,
+    REFILL,
+    SECONDS,
+    AlgebraProcess,
+    are_equal,
+    extract_boxed,
+    is_correct,
+    math_answer,
+)
 from weft.runtime.processes import find_descendants
 
 
@@ -39,7 +47,7 @@ def spent() -> float:
 @pytest.fixture(autouse=True)
 def all_the_time() -> None:
     """No test pays for the slow answers of another."""
-    _symbolic.get_engine().allowance_seconds = ALLOWANCE
+    math.get_engine().allowance_seconds = ALLOWANCE
 
 
 def one(completion: str, *, strict: bool = False, **columns: list[str | None]) -> float | None:
@@ -424,7 +432,7 @@ def test_slow_answers_take_little_time_together() -> None:
     assert rewards[:40] == [0.0] * 40
     assert spent() - begin < 20, "6 seconds of processor time"
     for _ in range(int(0.5 / REFILL)):
-        _symbolic.get_engine().begin()
+        math.get_engine().begin()
     assert is_correct(completions[-1], answers[-1])
 
 

@@ -25,7 +25,7 @@ from weft.engine.spec import ModelSpec
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, ParamSync
 from weft.host.base import StatelessHostFunction
-from weft.runtime.group import (
+from weft.runtime.calls import (
     Event,
     OutputsAnnounced,
     TaskFailed,

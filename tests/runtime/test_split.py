@@ -15,7 +15,7 @@ from tests.runtime.toy import Toy, ToyTrain
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult, Minibatches
 from weft.interfaces.train import TrainInterface
-from weft.runtime.group import TaskFinished
+from weft.runtime.calls import TaskFinished
 from weft.runtime.split import (
     collect_owners,
     join_outputs,

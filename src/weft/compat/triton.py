@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from weft import writing
 from weft.checkpoints import config_file, hf_io
-from weft.checkpoints.library_output import hide_library_output
 from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.compat.scripts import find_triton_model
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.common import find_skipped_padding
+from weft.engine.hf.imported import hide_library_output
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.jsonl import POLICIES, build_served_name

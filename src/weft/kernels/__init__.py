@@ -38,22 +38,24 @@ from weft.kernels.cpu.library import load_library as cpu_library
 from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.formulas import activate
-from weft.kernels.fp8 import Fp8Product, NarrowProduct
-from weft.kernels.fp8 import find_fp8_obstacle as fp8_obstacle
 from weft.kernels.gpu import flash, flex
-from weft.kernels.grouped import RowGroups, grouped_linear
-from weft.kernels.grouped import serves_groups
 from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
 from weft.kernels.products import (
     LEAST_ROWS,
+    Fp8Product,
     GradientSum,
+    NarrowProduct,
+    RowGroups,
     add_product,
     compute_weight_gradient,
+    grouped_linear,
     linear,
     prepare_wide,
     product,
+    serves_groups,
     wide_product,
 )
+from weft.kernels.products import find_fp8_obstacle as fp8_obstacle
 from weft.kernels.softmax import statistics, to_gradients
 from weft.kernels.types import (
     Activation,

@@ -1,4 +1,4 @@
-"""Matrix products by the fastest available kernel.
+"""Matrix products by the fastest available kernel, also in fp8, and of the groups of a mixture.
 
 On a CPU, float32 products use weft's own kernels, which reach more than four fifths of the
 processor's peak rate in training. Without a compiler to build these, torch's oneDNN kernels are
@@ -10,6 +10,9 @@ torch uses other kernels, whose results would differ, so the inputs of such prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -211,3 +214,143 @@ def compute_weight_gradient(
         return product(left, right)
     gradient_sum.add(left, right)
     return None
+
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
+MULTIPLE = 16  # required divisor of both sizes of a matrix
+LEAST_FP8_CAPABILITY = (9, 0)  # Hopper
+
+NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
+
+
+def find_fp8_obstacle(device: torch.device) -> str | None:
+    """Return the reason why the device cannot multiply matrices in fp8, or None if it can."""
+    if (
+        device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY
+    ):
+        return f"{device} has no such products; an H100 or a later GPU of NVIDIA has"
+    return None
+
+
+class Fp8Product:
+    """Product of x [..., in] and weight [out, in] transposed, computed in fp8.
+
+    The product and its gradients with respect to x and to weight are matrix products whose inputs
+    are rounded to 8 bits; their results are not. With the torchao `recipe` "rowwise_with_gw_hp",
+    the gradient of the weight is computed without rounding to 8 bits. The recipe also determines
+    whether scales are computed from the largest element of the whole tensor or of each row. If
+    `emulate` is True, the rounded inputs are multiplied in a wider dtype, which works on any
+    device.
+
+    Raises `ImportError` if torchao is not installed.
+    """
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Return whether the sizes of `weight` allow a matrix multiplication in fp8."""
+        return all(size % MULTIPLE == 0 for size in weight.shape)
+
+    def __init__(self, recipe: str, *, emulate: bool = False) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # Weight gradients sum over the tokens of a pack, whose number need not be a multiple of 16:
+        # let torchao pad this dimension.
+        config = replace(
+            Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate
+        )
+        with torch.device("meta"):
+            holder = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False))
+        self._layer = convert_to_float8_training(holder, config=config)[0]
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = torch.func.functional_call(self._layer, {"weight": weight}, (x,))
+        return output
+
+
+ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Number of rows in each group; all rows of a group are multiplied by the same matrix.
+
+    `counts` is int64 [groups]. `host_counts` contains the same numbers on the host, or is None if
+    they are known only on the device.
+    """
+
+    counts: Tensor
+    host_counts: list[int] | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of rows in each group, on the host.
+
+        If `host_counts` is None, the host waits for the device and copies the numbers.
+        """
+        if self.host_counts is None:
+            return [int(count) for count in self.counts.tolist()]
+        return self.host_counts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Exclusive end of each group's rows, int32 [groups]."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+
+def serves_groups(x: Tensor, *weights: Tensor) -> bool:
+    """Return whether one kernel can multiply x [rows, in] with all weights [groups, out, in].
+
+    This needs bfloat16 on a CUDA GPU, and rows that begin at multiples of 16 bytes. AMD GPUs are
+    not supported, because torch's kernel for them leaves memory unwritten (pytorch pull request
+    174314).
+    """
+    plain = (
+        x.dtype == torch.bfloat16
+        and x.device.type in ("cuda", "meta")
+        and torch.version.hip is None
+    )
+    least = ALIGNMENT // x.element_size()
+    return plain and all(
+        w.dtype == x.dtype and not (w.shape[1] % least or w.shape[2] % least) for w in weights
+    )
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+    """Return each row of x multiplied by the transposed matrix of its group, [rows, out].
+
+    x [rows, in] is sorted by group, and `weight` [groups, out, in] contains the matrices. The
+    result can be differentiated once with respect to x and weight.
+    """
+    if serves_groups(x, weight):
+        return _GroupedLinear.apply(x, weight, groups)
+    # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
+    matrices = weight.unbind()
+    outputs = [
+        linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)
+    ]
+    # Multiply even without rows, so that this rank takes part in the backward pass's collectives.
+    return torch.cat(outputs) if outputs else linear(x, matrices[0])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), grad_out, groups = ctx.saved_tensors, gradients[0].contiguous(), ctx.groups
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = F.grouped_mm(grad_out, weight, offs=groups.ends)
+        if ctx.needs_input_grad[1]:
+            grad_weight = F.grouped_mm(grad_out.T, x, offs=groups.ends)
+            # On some devices the kernel leaves the memory of a group without rows as it was
+            # (pytorch issue 172439).
+            grad_weight.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
+        return grad_x, grad_weight, None

@@ -1,7 +1,10 @@
-"""Construction of a run's session from an experiment, with cheap checks before expensive ones."""
+"""Construction of a run's session from an experiment, cheap checks before expensive ones.
+
+What the user can do next with the run is put into words here, too."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,28 +20,24 @@ from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import choose_backend
-from weft.engine.device import (
-    format_hardware,
-    resolve_device,
-    set_deterministic,
-    set_tf32,
-)
-from weft.experiment import Experiment
+from weft.engine.device import format_hardware, resolve_device, set_deterministic, set_tf32
+from weft.experiment import Control, Experiment
 from weft.experiments.models import read_model_context
+from weft.graph.mfc import MFCDef
 from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
 from weft.launch.facts import TargetDevices, forecast, measure_held_memory, predict_facts
-from weft.launch.next_steps import build_next_lines
 from weft.launch.resolve import check_longest_sequence, resolve_run
+from weft.observe.jsonl import shorten_path
 from weft.observe.plan import RunPlan
 from weft.observe.progress import DisplayOptions
 from weft.planner.lengths import RunLength
 from weft.planner.run_plan import build_plan, make_peak_formatter
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator, FixedPrompts
-from weft.runtime.group import WorkerGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import check_steps
@@ -300,3 +299,85 @@ def _build_evaluator(
     if experiment.evaluation is None or not data.valid:
         return None
     return Evaluator(experiment, experiment.evaluation, group, data.valid, tokenizers)
+
+
+INDENT = " " * 8
+REPORT = "report.html"
+
+
+def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
+    """Return the lines for the end of a run: the path of its report, and follow-up commands.
+
+    Returns an empty list if the run saves no model.
+    """
+    heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
+    if "lm" in heads:
+        commands = _build_policy_lines(experiment, heads["lm"], run)
+    elif "score" in heads:
+        commands = _build_reward_model_lines(experiment, heads["score"], run)
+    else:
+        return []
+    first, *others = commands
+    return [f"report: {run / REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
+
+
+def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
+    control = experiment.control
+    at = shlex.quote(str(run))
+    calls = []
+    for n in experiment.graph.nodes:
+        if isinstance(n, MFCDef) and n.role == role and n.trains:
+            calls.append(n)
+    if not any(call.args.get("loss") == "sft" for call in calls):
+        began = experiment.roles[role].path
+        if began is None:
+            beside = []
+        else:
+            beside = [f"weft chat {shlex.quote(shorten_path(began))} {at}    # before and after"]
+        return [f"weft chat {at}", *beside]
+    name = _find_free_trial(control, "rw")
+    reward = Path(control.fileroot) / control.experiment_name / name
+    return [
+        f"weft chat {at}",
+        f"{_build_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
+        f"dataset.path=PAIRS.jsonl",
+        f"{_build_quickstart('ppo', _find_free_trial(control, 'ppo'), control)} actor.path={at} "
+        f"rew.path={shlex.quote(str(reward))} "
+        "dataset.path=PROMPTS.jsonl",
+    ]
+
+
+def _build_reward_model_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
+    control = experiment.control
+    began = experiment.roles[role].path
+    at = shlex.quote(str(run))
+    actor = "POLICY" if began is None else shlex.quote(shorten_path(began))
+    ppo = _build_quickstart("ppo", _find_free_trial(control, "ppo"), control)
+    return [
+        f"{ppo} actor.path={actor} rew.path={at} dataset.path=PROMPTS.jsonl",
+        f"weft eval rm {at} PAIRS.jsonl    # accuracy",
+    ]
+
+
+def _build_quickstart(name: str, trial: str, control: Control) -> str:
+    if Path(control.fileroot) == Path("./runs"):
+        root = ""
+    else:
+        root = f" fileroot={shlex.quote(control.fileroot)}"
+    return (
+        f"weft quickstart {name} experiment_name={control.experiment_name} trial_name={trial}{root}"
+    )
+
+
+def _find_free_trial(control: Control, name: str) -> str:
+    """Return an unused trial name in the experiment's folder.
+
+    The name is `name` itself or, if that exists, the first free one of `name-2`, `name-3` and so
+    on.
+    """
+    folder = Path(control.fileroot).expanduser() / control.experiment_name
+    return next(
+        each
+        for each in (name, *(f"{name}-{n}" for n in range(2, 10_000)))
+        if not (folder / each).exists()
+    )

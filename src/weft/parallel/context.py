@@ -195,7 +195,7 @@ def draw_on_first_rank(
     The first rank calls `draw` and broadcasts the tokens immediately. The other ranks receive the
     tokens when they call the returned function. `rows` is the number of tokens, and `group` is a
     process group for host tensors. In this way, ranks generate the same tokens although their
-    logits can differ by rounding (see `weft.engine.generation.settings.TokenAgreement`).
+    logits can differ by rounding (see `weft.engine.generation.sampling.TokenAgreement`).
     """
     if group.rank() > 0:
         return lambda: _receive_drawn(rows, group)

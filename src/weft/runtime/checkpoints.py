@@ -19,8 +19,8 @@ from pathlib import Path
 
 from weft.errors import CheckpointError
 from weft.runtime import disk
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.directory import RunDirectory
-from weft.runtime.group import WorkerGroup
 
 MILESTONES = "milestones.json"
 MOST_POINTS = 2

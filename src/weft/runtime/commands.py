@@ -38,8 +38,8 @@ from weft.realloc.execute import ParameterSnapshot, ParameterSource, Reallocatio
 from weft.realloc.plan import ParameterTransfer
 from weft.registry import import_user_code
 from weft.runtime import disk
+from weft.runtime.calls import OutputsAnnounced, SampleMeta
 from weft.runtime.device_process import NO_COMMAND, CommandReport, DeviceProcess
-from weft.runtime.group import OutputsAnnounced, SampleMeta
 from weft.runtime.roles import EngineKey
 from weft.runtime.state import (
     NUMERICS_FILE,

@@ -20,6 +20,15 @@ from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
+from weft.runtime.calls import (
+    Events,
+    OutputsAnnounced,
+    SampleMeta,
+    Task,
+    TaskFailed,
+    TaskFinished,
+    TaskStarted,
+)
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand
 from weft.runtime.dispatch import (
@@ -28,15 +37,6 @@ from weft.runtime.dispatch import (
     DeviceTransport,
     JobDispatcher,
     repeat_command,
-)
-from weft.runtime.group import (
-    Events,
-    OutputsAnnounced,
-    SampleMeta,
-    Task,
-    TaskFailed,
-    TaskFinished,
-    TaskStarted,
 )
 from weft.runtime.parameters import ParameterTransfers
 from weft.runtime.roles import EngineKey

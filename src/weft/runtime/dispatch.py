@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import DevicesLost, RunError
+from weft.runtime.calls import Task
 from weft.runtime.device_process import (
     CommandReport,
     DeviceActivity,
@@ -25,7 +26,6 @@ from weft.runtime.device_process import (
     DeviceProcess,
     ProcessAddress,
 )
-from weft.runtime.group import Task
 from weft.runtime.store import TensorRequest, TensorStore
 
 # A rank can report a broken connection before the death of its peer is noticed. Its error is held

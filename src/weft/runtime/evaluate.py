@@ -14,8 +14,8 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
 from weft.observe.jsonl import StepFile
 from weft.observe.sample_rows import FILE
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.firings import FiringMetrics, join_metrics
-from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.samples import SampleReader
 from weft.runtime.store import TensorStore

@@ -18,7 +18,7 @@ from weft.graph.ready import Firing
 from weft.observe.jsonl import StepFile
 from weft.observe.observer import RunObserver
 from weft.observe.timeline import HOST, ROLES
-from weft.runtime.group import SampleMeta
+from weft.runtime.calls import SampleMeta
 from weft.runtime.samples import SampleReader
 
 GENERATIONS = "generations.jsonl"

@@ -27,8 +27,8 @@ from weft.graph.ready import (
     find_ready_firings,
     find_surplus,
 )
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
-from weft.runtime.group import WorkerGroup
 from weft.runtime.node_runner import NodeRunner, PrefetchingLoader
 from weft.runtime.roles import find_separate_copies
 from weft.runtime.state import read_state, write_state

@@ -34,9 +34,7 @@ from weft.host.base import (
     make_host_function,
 )
 from weft.interfaces.base import MFCResult
-from weft.runtime.calls import TensorSource, get_minibatches, read_inputs, to_edge_outputs
-from weft.runtime.firings import FiringOutcome, describe_firing
-from weft.runtime.group import (
+from weft.runtime.calls import (
     SECONDS,
     STARTED,
     OutputsAnnounced,
@@ -44,8 +42,13 @@ from weft.runtime.group import (
     TaskFailed,
     TaskFinished,
     TaskStarted,
+    TensorSource,
     WorkerGroup,
+    get_minibatches,
+    read_inputs,
+    to_edge_outputs,
 )
+from weft.runtime.firings import FiringOutcome, describe_firing
 from weft.runtime.split import split
 
 T = TypeVar("T")

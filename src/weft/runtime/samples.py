@@ -15,7 +15,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.rows import choose_ids
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.runtime.group import WorkerGroup
+from weft.runtime.calls import WorkerGroup
 
 SHOWN_SAMPLES = 4  # completions shown for an ordinary step
 GROUPS = 3

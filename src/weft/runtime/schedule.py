@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.errors import ConfigError, DevicesLost, Interrupted, WeftError
 from weft.experiment import parse_step_range
-from weft.runtime.group import WorkerGroup
+from weft.runtime.calls import WorkerGroup
 
 
 @dataclass

@@ -21,6 +21,7 @@ from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
 from weft.redaction import mask_values
 from weft.runtime import disk
+from weft.runtime.calls import WorkerGroup
 from weft.runtime.checkpoints import (
     CheckpointStore,
     RecoveryPoint,
@@ -30,7 +31,6 @@ from weft.runtime.checkpoints import (
 from weft.runtime.directory import RunDirectory, Status, record_process
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
-from weft.runtime.group import WorkerGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader

@@ -16,7 +16,7 @@ from weft import randomness
 from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult, Minibatches, Unit
-from weft.runtime.group import SECONDS, STARTED
+from weft.runtime.calls import SECONDS, STARTED
 
 OWNER = "completion_of"  # metadata column of single completions: the id of their group
 

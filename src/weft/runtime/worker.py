@@ -22,12 +22,15 @@ from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
 from weft.runtime.calls import (
+    SECONDS,
+    STARTED,
+    OutputsAnnounced,
+    SampleMeta,
     implements_method,
     make_empty_sample,
     read_inputs,
     to_edge_outputs,
 )
-from weft.runtime.group import SECONDS, STARTED, OutputsAnnounced, SampleMeta
 from weft.runtime.roles import RoleEngines
 from weft.runtime.split import collect_owners, take_samples
 from weft.runtime.state import (

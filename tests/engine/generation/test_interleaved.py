@@ -10,8 +10,8 @@ import pytest
 from tests.engine.generation.common import CPU, EOS, Key, assert_same_rows, build, generate, tokens
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation.interleaved import InterleavedGenerator, open_interleaved
+from weft.engine.generation.sampling import sample_locally
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.generation.settings import sample_locally
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError
 

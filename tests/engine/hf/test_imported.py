@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from weft.checkpoints.library_output import LOGGERS, hide_library_output
+from weft.engine.hf.imported import LOGGERS, hide_library_output
 
 
 def test_remarks_are_unheard_and_errors_are_heard(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from tests.tiny import make_llama
 from weft.algorithms.base import Output
 from weft.algorithms.sft import SFTLoss
 from weft.engine import rows
-from weft.engine.flops import TokenCost
+from weft.engine.device import TokenCost
 from weft.engine.rows import PackLayout
 from weft.engine.torch import prepare
 

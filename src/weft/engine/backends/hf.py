@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
-from weft.engine.flops import TokenCost
+from weft.engine.device import TokenCost
 from weft.engine.hf import load as hf_load
 from weft.engine.hf import lora as hf_lora
 from weft.engine.hf.imported import GradientCheckpointingLayer, PreTrainedModel

@@ -16,7 +16,7 @@ from weft.checkpoints import hf_io, peft_io, prefix_io
 from weft.checkpoints.config_file import read_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
-from weft.engine.flops import TokenCost
+from weft.engine.device import TokenCost
 from weft.engine.spec import ModelSpec
 from weft.engine.torch import network_source
 from weft.engine.torch.engine import DTYPES, BuiltNetwork, TorchEngine, choose_dtype

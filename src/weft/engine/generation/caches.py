@@ -28,10 +28,9 @@ from weft.engine.generation.graphs import (
     StepFunction,
     build_cuda_capture,
 )
-from weft.engine.generation.multi_step import MultiStepDecoder
-from weft.engine.generation.passes import Decoder, DecoderPasses, has_slot_kernel
+from weft.engine.generation.passes import Decoder, DecoderPasses, MultiStepDecoder, has_slot_kernel
+from weft.engine.generation.sampling import SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.generation.settings import SampledRows, SettingsTable
 from weft.errors import ConfigError
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
 from weft.models.kv.page_tables import FIRST_WIDTH

@@ -36,6 +36,13 @@ from weft.engine.generation.requests import (
     check_partial,
     compute_limit,
 )
+from weft.engine.generation.sampling import (
+    SampledRows,
+    SettingsTable,
+    TokenAgreement,
+    concatenate_rows,
+    sample_locally,
+)
 from weft.engine.generation.scheduler import (
     GenerationBudget,
     Prefill,
@@ -44,13 +51,6 @@ from weft.engine.generation.scheduler import (
     Scheduler,
 )
 from weft.engine.generation.scheduler import Sequence as Live
-from weft.engine.generation.settings import (
-    SampledRows,
-    SettingsTable,
-    TokenAgreement,
-    concatenate_rows,
-    sample_locally,
-)
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import prepare_wide, put

@@ -19,8 +19,8 @@ import torch
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.generation.generate import BatchGenerator, open_generator
 from weft.engine.generation.passes import Decoder
+from weft.engine.generation.sampling import TokenAgreement
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.generation.settings import TokenAgreement
 from weft.engine.spec import GenerationSpec
 
 

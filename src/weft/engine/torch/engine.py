@@ -20,13 +20,18 @@ from weft.data.sample import SequenceSample
 from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.collectives import Collectives, LocalCollectives
-from weft.engine.device import choose_flash, keep_sums_wide, measure_matmul_rate
-from weft.engine.flops import BestMatmulRate, TokenCost
+from weft.engine.device import (
+    BestMatmulRate,
+    TokenCost,
+    choose_flash,
+    keep_sums_wide,
+    measure_matmul_rate,
+)
 from weft.engine.generation.caches import ReusablePageCaches
 from weft.engine.generation.generate import Decoder, open_generator
 from weft.engine.rows import PackLayout, SampleRows, join_results, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
-from weft.engine.torch import optimizer_states
+from weft.engine.torch import optimizer
 from weft.engine.torch.adapters_off import BaseWeightsEngine
 from weft.engine.torch.master_weights import MasterWeights
 from weft.engine.torch.optimizer import Optimizer, list_decayed_names, list_embedding_names
@@ -455,8 +460,8 @@ class TorchEngine:
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
         """Write to `path` those tensors of `held` that this rank must save."""
         slices = self._masters.list_slices()
-        held = optimizer_states.rename_for_writing(held, slices)
-        owners = optimizer_states.map_to_parameters(held, slices)
+        held = optimizer.rename_for_writing(held, slices)
+        owners = optimizer.map_to_parameters(held, slices)
         assigned_names = set(self._collectives.select_saved_names(dict.fromkeys(owners.values())))
         chosen = {}
         for key, value in held.items():
@@ -464,7 +469,7 @@ class TorchEngine:
                 chosen[key] = value
         places = {}
         for key, value in chosen.items():
-            if optimizer_states.has_parameter_shape(key, value):
+            if optimizer.has_parameter_shape(key, value):
                 places[key] = slices[owners[key]]
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
@@ -496,7 +501,7 @@ class TorchEngine:
             elsewhere: Mapping[str, Any] = {}
         else:
             elsewhere = self._built.part.shapes
-        return optimizer_states.read(
+        return optimizer.read(
             checkpoint.SavedTensors(d, stem), self._masters.list_slices(), elsewhere
         )
 

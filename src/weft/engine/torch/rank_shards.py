@@ -18,8 +18,8 @@ from weft.engine.generation.caches import ReusablePageCaches, choose_default_bud
 from weft.engine.generation.generate import open_generator
 from weft.engine.generation.interleaved import open_interleaved
 from weft.engine.generation.passes import Decoder
+from weft.engine.generation.sampling import SampledRows, TokenAgreement, sample_locally
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.generation.settings import SampledRows, TokenAgreement, sample_locally
 from weft.engine.mesh_collectives import MeshCollectives
 from weft.engine.spec import GenerationSpec
 from weft.engine.torch.engine import DTYPES, RankShard, choose_dtype

@@ -20,8 +20,7 @@ from weft.algorithms.base import Loss, Output, Stat, Sum, count_trained_rows, re
 from weft.data.sample import SequenceSample
 from weft.engine.base import StepStats
 from weft.engine.collectives import Collectives, Outputs, PreparedPass
-from weft.engine.device import wait_for_device
-from weft.engine.flops import BestMatmulRate, TokenCost
+from weft.engine.device import BestMatmulRate, TokenCost, wait_for_device
 from weft.engine.rows import (
     PackLayout,
     SampleRows,

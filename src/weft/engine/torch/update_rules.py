@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import STATE_LIBRARY
-from weft.engine.torch.optimizer_states import SCALES, State, count_blocks
+from weft.engine.torch.optimizer import SCALES, State, count_blocks
 from weft.randomness import derive_key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -3,7 +3,7 @@
 This module imports nothing from weft, since the launcher loads this file by its path.
 
 `enter` applies the requested protections to the calling process, and raises `OSError` if the system
-refuses one. `weft.host.verifiers._sandbox` determines once which protections work.
+refuses one. `weft.host.verifiers.code` determines once which protections work.
 """
 
 from __future__ import annotations

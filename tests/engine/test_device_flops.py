@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.engine.flops import BestMatmulRate, TokenCost, find_peak_rates, parse_gpu_model
+from weft.engine.device import BestMatmulRate, TokenCost, find_peak_rates, parse_gpu_model
 
 
 def test_cost_of_training_by_hand() -> None:

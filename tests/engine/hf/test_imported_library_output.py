@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from weft.checkpoints.library_output import hide_library_output
+from weft.engine.hf.imported import hide_library_output
 
 
 def test_only_errors_are_heard_inside_and_all_again_afterwards(

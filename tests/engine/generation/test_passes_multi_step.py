@@ -28,12 +28,11 @@ from tests.engine.generation.common import (
 )
 from weft import randomness
 from weft.engine.base import Request, TokenEvent
-from weft.engine.generation import multi_step
+from weft.engine.generation import passes
 from weft.engine.generation.caches import SlotCaches
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.generate import BatchGenerator
-from weft.engine.generation.multi_step import MultiStepDecoder
-from weft.engine.generation.passes import DecoderPasses
+from weft.engine.generation.passes import DecoderPasses, MultiStepDecoder
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.engine.generation.scheduler import Sequence as Live
 from weft.engine.spec import GenerationSpec
@@ -53,7 +52,7 @@ FAR = 1e9  # seconds: as many steps as there can be
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, steps go ahead."""
-    monkeypatch.setattr(multi_step, "MAX_SECONDS", FAR)
+    monkeypatch.setattr(passes, "MAX_SECONDS", FAR)
 
 
 def requests(count: int = 5, samples: int = 2) -> list[Request]:
@@ -287,8 +286,8 @@ class Clock:
             self.now += self.seconds
             return decoded(*given)
 
-        monkeypatch.setattr(multi_step, "MAX_SECONDS", 1.0)
-        monkeypatch.setattr(multi_step.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(passes, "MAX_SECONDS", 1.0)
+        monkeypatch.setattr(passes.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(CachedForward, "run_ahead", run_ahead)
         monkeypatch.setattr(SlotCaches, "decode", one)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.bounds import assert_within, kernel_product_bound
 from tests.models.common import sequences, tiny
 from weft import kernels
-from weft.kernels.fp8 import MULTIPLE, RECIPES
+from weft.kernels.products import MULTIPLE, RECIPES
 from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
 from weft.models.network.training import compile_blocks

@@ -11,7 +11,7 @@ import pytest
 from weft.cli.quickstart import build_config
 from weft.experiments import DPOConfig, RWConfig, SFTConfig
 from weft.experiments.gen import GenConfig
-from weft.launch.next_steps import build_next_lines
+from weft.launch.assemble import build_next_lines
 
 
 @pytest.fixture

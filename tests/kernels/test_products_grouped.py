@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.bounds import assert_within, kernel_product_bound
-from weft.kernels import RowGroups, grouped, grouped_linear
+from weft.kernels import RowGroups, grouped_linear, products
 
 SIZES = [3, 0, 5, 1, 0]
 
@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype, sizes: list[int] = SIZES) -> tuple[Tensor, Tensor
 def test_each_group_has_its_own_matrix(
     one_kernel: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "serves", lambda *_: one_kernel)
+    monkeypatch.setattr(products, "serves", lambda *_: one_kernel)
     x, weight = inputs(torch.float32)
     groups = RowGroups(torch.tensor(SIZES), SIZES if known else None)
     made = grouped_linear(x, weight, groups)
@@ -58,7 +58,7 @@ def test_each_group_has_its_own_matrix(
 def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grouped, "serves", lambda *_: True)
+    monkeypatch.setattr(products, "serves", lambda *_: True)
     kernel = torch.nn.functional.grouped_mm
 
     def leaving(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
@@ -105,8 +105,10 @@ def test_what_one_kernel_takes() -> None:
         torch.empty(5, 16, device="meta", dtype=torch.bfloat16),
         torch.empty(3, 8, 16, device="meta").bfloat16(),
     )
-    assert grouped.serves(x, weight)
-    assert not grouped.serves(x.float(), weight.float()) and not grouped.serves(x, weight[:, :4])
-    assert not grouped.serves(
+    assert products.serves_groups(x, weight)
+    assert not products.serves_groups(x.float(), weight.float()) and not products.serves_groups(
+        x, weight[:, :4]
+    )
+    assert not products.serves_groups(
         torch.empty(5, 16, dtype=torch.bfloat16), torch.empty(3, 8, 16, dtype=torch.bfloat16)
     )

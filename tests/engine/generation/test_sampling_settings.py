@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.generation.common import EOS, Key, build, drain, generate, near, opened, tokens
 from weft.engine.base import Request, TokenEvent
-from weft.engine.generation.settings import SettingsTable
+from weft.engine.generation.sampling import SettingsTable
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError
 
