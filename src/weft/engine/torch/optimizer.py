@@ -17,24 +17,25 @@ from torch import Tensor, nn
 from weft.engine.checkpoint import SavedTensors
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.host_memory import HostMemory
-from weft.engine.torch.update_rules import BLOCK, SGD, AdamW, Lion, NarrowAdamW, build_narrow_adamw
+from weft.engine.torch.update_rules import (
+    BLOCK,
+    SCALES,
+    SGD,
+    AdamW,
+    Lion,
+    NarrowAdamW,
+    State,
+    build_narrow_adamw,
+    count_blocks,
+)
 from weft.errors import CheckpointError
 from weft.kernels import CopyQueue
 from weft.models.network.linear import StoredParameter, find_canonical_parameters
 from weft.topology import Slice
 
-State = dict[str, Tensor]  # state of one parameter, by slot
-# suffix of the slot with the block scales of another slot, such as "exp_avg:scales"
-SCALES = ":scales"
-
 
 def is_scales(key: str) -> bool:
     return key.endswith(SCALES)
-
-
-def count_blocks(count: int, size: int) -> int:
-    """Return the number of blocks of `size` elements that are needed for `count` elements."""
-    return -(-count // size)
 
 
 def to_named_tensors(

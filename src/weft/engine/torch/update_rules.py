@@ -23,15 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import STATE_LIBRARY
-from weft.engine.torch.optimizer import SCALES, State, count_blocks
 from weft.randomness import derive_key
 
+State = dict[str, Tensor]  # state of one parameter, by slot
+# suffix of the slot with the block scales of another slot, such as "exp_avg:scales"
+SCALES = ":scales"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256  # elements that share one scale
 # minimum size of a parameter with 8-bit moments; norms and biases stay in float32
 LEAST_CODED = 4096
 # elements updated at once, which bounds the temporary float32 memory; a multiple of BLOCK
 PIECE = 2**24
+
+
+def count_blocks(count: int, size: int) -> int:
+    """Return the number of blocks of `size` elements that are needed for `count` elements."""
+    return -(-count // size)
 
 
 class EagerOptimizer(torch.optim.Optimizer):
