@@ -32,7 +32,7 @@ from weft.engine.torch.optimizer import Optimizer, list_decayed_names
 from weft.kernels import build_copy_queue, compiling, flash
 from weft.models.attention.contexts import Dense
 from weft.models.kv.pages import PAGE, TABLE
-from weft.models.network import training
+from weft.models.network import transformer
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 
@@ -241,7 +241,7 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     config = hf_io.find_family(raw, None).config(raw)
     network = Transformer.build_empty(config, device="meta").train()
     masters = MasterWeights(network, torch.bfloat16, build_copy_queue(torch.device("meta")))
-    training.add_gradients_to(network, masters.masters)
+    transformer.add_gradients_to(network, masters.masters)
     trained = masters.trained_parameters
     optimizer = Optimizer(
         OptimizerSpec(lr=1e-5, max_grad_norm=1.0),

@@ -209,7 +209,7 @@ def _built(
     from weft.engine.backends.torch import _compute_cost
     from weft.engine.spec import ModelSpec, Schedule
     from weft.engine.torch.engine import BuiltNetwork, TorchEngine
-    from weft.models.network.training import compile_blocks
+    from weft.models.network.transformer import compile_blocks
     from weft.topology import Layout
 
     schedule = Schedule(10_000, 0) if trained else None

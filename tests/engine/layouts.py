@@ -32,8 +32,7 @@ from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, PrefixSpec
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.models.network.linear import find_canonical_values
-from weft.models.network.training import compile_blocks
-from weft.models.network.transformer import Head
+from weft.models.network.transformer import Head, compile_blocks
 from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends, families
 from weft.runtime.split import split_over_ranks

@@ -16,7 +16,7 @@ from weft import kernels
 from weft.kernels.products import MULTIPLE, RECIPES
 from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
-from weft.models.network.training import compile_blocks
+from weft.models.network.transformer import compile_blocks
 
 SIZES = {
     "hidden_size": 64,

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from weft.algorithms.base import to_host_array
-from weft.data import codec, groups
+from weft.data import groups
 from weft.data.groups import PART, Array, GroupRearrangement
 from weft.errors import DataError, find_nearest
 
@@ -385,7 +385,7 @@ class SequenceSample:
             "metadata": dict(self.metadata),
             **({"numpy": numpy_keys} if numpy_keys else {}),
         }
-        return codec.encode({**shapes, **tensors}, values, compression)
+        return groups.encode({**shapes, **tensors}, values, compression)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> SequenceSample:
@@ -393,7 +393,7 @@ class SequenceSample:
 
         Raises `DataError` if the bytes have another format or are truncated.
         """
-        tensors, values = codec.decode(raw)
+        tensors, values = groups.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         for name, tensor in tensors.items():
             part, key = name.split("/", 1)

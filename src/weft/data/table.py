@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.data import codec
+from weft.data import groups
 from weft.data.lengths import EncodedSample
 from weft.data.sample import SequenceSample
 from weft.data.turns import TemplateOmission, merge_omissions
@@ -197,7 +197,7 @@ class TokenTable:
             tensors[f"lengths/{key}"] = torch.from_numpy(self.sample.lengths[key].copy())
             tensors[f"offsets/{key}"] = torch.from_numpy(self.sample.offsets[key].copy())
             tensors[f"data/{key}"] = self.sample.data[key]
-        return codec.encode(tensors, values)
+        return groups.encode(tensors, values)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TokenTable:
@@ -205,7 +205,7 @@ class TokenTable:
 
         Raises `DataError` if the bytes have another format.
         """
-        tensors, values = codec.decode(raw)
+        tensors, values = groups.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         rows = tensors.pop("rows").numpy()
         for name, tensor in tensors.items():

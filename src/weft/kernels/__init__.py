@@ -39,7 +39,15 @@ from weft.kernels.cpu.rows import draw
 from weft.kernels.cpu.rows import store as store_keys
 from weft.kernels.formulas import activate
 from weft.kernels.gpu import flash, flex
-from weft.kernels.pointwise import activated, activated_linear, rms_norm, rotate, rotate_heads
+from weft.kernels.pointwise import (
+    activated,
+    activated_linear,
+    rms_norm,
+    rotate,
+    rotate_heads,
+    statistics,
+    to_gradients,
+)
 from weft.kernels.products import (
     LEAST_ROWS,
     Fp8Product,
@@ -56,7 +64,6 @@ from weft.kernels.products import (
     wide_product,
 )
 from weft.kernels.products import find_fp8_obstacle as fp8_obstacle
-from weft.kernels.softmax import statistics, to_gradients
 from weft.kernels.types import (
     Activation,
     AttentionSpec,

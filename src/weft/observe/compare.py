@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.observe import charts, configuration, trend
+from weft.observe import charts, configuration, pace
 from weft.observe.charts import Chart, ChartLine
 from weft.observe.completions import render_answers
 from weft.observe.diagnosis import ALGORITHMS, POLICIES
@@ -174,7 +174,7 @@ def compute_final_value(run: RunFiles, name: str, step: float | None = None) -> 
     values = read_values_until(run, name, step)
     if not values:
         return None
-    return values[-1] if name.startswith(EVAL) else trend.compute_end_mean(values)
+    return values[-1] if name.startswith(EVAL) else pace.compute_end_mean(values)
 
 
 def _find_deciding_metric(listed: Sequence[NamedRun]) -> list[str] | None:
@@ -271,7 +271,7 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
         values = ", ".join(
             f"{format_number(value)} ({escape(one.label_with_status)})" for value, one in known
         )
-        noise = f" within noise (± {trend.format_noise(width)})" if width else ""
+        noise = f" within noise (± {pace.format_noise(width)})" if width else ""
         return (
             f"{at} the runs are" if at else "The runs ended"
         ) + f" alike{noise} in their {what}: {values}."
@@ -281,7 +281,7 @@ def write_verdict(listed: Sequence[NamedRun]) -> str:
     word = "higher" if way > 0 else "lower"
     better = f"<b>{escape(winner.label_with_status)}</b>"
     verb = f"{at} {better} has" if at else f"{better} ended with"
-    noise = f", with a noise of ± {trend.format_noise(width)}" if width else ""
+    noise = f", with a noise of ± {pace.format_noise(width)}" if width else ""
     result = f"{verb} the {word} {what}: <b>{format_number(first)}</b> against {rest}{noise}."
     return f"{result}{_write_doubts(winner)} {_describe_differences(listed)}"
 
@@ -320,16 +320,16 @@ def _compute_difference_noise(
         drawn = []
         for run, name in zip(runs, names, strict=True):
             drawn.append(_compute_sampling_noise(run, name, step))
-        return trend.compute_difference_noise(drawn) or 0.0
+        return pace.compute_difference_noise(drawn) or 0.0
     end_noises = []
     for run, name in zip(runs, names, strict=True):
-        end_noises.append(trend.compute_end_noise(read_values_until(run, name, step)) or 0.0)
-    width = trend.compute_difference_noise(end_noises) or 0.0
+        end_noises.append(pace.compute_end_noise(read_values_until(run, name, step)) or 0.0)
+    width = pace.compute_difference_noise(end_noises) or 0.0
     largest = max(
         abs(compute_final_value(run, name, step) or 0.0)
         for run, name in zip(runs, names, strict=True)
     )
-    return width if width > trend.ROUNDING * largest else 0.0
+    return width if width > pace.ROUNDING * largest else 0.0
 
 
 def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> float | None:
@@ -341,7 +341,7 @@ def _compute_sampling_noise(run: RunFiles, name: str, step: float | None) -> flo
     rows = read_values_until(run, ROWS, step)
     if value is None or not rows:
         return None
-    return trend.compute_sampling_noise(name, value, rows[-1])
+    return pace.compute_sampling_noise(name, value, rows[-1])
 
 
 def _explain_refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -397,7 +397,7 @@ def _render_card(each: NamedRun, listed: Sequence[NamedRun]) -> str:
         own = find_headline(run.metric_names, run.record.get("algorithm"))
     reached = ""
     if own and (values := run.get_series(own)[1]):
-        good, _ = trend.find_best(own, values)
+        good, _ = pace.find_best(own, values)
         last = format_number(compute_final_value(run, own))
         best = format_number(good)
         reached = f"<div>{escape(find_title(own))} {last}, best {best}</div>"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from weft.observe import trend
+from weft.observe import pace
 from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import (
     EVAL,
@@ -244,7 +244,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
             or about.pattern in seen
         ):
             continue
-        value = median(values[-trend.count_last(len(values)) :])
+        value = median(values[-pace.count_last(len(values)) :])
         if (least is None or value >= least) and (most is None or value <= most):
             continue
         if not _may_judge(run, about.pattern, values):
@@ -275,7 +275,7 @@ def _may_judge(run: DiagnosedRun, pattern: str, values: Sequence[float]) -> bool
         return not run.find_option(f"{kind}.max_staleness", 0)
     if pattern == "frac_reward_zero_std":
         reward = run.find_values(run.find_metric("reward"))
-        moved = trend.compute_change(reward) if reward else None
+        moved = pace.compute_change(reward) if reward else None
         # On a solved task all rewards are equal, which is fine.
         learned = moved is not None and moved.delta > (moved.noise or 0.0)
         return kind in GROUPED and run.find_option(f"{kind}.group_size", 2) > 1 and not learned
@@ -418,7 +418,7 @@ def _find_cause(run: DiagnosedRun, name: str, pattern: str) -> tuple[str, Sequen
 
 
 def _check_finite(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
-    last = run.lines[-trend.count_last(len(run.lines)) :]
+    last = run.lines[-pace.count_last(len(run.lines)) :]
     for name in dict.fromkeys(
         name for line in last for name in line if get_last_part(name) in ("loss", "grad_norm")
     ):
@@ -441,7 +441,7 @@ def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     if run.kind in (*POLICIES, "distill", "gen") or run.find_metric("reward") is not None:
         return
     name = run.find_metric("loss")
-    loss = trend.compute_change(run.find_values(name)) if name else None
+    loss = pace.compute_change(run.find_values(name)) if name else None
     if loss is not None and loss.delta > max(loss.noise or 0.0, 0.05 * abs(loss.first)):
         fact = f"loss rose from {format_number(loss.first)} to {format_number(loss.last)}"
         yield DiagnosisFinding(
@@ -462,7 +462,7 @@ def _check_supervised(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
 
 def _check_chance(run: DiagnosedRun, name: str) -> Iterator[DiagnosisFinding]:
     values = run.find_values(find_evaluation(name, run.columns)) or run.find_values(name)
-    reached = trend.compute_end_mean(values)
+    reached = pace.compute_end_mean(values)
     if reached < CHANCE and len(run.lines) >= 3 * LEAST_STEPS:
         fact = f"{find_title(name)} {format_number(reached)} (chance: 0.5)"
         fixes = (run.format_scaled_rate(name, 3), "more epochs", "a look at the pairs")
@@ -475,7 +475,7 @@ def _check_chance(run: DiagnosedRun, name: str) -> Iterator[DiagnosisFinding]:
 
 
 def _check_overfitting(
-    run: DiagnosedRun, training: trend.MetricChange | None
+    run: DiagnosedRun, training: pace.MetricChange | None
 ) -> Iterator[DiagnosisFinding]:
     """Yield a finding if the validation loss rises above its minimum while the training loss falls."""
     name = next((n for n in (f"{EVAL}loss", f"{EVAL}nll") if n in run.columns), None)
@@ -505,7 +505,7 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     """Yield findings if the reward falls, or if the rewards of different answers become equal."""
     reward = run.find_metric("reward")
     spread = run.find_values(run.find_metric("reward_std"))
-    moved = trend.compute_change(run.find_values(reward)) if reward else None
+    moved = pace.compute_change(run.find_values(reward)) if reward else None
     if moved is not None and moved.noise is not None and moved.delta < -moved.noise:
         at = format_number(moved.first)
         to = format_number(moved.last)
@@ -516,9 +516,9 @@ def _check_policy(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
             "reward", f"reward fell from {at} to {to}", "the updates are too large", (rate,)
         )
     if spread and run.kind in (*GROUPED, "ppo", ""):
-        first = trend.compute_mean(spread[: trend.count_first(len(spread))])
-        last = trend.compute_end_mean(spread)
-        level = abs(trend.compute_end_mean(run.find_values(reward))) if reward else 0.0
+        first = pace.compute_mean(spread[: pace.count_first(len(spread))])
+        last = pace.compute_end_mean(spread)
+        level = abs(pace.compute_end_mean(run.find_values(reward))) if reward else 0.0
         if last < SPREAD * first or 0 < last < 0.02 * level:
             means = "all answers get the same reward, so there is nothing left to learn"
             before = f" ({format_number(first)} at first)" if last < SPREAD * first else ""

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.observe import charts, completions, configuration, timing, trend
+from weft.observe import charts, completions, configuration, pace, timing
 from weft.observe.charts import Chart
 from weft.observe.diagnosis import RunDiagnosis
 from weft.observe.metrics import (
@@ -73,8 +73,8 @@ def describe_course(run: RunFiles, name: str) -> str:
     if len(values) == 1:
         return f"{what} is <b>{format_number(values[0])}</b>."
     rows = run.get_series(ROWS)[1]
-    course = trend.compute_change(values, name, rows[-1] if rows else None)
-    good, at = trend.find_best(name, values)
+    course = pace.compute_change(values, name, rows[-1] if rows else None)
+    good, at = pace.find_best(name, values)
     return (
         f"{what} went from {format_number(course.first)} to <b>{format_number(course.last)}</b> "
         f"({escape(course.format_text())}); best "
@@ -115,10 +115,10 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     # Headline metrics and KL.
     for name in choose_headlines(run):
         _, values = run.get_series(name)
-        good, _ = trend.find_best(name, values)
+        good, _ = pace.find_best(name, values)
         yield (
             find_title(name),
-            format_number(values[-1] if name.startswith(EVAL) else trend.compute_end_mean(values)),
+            format_number(values[-1] if name.startswith(EVAL) else pace.compute_end_mean(values)),
             f"best {format_number(good)}",
         )
     kl = next((metric for metric in run.metric_names if get_last_part(metric) == "kl"), None)
@@ -126,7 +126,7 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         _, values = run.get_series(kl)
         yield (
             "KL",
-            format_number(trend.compute_end_mean(values)),
+            format_number(pace.compute_end_mean(values)),
             f"highest {format_number(max(values))}",
         )
     # Progress and time.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
-from weft.observe import trend
+from weft.observe import pace
 from weft.observe.diagnosis import ALGORITHMS, FINE, RunDiagnosis, diagnose_run
 from weft.observe.jsonl import clean_value, read_json, read_row
 from weft.observe.metrics import EVAL, find_leading, get_last_part, is_finite, is_step
@@ -182,7 +182,7 @@ def _compute_value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> fl
     ):
         return None
     values = [float(each) for each in there if is_finite(each)]
-    return values[-1] if metric.startswith(EVAL) else trend.compute_end_mean(values)
+    return values[-1] if metric.startswith(EVAL) else pace.compute_end_mean(values)
 
 
 def _find_status(

@@ -1,13 +1,16 @@
 """Loggers to which a run can write, in addition to its own files.
 
-Each third-party package is imported only in the module of its logger, and only if that logger is
+Each third-party package is imported only in the functions of its logger, and only if that logger is
 enabled.
 """
 
 from __future__ import annotations
 
-import importlib
+import html
 import importlib.util
+import os
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,7 @@ from typing import Any, Protocol
 
 from weft.errors import ConfigError, UserError, build_unknown_name_error
 from weft.extras import install
-
-NAMES = ("tensorboard", "wandb", "trackio")
+from weft.writing import write
 
 
 class LoggerSink(Protocol):
@@ -69,11 +71,12 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
     failed login.
     """
     for name, options in loggers.items():
-        if name not in NAMES:
-            raise build_unknown_name_error("logger", name, NAMES)
+        if name not in LOGGERS:
+            raise build_unknown_name_error("logger", name, LOGGERS)
         if importlib.util.find_spec(name) is None:
             raise build_missing_error(name)
-        _import_sink(name).check(options)
+        check, _ = LOGGERS[name]
+        check(options)
 
 
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[LoggerSink]:
@@ -83,7 +86,11 @@ def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[L
     cannot start.
     """
     check_sinks(loggers)
-    return [_import_sink(name).start(options, run) for name, options in loggers.items()]
+    sinks = []
+    for name, options in loggers.items():
+        _, start = LOGGERS[name]
+        sinks.append(start(options, run))
+    return sinks
 
 
 def build_missing_error(name: str) -> UserError:
@@ -91,11 +98,6 @@ def build_missing_error(name: str) -> UserError:
     return ConfigError(
         f"logger.{name}: the package {name!r} is not installed; run: {install(name)}"
     )
-
-
-def _import_sink(name: str) -> Any:
-    """Return the module of a logger, which defines `check(options)` and `start(options, run)`."""
-    return importlib.import_module(f"weft.observe.sinks_{name}")
 
 
 def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
@@ -107,3 +109,245 @@ def build_table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) ->
     for row in samples:
         table.append(["" if row.get(column) is None else str(row[column]) for column in columns])
     return table
+
+
+TENSORBOARD_FOLDER = "tensorboard"
+TENSORBOARD_COLUMNS = ("prompt", "completion", "reward")
+
+
+def check_tensorboard(options: Mapping[str, Any]) -> None:
+    """Do nothing, because there are no options and no login is needed."""
+
+
+def start_tensorboard(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
+    """Start a TensorBoard logger that writes to the run's directory."""
+    return TensorBoard(run.directory / TENSORBOARD_FOLDER, run.resumed_step)
+
+
+class TensorBoard:
+    """Logger that uses TensorBoard's own writer of event files, without torch or TensorFlow.
+
+    If the run is resumed from `resumed_step`, the events that earlier processes wrote for later
+    steps are marked as superseded, so that each metric has a single curve.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        self._summary = Summary
+        self._text = text_pb
+        earlier = folder.is_dir() and any(folder.iterdir())
+        self._writer = EventFileWriter(str(folder))
+        if earlier:
+            self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = []
+        for name, value in metrics.items():
+            values.append(self._summary.Value(tag=name, simple_value=value))
+        self._add(step, summary=self._summary(value=values))
+        self._writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._add(
+            step,
+            summary=self._text(
+                "samples", _render_markdown(build_table(samples, TENSORBOARD_COLUMNS))
+            ),
+        )
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), **content))
+
+
+def _render_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table of the rows, with escaped text."""
+    lines = [f"| {' | '.join(TENSORBOARD_COLUMNS)} |", f"|{'---|' * len(TENSORBOARD_COLUMNS)}"]
+    for row in rows:
+        cells = (html.escape(cell).replace("|", "&#124;").replace("\n", "<br>") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+ID_FILE = "wandb-id.txt"
+COLUMNS = ["step", "id", "prompt", "completion", "reward"]
+ONLINE = "online"
+MODES = ("online", "offline", "disabled")
+
+
+def find_mode(options: Mapping[str, Any]) -> str:
+    """Return the option `mode`, or else the environment variable WANDB_MODE, or else "online".
+
+    Raises `UserError` if the variable has an invalid value.
+    """
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
+    if mode not in MODES:
+        raise ConfigError(
+            f"WANDB_MODE={mode!r}: must be one of {', '.join(MODES)}; set or unset the variable"
+        )
+    return str(mode)
+
+
+def check_wandb(options: Mapping[str, Any]) -> None:
+    """Log in, unless the mode is offline or disabled.
+
+    Raises `UserError` if there is no key or the server rejects the key.
+    """
+    if find_mode(options) != ONLINE:
+        return
+    import wandb
+
+    try:
+        known = wandb.login(verify=True, timeout=60)
+    except wandb.Error as error:
+        raise _build_error("the login failed", error) from error
+    if not known:
+        raise _build_error("not logged in", "no key was found")
+
+
+def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
+    """Start the run, or resume the run whose id is stored in the run's directory.
+
+    Raises `UserError` if wandb cannot start the run.
+    """
+    import wandb
+
+    mode = find_mode(options)
+    identity = options.get("id") or _get_run_id(run.directory / ID_FILE)
+    try:
+        session = wandb.init(
+            entity=options.get("entity"),
+            project=options.get("project") or run.experiment_name,
+            name=options.get("name") or run.trial_name,
+            id=identity,
+            dir=str(options.get("dir") or run.directory),
+            mode=mode,
+            config=dict(run.config),
+            resume="allow",
+        )
+    except wandb.Error as error:
+        raise _build_error("the run could not be started", error) from error
+    known = session.step if mode == ONLINE else run.logged + 1
+    return Wandb(session, options.get("prefix") or "", known)
+
+
+class Wandb:
+    """Logger for Weights & Biases.
+
+    Steps before `first` are skipped: after a resume, the server already has these steps and cannot
+    overwrite them.
+    """
+
+    def __init__(self, session: Any, prefix: str, first: int) -> None:
+        self._session = session
+        self._first = first
+        self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= self._first:
+            self._session.log(
+                {f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step
+            )
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        if step >= self._first:
+            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
+            self._session.log(
+                {f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step
+            )
+
+    def close(self) -> None:
+        self._session.finish()
+
+
+def _get_run_id(path: Path) -> str:
+    """Return the run's W&B id, which is stored in the file `path`.
+
+    If the file does not exist or is empty, a new id is created and stored.
+    """
+    if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+        return known
+    run_id = secrets.token_hex(4)
+    write(path, run_id + "\n")
+    return run_id
+
+
+def _build_error(what: str, why: object) -> UserError:
+    return ConfigError(
+        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
+        f"or write "
+        "logger.wandb.mode=offline (`wandb sync` sends it later)"
+    )
+
+
+def check_trackio(options: Mapping[str, Any]) -> None:
+    """Check that there is a Hugging Face login if the options name a Space.
+
+    Raises `UserError` if there is no login.
+    """
+    import huggingface_hub
+
+    if options.get("space_id") and huggingface_hub.get_token() is None:
+        raise ConfigError(
+            f"logger.trackio.space_id={options['space_id']!r}: not logged in to Hugging Face; "
+            f"run `hf auth login` or set "
+            "HF_TOKEN, or leave the option out to write on this machine"
+        )
+
+
+def start_trackio(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
+    """Start the run in Trackio, or resume the run with the same name."""
+    import trackio
+
+    session = trackio.init(
+        project=options.get("project") or run.experiment_name,
+        name=options.get("name") or run.trial_name,
+        space_id=options.get("space_id"),
+        config=dict(run.config),
+        resume="allow",
+        embed=False,
+    )
+    return Trackio(session, run.logged)
+
+
+class Trackio:
+    """Logger for Trackio.
+
+    Steps up to `logged` are skipped: an earlier process of the resumed run has already sent them.
+    """
+
+    def __init__(self, session: Any, logged: int = 0) -> None:
+        self._session = session
+        self._logged = logged
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > self._logged:
+            self._session.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import trackio
+
+        if step > self._logged:
+            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
+            self._session.log({"samples": trackio.Table(columns=COLUMNS, data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._session.finish()
+
+
+# what checks a logger's options, and what starts it
+LOGGERS = {
+    "tensorboard": (check_tensorboard, start_tensorboard),
+    "wandb": (check_wandb, start_wandb),
+    "trackio": (check_trackio, start_trackio),
+}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from array_api_compat import is_array_api_obj
 
-from weft.data import codec
+from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import RunError
 from weft.runtime.store import TensorStore
@@ -37,12 +37,12 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)
-    path.write_bytes(codec.encode(tensors, values))
+    path.write_bytes(groups.encode(tensors, values))
 
 
 def read_state(path: Path) -> Any:
     """Read a file that `write_state` wrote. Tuples are returned as lists."""
-    tensors, values = codec.decode(path.read_bytes())
+    tensors, values = groups.decode(path.read_bytes())
     return _unpack(values, tensors)
 
 

@@ -24,7 +24,7 @@ from weft.engine.backends import common
 from weft.engine.backends import torch as torch_backend
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
-from weft.models.network.training import compile_blocks
+from weft.models.network.transformer import compile_blocks
 from weft.topology import Layout
 
 __all__ = ["path"]  # the fixture

@@ -27,8 +27,7 @@ from weft.models.network.block import MLP, Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear, find_canonical_parameters
 from weft.models.network.moe import ExpertStack, choose_aux_loss_weight
-from weft.models.network.training import compile_blocks
-from weft.models.network.transformer import Transformer
+from weft.models.network.transformer import Transformer, compile_blocks
 from weft.parallel.mesh import RankMesh
 from weft.registry import families, register_backend
 from weft.topology import Layout, Mesh, compute_holdings

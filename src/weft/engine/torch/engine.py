@@ -46,7 +46,7 @@ from weft.engine.torch.step import (
 )
 from weft.errors import CheckpointError, ConfigError
 from weft.kernels import build_copy_queue
-from weft.models.network import training
+from weft.models.network import transformer
 from weft.models.network.linear import StoredParameter
 from weft.models.network.packed import TopIds
 from weft.topology import Layout, Slice
@@ -213,7 +213,7 @@ class TorchEngine:
             built.blocks,
         )
         if device.type == "cuda" and home is None and layout.pipeline == 1:
-            training.add_gradients_to(self._network, self._masters.masters)
+            transformer.add_gradients_to(self._network, self._masters.masters)
         if part is None:
             self._collectives: Collectives = LocalCollectives()
         else:

@@ -22,7 +22,7 @@ from weft.engine.spec_parts import compute_scaled_context, read_rope_factor
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.master_weights import HALF
 from weft.errors import ConfigError
-from weft.models.network import lora, prefix, quantized, training
+from weft.models.network import lora, prefix, quantized, transformer
 from weft.models.network.block import Block
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Linear, StoredParameter, find_canonical_parameters
@@ -198,17 +198,17 @@ class NetworkSource:
         if spec.dropout is not None:
             _set_dropout(network, spec.dropout)
         if spec.residual_dropout:
-            training.set_residual_dropout(
+            transformer.set_residual_dropout(
                 network, spec.residual_dropout, ramp=spec.residual_dropout_lima
             )
         network.recompute_every = spec.recomputed_layers
         network.requires_grad_(spec.trained)
-        first = training.count_frozen_layers(
+        first = transformer.count_frozen_layers(
             spec.freeze_layers, spec.train_last_layers, config.num_layers
         )
         if first is not None:
             dtype = DTYPES[choose_dtype(spec)]
-            training.freeze(network, first, dtype if dtype in HALF else None)
+            transformer.freeze(network, first, dtype if dtype in HALF else None)
         # Add adapters or a prefix on frozen weights.
         if spec.has_adapters:
             own = spec.lora
@@ -219,7 +219,7 @@ class NetworkSource:
             else:
                 prefix.freeze_all_but_prefix(network)
             if spec.trains_embeddings:
-                training.train_embeddings(network)
+                transformer.train_embeddings(network)
             if spec.mirrors:
                 network.requires_grad_(False)
         if spec.quantize is not None:

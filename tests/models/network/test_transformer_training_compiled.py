@@ -19,8 +19,7 @@ from tests.roundings import assert_computed
 from weft import kernels
 from weft.models.network.dropout import DropoutKeys
 from weft.models.network.packed import Packed, pack
-from weft.models.network.training import compile_blocks
-from weft.models.network.transformer import Transformer
+from weft.models.network.transformer import Transformer, compile_blocks
 
 WANT: Any = frozenset({"logprobs"})
 FAMILIES = ("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "qwen3", "mixtral")

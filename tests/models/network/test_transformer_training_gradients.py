@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.bounds import gamma
 from tests.models.common import adapted, sequences, tiny
-from weft.models.network import training
+from weft.models.network import transformer
 from weft.models.network.packed import pack
 
 WANT = frozenset({"logprobs"})
@@ -22,7 +22,7 @@ ROUNDED = 1.01 * gamma(1, torch.bfloat16)
 def test_they_add_up_over_passes(tied: bool) -> None:
     plain, summed = (tiny("llama", tie_word_embeddings=tied).bfloat16() for _ in range(2))
     masters = {name: nn.Parameter(p.detach().float()) for name, p in summed.named_parameters()}
-    training.add_gradients_to(summed, masters)
+    transformer.add_gradients_to(summed, masters)
     total: dict[str, torch.Tensor] = {}
     size: dict[str, float] = {}
     for seed in range(3):
@@ -68,7 +68,7 @@ def test_those_of_adapters_are_summed_in_float32_too() -> None:
         for name, p in summed.named_parameters()
         if p.requires_grad
     }
-    training.add_gradients_to(summed, masters)
+    transformer.add_gradients_to(summed, masters)
     total: dict[str, torch.Tensor] = {}
     size: dict[str, float] = {}
     for seed in range(3):

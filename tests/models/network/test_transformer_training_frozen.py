@@ -15,7 +15,7 @@ from tests.ranks import Ranks
 from weft.engine.backends import common
 from weft.engine.spec import LoRASpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
-from weft.models.network.training import count_frozen_layers
+from weft.models.network.transformer import count_frozen_layers
 
 SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
 GROUPS = [(5, [4, 7]), (2, [6]), (3, [3])]
