@@ -226,7 +226,7 @@ def test_a_structure_of_another_size_than_in_cpp_is_refused(
 def test_every_structure_is_compared() -> None:
     made = {
         each
-        for each in vars(structures).values()
+        for each in vars(library).values()
         if isinstance(each, type) and issubclass(each, ctypes.Structure)
     }
     assert made == set(library.SHARED)

@@ -126,41 +126,41 @@ def test_products_of_a_result_that_no_cache_holds(size: int) -> None:
 
 
 @pytest.mark.usefixtures("products_by")
-@pytest.mark.parametrize("rows", [3, 300])  # by either kernel
-def test_products_are_as_exact_as_float32(rows: int) -> None:
+@pytest.mark.parametrize("count", [3, 300])  # by either kernel
+def test_products_are_as_exact_as_float32(count: int) -> None:
     torch.manual_seed(0)
     spread = torch.logspace(-18, 18, 40).repeat_interleave(
         16
     )  # each pair of terms comes to about one, or to nothing beside it
-    x, weight = torch.randn(rows, 640) * spread, torch.randn(200, 640) / spread
+    x, weight = torch.randn(count, 640) * spread, torch.randn(200, 640) / spread
     wide = x.double() @ weight.double().T
     error = (rows.product(x, weight).double() - wide).square().mean().sqrt()
     # Tiles round the most sums, six a term. Each loses up to u times itself, evenly distributed: in
     # the mean of squares u^2 / 3 of its own, which grows evenly to K. Together that is 6 K times u^2
     # / 3 times K / 2, or (u K)^2. With two parts instead of three the error is 1e-4.
     assert error < unit(torch.float32) * 640
-    positive, other = torch.rand(rows, 640), torch.rand(200, 640)
+    positive, other = torch.rand(count, 640), torch.rand(200, 640)
     exact = positive.double() @ other.double().T
     # What is left out has no sign of its own. Sums of positive terms grow evenly, and their squares
     # are a third of the last one's in the mean, so that n roundings lose u^2 n / 9 of it. That is the
     # variance of one element. Of the mean of all, six deviations are allowed; a sign makes it 6e-8.
     deviation = unit(torch.float32) * (6 * 640 / 9 / exact.numel()) ** 0.5
     assert abs((rows.product(positive, other).double() / exact - 1).mean()) < 6 * deviation
-    one = torch.zeros(rows, 640)
+    one = torch.zeros(count, 640)
     one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
     assert torch.equal(rows.product(one, weight), one[:, 7:8] * weight[:, 7])
     assert torch.equal(rows.product(x, one[:1]), one[:1, 7] * x[:, 7:8])
 
 
 @pytest.mark.usefixtures("products_by")
-@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("count", [3, 300])
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
-def test_products_of_numbers_that_are_none_are_none(rows: int, odd: float) -> None:
-    x, weight = torch.randn(rows, 70), torch.randn(90, 70)
+def test_products_of_numbers_that_are_none_are_none(count: int, odd: float) -> None:
+    x, weight = torch.randn(count, 70), torch.randn(90, 70)
     clean = rows.product(x, weight)
     x[1, 33] = weight[5, 2] = odd
     made = rows.product(x, weight)
-    there = torch.ones(rows, 90, dtype=torch.bool)
+    there = torch.ones(count, 90, dtype=torch.bool)
     there[1], there[:, 5] = False, False
     assert torch.equal(made.isfinite(), there) and torch.equal(made[there], clean[there])
 
