@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import locale
 import os
+import re
 import shlex
 import shutil
 import site
@@ -83,11 +84,17 @@ def cleaned(given: Mapping[str, str], home: Path) -> dict[str, str]:
         HOME: str(home),
         "HF_HOME": str(home / "huggingface"),
         "XDG_CACHE_HOME": str(CACHE),
+        # Its keys leave out settings that change what is compiled, such as the vectors' width.
+        "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor" / _name_settings(given)),
     }
     if site.ENABLE_USER_SITE:  # packages of the user's own, which lie in the real home
         own["PYTHONUSERBASE"] = site.getuserbase()
     asked = dict(word.split("=", 1) for word in shlex.split(given.get(ASKED, "")))
     return {**kept, **SET, **own, **asked}
+
+
+def _name_settings(given: Mapping[str, str]) -> str:
+    return re.sub(r"[^\w=]+", "-", given.get(ASKED, "")) or "default"
 
 
 def prepare() -> None:

@@ -51,8 +51,12 @@ HOSTILE = {
     "MASTER_ADDR": "nowhere",
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
     "XDG_CACHE_HOME": "/nowhere",
+    "TORCHINDUCTOR_CACHE_DIR": "/nowhere",
     "OPENAI_API_KEY": "x",
 }
+
+
+CACHES = {"HF_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"}  # in folders of the tests
 
 
 def test_what_is_not_listed_is_dropped(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_this_process_has_it() -> None:
     assert time.tzname[0] == "UTC" and Path.home() == Path(os.environ["HOME"]) != CACHE
     assert not list(Path.home().glob("*.netrc")) and not (Path.home() / ".ray").exists()
     # Not `os.environ`: fixtures of other tests may have set RAY_AUTH_MODE and the like since.
-    assert asked or not set(prepared) & (set(HOSTILE) - set(SET) - {"HF_HOME", "XDG_CACHE_HOME"})
+    assert asked or not set(prepared) & (set(HOSTILE) - set(SET) - CACHES)
     assert asked or not {name for name, value in HOSTILE.items() if prepared.get(name) == value}
     with warnings.catch_warnings(record=True):
         warnings.warn("only a warning", ImportWarning, stacklevel=1)
