@@ -61,6 +61,7 @@ class Tracer:
         self.folder = folder
         self.steps = 0
         self.called: set[CodeType] = set()
+        self.files: set[str] = set()  # with functions that were called, before the step too
         self.stacks: dict[str, list[str]] = {}  # at `Optimizer.step`, by thread
         self.entries: dict[str, list[str]] = {}  # at `Master.step` and where calls begin
         self.configuration: list[str] = []
@@ -88,6 +89,7 @@ class Tracer:
                 self.called = set()
         self.called.add(code)
         path = code.co_filename.removeprefix(PACKAGE)
+        self.files.add(path)
         if is_step or (path.startswith(CALLS) and code.co_name in METHODS):
             self.entries.setdefault(code.co_qualname, list_functions(frame))
         if not self.steps and _has_configuration(frame):
@@ -113,6 +115,7 @@ class Tracer:
             "steps": self.steps,
             "trained": self.trained,
             "functions": functions,
+            "files": sorted(self.files),
             "stacks": self.stacks,
             "entries": self.entries,
             "configuration": self.configuration,
