@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from tests.evaluation.test_rewards import make_scorer
+from tests.evaluation.test_answers_rewards import make_scorer
 from tests.roundings import assert_computed
 from tests.serve.serving import make_reward
 from tests.tiny import make_llama

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import templates
-from test_chat_templates import marked
 
+from tests.data.test_spec_chat_templates import marked
 from weft.data.messages import ConversationAdditions, format_tag, normalize_messages, prepend_prefix
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.test_rewards import make_scorer
+from tests.evaluation.test_answers_rewards import make_scorer
 from weft.cli.data import main
 from weft.cli.main import main as weft
 from weft.cli.named_data import resolve_sources
