@@ -233,10 +233,10 @@ def test_a_circle_of_files_is_found() -> None:
 
 
 def test_a_type_only_import_is_an_arrow() -> None:
-    assert "weft.runtime.state" in {
+    assert "weft.runtime.checkpoints" in {
         target.rpartition(".")[0]
         for _, target in imported(
-            "if TYPE_CHECKING:\n    from weft.runtime.state import State",
+            "if TYPE_CHECKING:\n    from weft.runtime.checkpoints import State",
             "weft.graph.x",
             package=False,
         )

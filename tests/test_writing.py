@@ -31,7 +31,7 @@ OWN_FOLDERS = {
     "host/verifiers/code.py": "a temporary folder",
     "runtime/commands.py": "standard output; asks for the destination",
     "runtime/master.py": "the folder of an unfinished recovery point",
-    "runtime/state.py": "the folder of an unfinished recovery point",
+    "runtime/checkpoints.py": "the folder of an unfinished recovery point",
     "runtime/machines.py": "a temporary folder",
     "data/encode_worker.py": "standard output",
     "data/named/fetch.py": "a new name beside the copy",

@@ -8,7 +8,7 @@ import torch
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 from weft.host.base import HostContext, make_host_function
-from weft.host.kto import kto_baseline, kto_mismatch
+from weft.host.bco_shift import kto_baseline, kto_mismatch
 
 
 def grouped(

@@ -18,7 +18,7 @@ from weft.data.counts import SourceCount
 from weft.data.loader import LoadedData
 from weft.experiment import Experiment
 from weft.experiments import PPOConfig
-from weft.observe.plan import RunPlan
+from weft.observe.progress import RunPlan
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast
 from weft.planner.lengths import RunLength

@@ -227,7 +227,7 @@ def _build_scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
 def _build_baseline(size: int) -> list[Node]:
     """Return the nodes that compute KTO's baseline z0.
 
-    Actor and reference score each prompt with the completions of another prompt (`weft.host.kto`).
+    Actor and reference score each prompt with the completions of another prompt (`weft.host.bco_shift`).
     """
     mismatch = HostFunction(
         name="kto_mismatch",

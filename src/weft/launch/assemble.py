@@ -28,8 +28,7 @@ from weft.launch.cluster import get_device_kind, launch_devices, relaunch_device
 from weft.launch.facts import TargetDevices, forecast, measure_held_memory, predict_facts
 from weft.launch.resolve import check_longest_sequence, resolve_run
 from weft.observe.jsonl import shorten_path
-from weft.observe.plan import RunPlan
-from weft.observe.progress import DisplayOptions
+from weft.observe.progress import DisplayOptions, RunPlan
 from weft.planner.lengths import RunLength
 from weft.planner.run_plan import build_plan, make_peak_formatter
 from weft.runtime.calls import WorkerGroup

@@ -20,7 +20,7 @@ from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.resolve import check_longest_sequence, resolve_run
-from weft.observe.plan import RunPlan
+from weft.observe.progress import RunPlan
 from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.lengths import RunLength
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES

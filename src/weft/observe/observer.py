@@ -14,8 +14,7 @@ from weft.observe.jsonl import StepFile, format_ranges, read_json, read_rows
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite
-from weft.observe.plan import RunPlan
-from weft.observe.progress import OUTCOMES, ProgressView, make_view
+from weft.observe.progress import OUTCOMES, ProgressView, RunPlan, make_view
 from weft.observe.report import ReportRenewal
 from weft.observe.run_files import RECORD, RunRecord
 from weft.observe.run_list import diagnose

@@ -11,7 +11,7 @@ from weft.engine.spec import ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.jsonl import shorten_path
-from weft.observe.plan import LINES, RunPlan
+from weft.observe.progress import LINES, RunPlan
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast, format_size
 from weft.planner.lengths import RunLength

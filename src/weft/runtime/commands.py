@@ -39,15 +39,15 @@ from weft.realloc.plan import ParameterTransfer
 from weft.registry import import_user_code
 from weft.runtime import disk
 from weft.runtime.calls import OutputsAnnounced, SampleMeta
-from weft.runtime.device_process import NO_COMMAND, CommandReport, DeviceProcess
-from weft.runtime.roles import EngineKey
-from weft.runtime.state import (
+from weft.runtime.checkpoints import (
     NUMERICS_FILE,
     get_rank_folder,
     list_rank_folders,
     read_state,
     write_state,
 )
+from weft.runtime.device_process import NO_COMMAND, CommandReport, DeviceProcess
+from weft.runtime.roles import EngineKey
 from weft.runtime.worker import Worker
 from weft.topology import Mesh, Slice
 from weft.writing import resolve_destination

@@ -29,6 +29,13 @@ from weft.runtime.calls import (
     TaskFinished,
     TaskStarted,
 )
+from weft.runtime.checkpoints import (
+    DRIVER_FOLDER,
+    ENGINES_FOLDER,
+    list_rank_folders,
+    read_samples,
+    write_samples,
+)
 from weft.runtime.commands import BuildWorker, BuiltEngines, RunCall
 from weft.runtime.device_process import CommandReport, DeviceCommand
 from weft.runtime.dispatch import (
@@ -41,13 +48,6 @@ from weft.runtime.dispatch import (
 from weft.runtime.parameters import ParameterTransfers
 from weft.runtime.roles import EngineKey
 from weft.runtime.split import OWNER, collect_owners, merge_results, merge_seen
-from weft.runtime.state import (
-    DRIVER_FOLDER,
-    ENGINES_FOLDER,
-    list_rank_folders,
-    read_samples,
-    write_samples,
-)
 from weft.runtime.store import DRIVER as ON_DRIVER
 from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
 

@@ -28,10 +28,10 @@ from weft.graph.ready import (
     find_surplus,
 )
 from weft.runtime.calls import WorkerGroup
+from weft.runtime.checkpoints import read_state, write_state
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
 from weft.runtime.node_runner import NodeRunner, PrefetchingLoader
 from weft.runtime.roles import find_separate_copies
-from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore
 
 MASTER_FILE = "master.bin"

@@ -14,8 +14,7 @@ from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
-from weft.observe.plan import RunPlan
-from weft.observe.progress import DisplayOptions
+from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength

@@ -31,9 +31,7 @@ from weft.runtime.calls import (
     read_inputs,
     to_edge_outputs,
 )
-from weft.runtime.roles import RoleEngines
-from weft.runtime.split import collect_owners, take_samples
-from weft.runtime.state import (
+from weft.runtime.checkpoints import (
     ENGINES_FOLDER,
     INTERFACES_FILE,
     read_interfaces,
@@ -41,6 +39,8 @@ from weft.runtime.state import (
     write_samples,
     write_state,
 )
+from weft.runtime.roles import RoleEngines
+from weft.runtime.split import collect_owners, take_samples
 from weft.runtime.store import TensorStore
 from weft.topology import Mesh
 

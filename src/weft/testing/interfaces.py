@@ -19,8 +19,8 @@ from weft.data.sample import SequenceSample
 from weft.engine.spec import Head, ModelSpec, Schedule
 from weft.interfaces.base import MFCResult, Minibatches, Model, ModelInterface
 from weft.registry import backends
+from weft.runtime.checkpoints import read_state, write_state
 from weft.runtime.split import split
-from weft.runtime.state import read_state, write_state
 from weft.testing.datasets import build_small_tokenizer
 from weft.topology import Layout
 

@@ -33,8 +33,7 @@ from weft.engine.generation.sampling import SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.errors import ConfigError
 from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
-from weft.models.kv.page_tables import FIRST_WIDTH
-from weft.models.kv.pages import PAGE, PagedCache, PagePool
+from weft.models.kv.pages import FIRST_WIDTH, PAGE, PagedCache, PagePool
 from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Adapter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.observe.plan import RunPlan
+from weft.observe.progress import RunPlan
 
 PLAN = RunPlan(
     [

@@ -8,9 +8,9 @@ import torch
 
 from weft.data.sample import SequenceSample
 from weft.errors import DataError, RunError
+from weft.runtime.checkpoints import read_state, write_state
 from weft.runtime.firings import FiringMetrics, StepLedger, join_metrics
 from weft.runtime.schedule import ActionFrequency
-from weft.runtime.state import read_state, write_state
 from weft.runtime.store import TensorStore
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.kv.page_tables import SCRATCH, PageAllocator, PageTables, build_ranges
+from weft.models.kv.pages import SCRATCH, PageAllocator, PageTables, build_ranges
 
 PAGE = 4
 
