@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.hf.attention import NAME, UnsupportedAttention, register
 from weft.engine.hf.imported import PreTrainedModel
-from weft.engine.hf.network import HeadLayer, record_attention, run
+from weft.engine.hf.network import (
+    NAME,
+    HeadLayer,
+    UnsupportedAttention,
+    record_attention,
+    register,
+    run,
+)
 from weft.errors import ConfigError
 from weft.models.network.packed import pack
 from weft.models.network.transformer import Head
