@@ -23,6 +23,7 @@ LISTED = {
     "register_filter register_function register_hf_family register_interface register_loss "
     "register_quickstart",
     "weft.algorithms.base": "Loss Max Min RowBatch Stat Sum exp_ratio fixed",
+    "weft.cli.open_assistant.commands": "run",
     "weft.data.sample": "SequenceSample",
     "weft.engine.base": "Engine Generator Partial Request TokenEvent",
     "weft.experiment": "Experiment Scheduling Workers",

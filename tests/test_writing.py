@@ -28,7 +28,7 @@ OWN_FOLDERS = {
     "engine/hf/lora.py": "the folder of an unfinished checkpoint",
     "host/_worker.py": "standard output",
     "host/verifiers/_judge_server.py": "asks for the destination",
-    "host/verifiers/code.py": "a temporary folder",
+    "host/verifiers/_sandbox.py": "a temporary folder",
     "runtime/commands.py": "standard output; asks for the destination",
     "runtime/master.py": "the folder of an unfinished recovery point",
     "runtime/checkpoints.py": "the folder of an unfinished recovery point",

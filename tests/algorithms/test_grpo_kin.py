@@ -27,10 +27,10 @@ from weft.algorithms.kl import K3_BOUND, estimate_kl
 from weft.algorithms.ppo import (
     PPOActorLoss,
     compute_covariances,
+    compute_sampler_weights,
     select_clip_cov_rows,
     select_kl_cov_rows,
 )
-from weft.algorithms.sampler import compute_sampler_weights
 from weft.errors import ConfigError, UserError
 
 # -- surrogates

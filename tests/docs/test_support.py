@@ -11,9 +11,8 @@ from tests.docs.test_pages import ROOT
 from weft import registry
 from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, list_options
 from weft.algorithms.kl import ESTIMATORS
-from weft.algorithms.ppo import METHODS
+from weft.algorithms.ppo import CORRECTIONS, METHODS
 from weft.algorithms.preferences import DIVERGENCES
-from weft.algorithms.sampler import CORRECTIONS
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
 from weft.options import iterate_options

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.algorithms.sampler import SamplerCorrection
+from weft.algorithms.ppo import SamplerCorrection
 from weft.data.sample import SequenceSample
 from weft.host.base import HostContext
 from weft.host.sampler_correction import SamplerCorrectionFunction

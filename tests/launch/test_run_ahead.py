@@ -19,7 +19,7 @@ from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
 from weft.launch import run
 from weft.observe.timeline import read_spans
-from weft.runtime import disk
+from weft.runtime import directory
 
 STEPS = 4
 pytestmark = pytest.mark.usefixtures("forked_devices")
@@ -150,7 +150,7 @@ def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(ro
     one = run(lagging(grpo, root, "one", 1)).directory
     assert timeless(path) == timeless(one), "which weights sample does not depend on devices"
     assert (path / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
-    assert disk.compute_checksums(path / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(path / "checkpoints") == directory.compute_checksums(
         one / "checkpoints"
     )
 
@@ -197,7 +197,7 @@ def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_proces
         float(min(n, staleness)) for n in range(6)
     ]
     assert (apart / "samples.jsonl").read_text() == (here / "samples.jsonl").read_text()
-    assert disk.compute_checksums(apart / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(apart / "checkpoints") == directory.compute_checksums(
         here / "checkpoints"
     )
 
@@ -253,7 +253,7 @@ def test_a_device_that_dies_while_batches_are_sampled_ahead_leaves_no_trace(
     assert "restart 1 of 3" in (died / "log.txt").read_text()
     assert timeless(died) == timeless(whole)
     assert (died / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert disk.compute_checksums(died / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(died / "checkpoints") == directory.compute_checksums(
         whole / "checkpoints"
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.cases import CASES, prepare
 from weft.launch import run
-from weft.runtime import disk
+from weft.runtime import directory
 
 CLOCKS = ("step_seconds", "peak_memory_gb", "tokens_per_second", "mfu", "cached_fraction")
 
@@ -58,7 +58,7 @@ def kill_again_and_again(root: Path, case: str, kills: int) -> None:
     found = root / f"killed-{case}" / "e" / "t"
     assert timeless(found / "metrics.jsonl") == timeless(expected / "metrics.jsonl")
     assert (found / "samples.jsonl").read_text() == (expected / "samples.jsonl").read_text()
-    assert disk.compute_checksums(found / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(found / "checkpoints") == directory.compute_checksums(
         expected / "checkpoints"
     )
 

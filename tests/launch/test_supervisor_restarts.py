@@ -18,7 +18,7 @@ import pytest
 
 from tests.launch.cases import prepare
 from tests.runtime.placed import Command, run_forked, timeless, write_hooks
-from weft.runtime import disk
+from weft.runtime import directory
 
 pytest.importorskip("ray")
 DEVICE = "ray::_Device"
@@ -138,7 +138,7 @@ def test_ray_s_processes_killed_at_random_moments_leave_no_trace(root):
     assert code == 0 and command.none_left(), out
     assert restarts(run) == 2, out
     assert timeless(run) == timeless(root / "plain" / "e" / "t")
-    assert disk.compute_checksums(run / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(run / "checkpoints") == directory.compute_checksums(
         root / "plain" / "e" / "t" / "checkpoints"
     )
 
@@ -163,7 +163,7 @@ def test_devices_that_die_at_random_moments_leave_no_trace(root, seed):
         run
     ) <= 6, out
     assert timeless(run) == timeless(plain)
-    assert disk.compute_checksums(run / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(run / "checkpoints") == directory.compute_checksums(
         plain / "checkpoints"
     )
 

@@ -20,7 +20,7 @@ import torch
 from tests.runtime.toy import Toy, timeless
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.jsonl import StepFile
-from weft.runtime import commands, disk
+from weft.runtime import commands, directory
 
 CONTROL = {
     "save_freq_steps": 2,
@@ -42,9 +42,9 @@ class Camera:
     def __init__(self, run: Path, album: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.album, self.count = run, album, 0
         for owner, name in (
-            (disk, "sync"),
-            (disk, "rename"),
-            (disk, "remove"),
+            (directory, "sync"),
+            (directory, "rename"),
+            (directory, "remove"),
             (StepFile, "append"),
         ):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
@@ -216,7 +216,7 @@ def test_a_cut_of_another_graph_is_refused(tmp_path, monkeypatch):
     shutil.rmtree(first.path / "recover" / "step4" / "workers" / "engines" / "ref")
     manifest = first.path / "recover" / "step4.json"
     found = json.loads(manifest.read_text())
-    found["files"] = disk.compute_checksums(first.path / "recover" / "step4")
+    found["files"] = directory.compute_checksums(first.path / "recover" / "step4")
     manifest.write_text(json.dumps(found))
     with pytest.raises(CheckpointError, match="no state of role 'ref'"):
         Toy(tmp_path / "third", control=CONTROL | {"resume_from": str(first.path)}).run()

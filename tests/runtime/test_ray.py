@@ -18,7 +18,7 @@ from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiments import PPOConfig
 from weft.launch import run
 from weft.observe.timeline import read_spans
-from weft.runtime import disk
+from weft.runtime import directory
 
 pytest.importorskip("ray")
 STEPS = 3
@@ -66,7 +66,7 @@ def three(root) -> Path:
 def test_the_numbers_are_those_of_one_process(one, three):
     assert timeless(three) == timeless(one)
     assert (three / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
-    assert disk.compute_checksums(three / "checkpoints") == disk.compute_checksums(
+    assert directory.compute_checksums(three / "checkpoints") == directory.compute_checksums(
         one / "checkpoints"
     )
 

@@ -28,7 +28,7 @@ from weft import register_function
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
-from weft.runtime import disk, node_runner
+from weft.runtime import directory, node_runner
 from weft.runtime.directory import RunDirectory
 from weft.topology import build_whole_slice
 
@@ -281,7 +281,7 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_as_if_nothing_had_been(
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     toy = Toy(tmp_path, control={"save_freq_steps": 2})
-    real, calls = disk.sync_tree, []
+    real, calls = directory.sync_tree, []
 
     def full(directory: Path) -> None:
         calls.append(directory.name)
@@ -290,7 +290,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         real(directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "sync_tree", full)
+        patch.setattr(directory, "sync_tree", full)
         with pytest.raises(
             RunError,
             match=r"step4 was not saved; what was saved before it is intact: the disk is full",

@@ -1,7 +1,8 @@
 """PPO: the clipped policy loss, which GRPO shares, and the clipped value loss.
 
 The source is Schulman et al. 2017. Tokens with a high covariance of log-prob and advantage can be
-clipped (Clip-Cov) or penalized (KL-Cov).
+clipped (Clip-Cov) or penalized (KL-Cov), and samples of other weights than the trained ones get
+weights that correct for the difference.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 import array_api_compat
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from weft.algorithms.advantages import compute_segment_sums
 from weft.algorithms.base import (
+    LOG_RATIO_BOUND,
     Array,
     Loss,
     Max,
@@ -267,7 +270,7 @@ class PolicyLoss(Loss):
 
         `each` is the policy loss of each token before these changes. First, the loss of
         high-covariance tokens is changed (`weft.algorithms.ppo`). Then all losses are
-        multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.sampler`).
+        multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.ppo`).
         """
         xp = array_api_compat.array_namespace(each)
         if self.covariance != "none":
@@ -430,3 +433,60 @@ class PPOCriticLoss(Loss):
             if variance > 1e-12:
                 metrics["explained_variance"] = 1.0 - (error - bias**2) / variance
         return metrics
+
+
+Index = npt.NDArray[np.int64]
+
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """Options of the weights; `correction` is one of `CORRECTIONS`."""
+
+    correction: str = "token_truncate"
+    high: float = option(
+        2.0,
+        "larger weights are truncated (truncate), or exclude their token or sequence (mask)",
+        at_least=1.0,
+    )
+    low: float | None = option(
+        None,
+        "smaller weights exclude their token or sequence (mask only); null: no bound",
+        at_least=0.0,
+        at_most=1.0,
+    )
+
+
+def compute_sampler_weights(
+    trainer: Float[Vector, "T"],
+    sampler: Float[Vector, "T"],
+    mask: Float[Vector, "T"],
+    lengths: Int[Index, "S"],
+    correction: str,
+    high: float,
+    low: float | None = None,
+) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
+    """Return each token's weight in the policy loss, and its importance ratio, [T] each.
+
+    `correction` is one of `CORRECTIONS` (see the module's docstring). If its name begins with
+    `sequence`, the ratio of a token is that of its whole completion. A truncating correction limits
+    the weight to at most `high` and ignores `low`. A masking correction sets the weight to 0 if the
+    ratio is above `high`, or below `low` if `low` is not None.
+
+    `trainer` and `sampler` are the log-probs of the tokens under the two policies, in nats.
+    `lengths` has the number of tokens of each completion. Tokens with mask 0 are ignored and have
+    weight 1. Log-ratios are clipped to +-20 before `exp`. Raises `ConfigError` for an unknown
+    correction.
+    """
+    if correction not in CORRECTIONS:
+        raise build_unknown_name_error("sampler correction", correction, CORRECTIONS)
+    gap = np.where(mask != 0, trainer - sampler, 0.0)
+    if correction.startswith("sequence"):
+        gap = np.repeat(compute_segment_sums(gap, lengths), lengths)
+    ratio = np.exp(np.clip(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    if correction.endswith("truncate"):
+        weight = np.minimum(ratio, high)
+    else:
+        weight = np.where((ratio <= high) & (ratio >= (0.0 if low is None else low)), ratio, 0.0)
+    return np.where(mask != 0, weight, 1.0), ratio

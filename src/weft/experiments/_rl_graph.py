@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from weft.algorithms.advantages import PassRates
-from weft.algorithms.ppo import HighCovariance, PolicyLoss
-from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection
+from weft.algorithms.ppo import CORRECTIONS, HighCovariance, PolicyLoss, SamplerCorrection
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK, ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.algorithms.sampler import CORRECTIONS, SamplerCorrection, compute_sampler_weights
+from weft.algorithms.ppo import CORRECTIONS, SamplerCorrection, compute_sampler_weights
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.host._rows import CompletionRows
@@ -17,7 +17,7 @@ class SamplerCorrectionFunction(ConfiguredHostFunction):
     """Host function that computes `sampler_weights`, importance weights for the policy loss.
 
     The weights correct for differences between the log-probs of the sampler and those of the
-    trained network; see `weft.algorithms.sampler`.
+    trained network; see `weft.algorithms.ppo`.
 
     Input keys, with one value per completion token: `logprobs` by the sampler, `old_logprobs` by
     the trained network with the same weights, and `loss_mask` and `prompt` if present.

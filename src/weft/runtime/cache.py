@@ -23,7 +23,7 @@ from weft.data.groups import Array
 from weft.data.sample import SequenceSample
 from weft.engine.base import Engine
 from weft.graph.mfc import MFCDef
-from weft.runtime.disk import explain_disk_errors
+from weft.runtime.directory import explain_disk_errors
 from weft.writing import open_file
 
 VALUES = "values.bin"

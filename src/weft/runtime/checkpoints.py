@@ -25,7 +25,7 @@ from array_api_compat import is_array_api_obj
 from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import CheckpointError, RunError
-from weft.runtime import disk
+from weft.runtime import directory
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.directory import RunDirectory
 from weft.runtime.store import TensorStore
@@ -61,14 +61,14 @@ class CheckpointStore:
             target = self._directory.checkpoints_folder / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
             directories.append(
-                disk.write_directory(
+                directory.write_directory(
                     target,
                     lambda d, role=role: self._group.save(role, d).result(),  # type: ignore[misc]
                 )
             )
         if milestone and self._roles:
             steps = sorted({*self._read_milestones(), step})
-            disk.write_text(
+            directory.write_text(
                 self._directory.checkpoints_folder / MILESTONES, json.dumps(steps) + "\n"
             )
         return directories
@@ -88,12 +88,12 @@ class CheckpointStore:
                 if step not in milestones:
                     passing.append(step)
             for step in passing[: -self._limit]:
-                disk.remove(self._directory.checkpoints_folder / role / f"step{step}")
+                directory.remove(self._directory.checkpoints_folder / role / f"step{step}")
 
     def remove_partial(self) -> None:
         """Remove incomplete checkpoints that a killed process left behind."""
         for role in self._roles:
-            disk.clean_up(self._directory.checkpoints_folder / role)
+            directory.clean_up(self._directory.checkpoints_folder / role)
 
     def _read_milestones(self) -> list[int]:
         path = self._directory.checkpoints_folder / MILESTONES
@@ -128,14 +128,16 @@ class RecoveryPointStore:
         point = RecoveryPoint(step, self._folder / f"step{step}")
         self._folder.mkdir(parents=True, exist_ok=True)
         point.manifest.unlink(missing_ok=True)
-        disk.write_directory(point.directory, fill)
-        disk.write_text(
+        directory.write_directory(point.directory, fill)
+        directory.write_text(
             point.manifest,
-            json.dumps({"step": step, "files": disk.compute_checksums(point.directory)}, indent=1),
+            json.dumps(
+                {"step": step, "files": directory.compute_checksums(point.directory)}, indent=1
+            ),
         )
         for old in self.list_points()[MOST_POINTS:]:
             old.manifest.unlink()
-            disk.remove(old.directory)
+            directory.remove(old.directory)
         return point
 
     def list_points(self) -> list[RecoveryPoint]:
@@ -168,15 +170,15 @@ class RecoveryPointStore:
         for point in self.list_points():
             if point.step > step:
                 point.manifest.unlink()
-                disk.remove(point.directory)
+                directory.remove(point.directory)
 
     def remove_partial(self) -> None:
         """Remove incomplete recovery points that a killed process left behind."""
-        disk.clean_up(self._folder)
+        directory.clean_up(self._folder)
         whole = {point.directory.name for point in self.list_points()}
         for path in self._folder.glob("step*"):
             if path.name.removesuffix(".json") not in whole:
-                disk.remove(path)
+                directory.remove(path)
 
 
 def find_damage(point: RecoveryPoint) -> str | None:
@@ -193,7 +195,7 @@ def find_damage(point: RecoveryPoint) -> str | None:
         return f"{missing[0]} is missing"
     wrong = []
     for name, sum in expected.items():
-        if disk.compute_checksum(point.directory / name) != sum:
+        if directory.compute_checksum(point.directory / name) != sum:
             wrong.append(name)
     return f"{wrong[0]} differs from what was written" if wrong else None
 

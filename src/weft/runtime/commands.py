@@ -37,7 +37,7 @@ from weft.interfaces.base import MFCResult
 from weft.realloc.execute import ParameterSnapshot, ParameterSource, Reallocation
 from weft.realloc.plan import ParameterTransfer
 from weft.registry import import_user_code
-from weft.runtime import disk
+from weft.runtime import directory
 from weft.runtime.calls import OutputsAnnounced, SampleMeta
 from weft.runtime.checkpoints import (
     NUMERICS_FILE,
@@ -444,7 +444,7 @@ def _explain_disk_errors(process: DeviceProcess, consequence: str) -> AbstractCo
 
     It does nothing in the driver's process, which explains them itself.
     """
-    return nullcontext() if process.is_driver else disk.explain_disk_errors(consequence)
+    return nullcontext() if process.is_driver else directory.explain_disk_errors(consequence)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
 from weft.redaction import mask_values
-from weft.runtime import disk
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.checkpoints import (
     CheckpointStore,
@@ -27,7 +26,7 @@ from weft.runtime.checkpoints import (
     RecoveryPointStore,
     find_named_point,
 )
-from weft.runtime.directory import RunDirectory, Status, record_process
+from weft.runtime.directory import RunDirectory, Status, record_process, write_text
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
@@ -448,8 +447,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     config = mask_values(parts.experiment.resolve())
     directory.write_config(config)
     directory.set_status("running", step)
-    disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
-    disk.write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
+    write_text(directory.path / HARDWARE, parts.hardware + "\n")
     if records_process:
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen

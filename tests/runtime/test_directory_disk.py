@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import CheckpointError, RunError
-from weft.runtime import disk
+from weft.runtime import directory
 from weft.runtime.checkpoints import RecoveryPointStore, find_damage, find_named_point
 
 
@@ -23,8 +23,8 @@ def full_disk(*_args):
 
 def test_a_directory_appears_whole_and_replaces_the_old_one(tmp_path):
     target = tmp_path / "step1"
-    disk.write_directory(target, fill("one"))
-    disk.write_directory(target, fill("two"))
+    directory.write_directory(target, fill("one"))
+    directory.write_directory(target, fill("two"))
     assert (target / "a.txt").read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["step1"]
 
@@ -32,27 +32,27 @@ def test_a_directory_appears_whole_and_replaces_the_old_one(tmp_path):
 @pytest.mark.parametrize("where", ["fill", "sync_tree", "first rename", "second rename"])
 def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypatch, where):
     target = tmp_path / "step1"
-    disk.write_directory(target, fill("one"))
+    directory.write_directory(target, fill("one"))
     renames = []
 
-    def rename(source: Path, to: Path, real=disk.rename) -> None:
+    def rename(source: Path, to: Path, real=directory.rename) -> None:
         renames.append(source)
         if where == "first rename" or (where == "second rename" and len(renames) == 2):
             raise KeyboardInterrupt
         real(source, to)
 
     if "rename" in where:
-        monkeypatch.setattr(disk, "rename", rename)
+        monkeypatch.setattr(directory, "rename", rename)
     elif where == "sync_tree":
-        monkeypatch.setattr(disk, "sync_tree", full_disk)
+        monkeypatch.setattr(directory, "sync_tree", full_disk)
     with pytest.raises((RunError, KeyboardInterrupt)) as caught:
-        disk.write_directory(target, full_disk if where == "fill" else fill("two"))
+        directory.write_directory(target, full_disk if where == "fill" else fill("two"))
     if caught.type is RunError:
         assert "the disk is full" in str(
             caught.value
         ) and "what was saved before it is intact" in str(caught.value)
     monkeypatch.undo()
-    disk.clean_up(tmp_path)
+    directory.clean_up(tmp_path)
     assert (target / "a.txt").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["step1"]
 
@@ -74,12 +74,12 @@ def test_what_another_process_still_writes_hides_no_error(tmp_path, monkeypatch)
     def die(_directory: Path) -> None:
         raise RuntimeError("device 1 died")
 
-    monkeypatch.setattr(disk, "ENDING_SECONDS", 0.1)
+    monkeypatch.setattr(directory, "ENDING_SECONDS", 0.1)
     written_meanwhile(monkeypatch, times=1000)
     with pytest.raises(RuntimeError, match="device 1 died"):
-        disk.write_directory(tmp_path / "step1", die)
+        directory.write_directory(tmp_path / "step1", die)
     monkeypatch.undo()
-    disk.clean_up(tmp_path)
+    directory.clean_up(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,7 +88,7 @@ def test_a_directory_is_removed_although_another_process_still_writes_into_it(
 ):
     (tmp_path / "step1" / "workers").mkdir(parents=True)
     written_meanwhile(monkeypatch, times=3)
-    disk.remove(tmp_path / "step1")
+    directory.remove(tmp_path / "step1")
     assert not (tmp_path / "step1").exists()
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):
 def test_a_cut_without_its_manifest_never_was_one(tmp_path, monkeypatch):
     points = RecoveryPointStore(tmp_path)
     points.write(1, fill("1"))
-    monkeypatch.setattr(disk, "write_text", full_disk)
+    monkeypatch.setattr(directory, "write_text", full_disk)
     with pytest.raises(OSError):
         points.write(2, fill("2"))
     assert points.find_newest(print).step == 1

@@ -1,0 +1,1 @@
+"""Import path of earlier versions; see `weft.cli.dialects`."""
