@@ -1,7 +1,7 @@
 """`weft demo`: a small model learns sums from an unreliable teacher, then surpasses it.
 
-The data are made here. SFT is followed by a reward model, PPO and GRPO. Each running stage has one
-progress line, which is removed when the stage ends. All other output of the runs is in their logs.
+SFT is followed by a reward model, PPO and GRPO. Each running stage has one progress line, which is
+removed when the stage ends. All other output of the runs is in their logs.
 """
 
 from __future__ import annotations

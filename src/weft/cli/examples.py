@@ -1,6 +1,6 @@
 """Write sample data and a small model, enough to try every command of the README.
 
-Nothing is downloaded. The files hold sums of digits in every row format, and two models.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
