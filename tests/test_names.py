@@ -13,7 +13,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "weft"
 RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
 # names in the right column of that table that weft has no longer
 REMOVED = """
-_print_message _run_and_report _name_meshes format_role_name _import_sink
+_print_message _run_and_report _name_meshes format_role_name _import_sink _can_compile _get_run_id
+REQUIRED_OPTIONS
 EventSink NUMBER_TYPES _OutputAnnouncer _QueuedFunction _fail_future
 CovarianceControl SAMPLING_OPTIONS SHAPING_OPTIONS _build_reward_args _copy_dpo_option
 _find_reward_problem _strip_trlx_prefixes weight_policy_loss

@@ -65,9 +65,9 @@ class Tracer:
         self.stacks: dict[str, list[str]] = {}  # at `Optimizer.step`, by thread
         self.entries: dict[str, list[str]] = {}  # at `Master.step` and where calls begin
         self.configuration: list[str] = []
-        # A device's process has no Master: everything that it calls between two trainings of a
-        # role belongs to a step.
+        # A device's process has no Master: everything that it calls counts.
         self.trained = 0
+        self.is_written = False  # the step has ended: what follows does not belong to it
 
     def install(self) -> None:
         threading.setprofile(self.record)
@@ -82,12 +82,14 @@ class Tracer:
         if event == "return":
             if is_step and self.steps == TRACED_STEP:
                 self.write()
+                self.is_written = True
             return
         if is_step:
             self.steps += 1
             if self.steps == TRACED_STEP:
                 self.called = set()
-        self.called.add(code)
+        if not self.is_written:
+            self.called.add(code)
         path = code.co_filename.removeprefix(PACKAGE)
         self.files.add(path)
         if is_step or (path.startswith(CALLS) and code.co_name in METHODS):

@@ -269,8 +269,8 @@ class PolicyLoss(Loss):
         """Return the policy loss of each token after covariance control and `sampler_weights`, [N].
 
         `each` is the policy loss of each token before these changes. First, the loss of
-        high-covariance tokens is changed (`weft.algorithms.ppo`). Then all losses are
-        multiplied by the batch's `sampler_weights`, if present (`weft.algorithms.ppo`).
+        high-covariance tokens is changed (`select_clip_cov_rows`, `select_kl_cov_rows`). Then all
+        losses are multiplied by the batch's `sampler_weights`, if present.
         """
         xp = array_api_compat.array_namespace(each)
         if self.covariance != "none":

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoints import config_file, hf_io, weight_files
+from weft.checkpoints.names import ADAPTER
 from weft.errors import CheckpointError
 from weft.models.families.base import Family
 from weft.models.families.keymap import Key, KeyMap
@@ -35,8 +36,6 @@ from weft.models.network.transformer import Head, Transformer
 from weft.reading import explain_read_errors, read_object
 from weft.registry import families
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 # parameters that are trained in full if tokens were added
@@ -89,8 +88,8 @@ def save_adapter(
         "modules_to_save": sorted({hf.rpartition(".")[0] for hf in saved}) or None,
         "inference_mode": True,
     }
-    weight_files.write_safetensors(folder / WEIGHTS, tensors)
-    weight_files.write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    weight_files.write_safetensors(folder / config_file.ADAPTER_WEIGHTS, tensors)
+    weight_files.write_text(folder / ADAPTER, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _export(
@@ -229,10 +228,10 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
 
     Raises `CheckpointError` if there is no adapter, or if weft does not support its kind.
     """
-    file = Path(directory) / CONFIG
+    file = Path(directory) / ADAPTER
     if not file.exists():
         raise CheckpointError(
-            f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}"
+            f"{directory} has no {ADAPTER}; an adapter directory holds {ADAPTER} and {config_file.ADAPTER_WEIGHTS}"
         )
     settings = read_object(file, str(file), CheckpointError)
     if settings.get("peft_type") == config_file.PREFIX_KIND:
@@ -316,7 +315,7 @@ def load_adapted(
     they are converted to `dtype`.
     """
     network = hf_io.load(base, head, dtype=dtype)
-    files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
+    files = weight_files.WeightFiles(Path(adapter), single=config_file.ADAPTER_WEIGHTS)
     config = _adjust_config(files, network.config, head)
     if config != network.config:
         network = _rebuild(network, config)
@@ -375,7 +374,7 @@ def find_replaced_parameters(directory: str | Path, network: Transformer) -> dic
     adapters.
     """
     family: Family = families.get(network.config.family)
-    names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
+    names = weight_files.WeightFiles(Path(directory), single=config_file.ADAPTER_WEIGHTS).names
     saved = _find_modules_to_save(family, network.config, network.kind, True)
     replaced_parameters: dict[str, str] = {}
     for hf, name in saved.items():
@@ -393,7 +392,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     """
     folder = Path(directory)
     settings = read_adapter_config(folder)
-    files = weight_files.WeightFiles(folder, single=WEIGHTS)
+    files = weight_files.WeightFiles(folder, single=config_file.ADAPTER_WEIGHTS)
     family: Family = families.get(network.config.family)
     keymap = family.keymap(network.config, network.kind)
     # Read A and B of every module that has them; a fused module of the file fits several layers.
@@ -406,7 +405,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             continue
         if names[1] not in files.names:
             raise CheckpointError(
-                f"{folder / WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again"
+                f"{folder / config_file.ADAPTER_WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again"
             )
         used |= set(names)
         a = files.read(names[0])
@@ -420,11 +419,11 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
         raise CheckpointError(
-            f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has "
+            f"{folder / config_file.ADAPTER_WEIGHTS} holds {unknown[0]} and others like it, for which the model has "
             f"no layer"
         )
     files.check_floats(files.names)
-    _check_tied(folder / WEIGHTS, files, network)
+    _check_tied(folder / config_file.ADAPTER_WEIGHTS, files, network)
     # Attach adapters of the file's ranks, then fill them.
     attach_ranks(
         network,
@@ -441,12 +440,12 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             ordered = [parts[hf] for hf in key.list_hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
                 raise CheckpointError(
-                    f"{folder / WEIGHTS} has adapters on some experts of {layer} only"
+                    f"{folder / config_file.ADAPTER_WEIGHTS} has adapters on some experts of {layer} only"
                 )
             down = [part[0] for part in ordered]
             up = [part[1] for part in ordered]
             with explain_read_errors(
-                f"{folder / WEIGHTS}: the adapter of {layer} does not fit the model",
+                f"{folder / config_file.ADAPTER_WEIGHTS}: the adapter of {layer} does not fit the model",
                 CheckpointError,
             ):
                 adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
@@ -458,7 +457,7 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             stored = own[saved[hf]]
             if found_values.shape != stored.data.shape:
                 raise CheckpointError(
-                    f"{folder / WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's "
+                    f"{folder / config_file.ADAPTER_WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's "
                     f"{tuple(stored.data.shape)}: its "
                     "vocabulary is another one; add the same tokens first"
                 )

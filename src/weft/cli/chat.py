@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -18,16 +17,13 @@ from rich.text import Text
 from weft.checkpoints.names import ModelQuery, find_model, find_newest_run
 from weft.cli import model_arguments
 from weft.cli.conversation import HELP as HELP_OF_ONE
-from weft.cli.conversation import LABELS, AnswerDisplay, Conversation
+from weft.cli.conversation import LABELS, AnswerDisplay, ChatView, Conversation, is_printable
 from weft.cli.parsing import CommandParser
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, RunError, UserError
 from weft.evaluation.models import open_policy
 from weft.options import validate
-
-if TYPE_CHECKING:
-    from weft.cli.conversation import ChatView
 
 FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
 
@@ -112,8 +108,6 @@ def main(argv: Sequence[str]) -> int:
     spec = _build_generation_spec(given)
     located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
     models = [_build_model_spec(each.path, given) for each in located_models]
-
-    from weft.cli.conversation import ChatView
 
     view = ChatView()
     chats = []
@@ -227,8 +221,6 @@ class AnswerColumn:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        from weft.cli.conversation import is_printable
-
         printable_text = "".join(
             each for each in text.replace("\t", "    ") if each == "\n" or is_printable(each)
         )

@@ -6,12 +6,20 @@ answers are printed.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError, UserError, build_unknown_name_error, find_nearest
@@ -19,19 +27,8 @@ from weft.options import read, validate
 from weft.writing import open_file
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
-import contextlib
-import importlib
-import sys
-from types import TracebackType
-
-from rich.cells import cell_len
-from rich.console import Console, RenderableType
-from rich.live import Live
-
 QUIT_WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # commands known from other chat programs
 LABELS = ("A", "B")  # labels of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from weft.algorithms.advantages import GAEAdvantages
 from weft.algorithms.reward import RewardLoss
+from weft.cli.examples import CHARACTERS, CHAT_TEMPLATE
 from weft.cli.parsing import CommandParser
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.observe.memory import measure_peak_memory_gb
@@ -30,18 +31,7 @@ from weft.observe.pace import RunPace
 from weft.observe.progress import DisplayOptions
 from weft.writing import write
 
-CHARACTERS = "0123456789+="
 TEACHER_ACCURACY = 0.55  # share of the teacher's answers that are correct
-# Each problem is answered on its own: the template renders only the messages from the last question
-# on.
-CHAT_TEMPLATE = (
-    "{% set last = namespace(at=0) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
-    "%}{% endfor %}"
-    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', "
-    "'') }}="
-    "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-)
 
 
 @dataclass(frozen=True)

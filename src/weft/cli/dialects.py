@@ -31,7 +31,7 @@ def find(name: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(PACKAGE):
+        if not f"{module}.".startswith(f"{error.name}."):  # a mistake within the package
             raise
         return None
 

@@ -213,7 +213,6 @@ FLAGS = {
     "--import NAME": "import a module or FILE.py that registers names (can be repeated)",
     "--debug": "show the traceback of an error",
 }
-REQUIRED_OPTIONS = ("experiment_name", "trial_name")
 GRAMMAR = (
     "Values are numbers (1e-5), true or false, null, lists [a,b], mappings {a: 1} and texts; quote texts with spaces, "
     "commas or brackets: 'key=\"a, b\"'. ${other.option} means that option's value, ~key restores the default."
@@ -311,8 +310,8 @@ class OptionSheet:
     def list_required_options(self) -> tuple[str, ...]:
         """Return the options that must be set for a run to start."""
         if not isinstance(self.config, RunConfig):
-            return REQUIRED_OPTIONS
-        return (*REQUIRED_OPTIONS, f"{self.config.main_role}.path", "dataset.path")
+            return NAMES
+        return (*NAMES, f"{self.config.main_role}.path", "dataset.path")
 
 
 def describe_config(config: type) -> list[str]:

@@ -20,7 +20,7 @@ ROWS = 0  # dimension whose size varies between calls
 def find_obstacle(device: torch.device) -> str | None:
     """Return the reason why torch cannot compile for the device, or None if it can."""
     if device.type == "cuda":
-        if flex._can_compile():
+        if flex.can_compile():
             return None
         return "Triton, a C compiler or Python's header files are missing"
     commands = os.environ.get("CXX"), "g++", "clang++"
@@ -66,7 +66,7 @@ def serves(*tensors: Tensor) -> bool:
     headers.
     """
     fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
-    return fit and flex._can_compile()
+    return fit and flex.can_compile()
 
 
 def compile_as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:

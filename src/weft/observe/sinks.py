@@ -177,21 +177,21 @@ def _render_markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-ID_FILE = "wandb-id.txt"
-COLUMNS = ["step", "id", "prompt", "completion", "reward"]
-ONLINE = "online"
-MODES = ("online", "offline", "disabled")
+WANDB_ID_FILE = "wandb-id.txt"
+TABLE_COLUMNS = ["step", "id", "prompt", "completion", "reward"]
+WANDB_ONLINE = "online"
+WANDB_MODES = ("online", "offline", "disabled")
 
 
-def find_mode(options: Mapping[str, Any]) -> str:
+def find_wandb_mode(options: Mapping[str, Any]) -> str:
     """Return the option `mode`, or else the environment variable WANDB_MODE, or else "online".
 
     Raises `UserError` if the variable has an invalid value.
     """
-    mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
-    if mode not in MODES:
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or WANDB_ONLINE
+    if mode not in WANDB_MODES:
         raise ConfigError(
-            f"WANDB_MODE={mode!r}: must be one of {', '.join(MODES)}; set or unset the variable"
+            f"WANDB_MODE={mode!r}: must be one of {', '.join(WANDB_MODES)}; set or unset the variable"
         )
     return str(mode)
 
@@ -199,18 +199,19 @@ def find_mode(options: Mapping[str, Any]) -> str:
 def check_wandb(options: Mapping[str, Any]) -> None:
     """Log in, unless the mode is offline or disabled.
 
+    The API key comes from the environment or the login. weft neither reads nor writes the key.
     Raises `UserError` if there is no key or the server rejects the key.
     """
-    if find_mode(options) != ONLINE:
+    if find_wandb_mode(options) != WANDB_ONLINE:
         return
     import wandb
 
     try:
         known = wandb.login(verify=True, timeout=60)
     except wandb.Error as error:
-        raise _build_error("the login failed", error) from error
+        raise _build_wandb_error("the login failed", error) from error
     if not known:
-        raise _build_error("not logged in", "no key was found")
+        raise _build_wandb_error("not logged in", "no key was found")
 
 
 def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
@@ -220,8 +221,8 @@ def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
     """
     import wandb
 
-    mode = find_mode(options)
-    identity = options.get("id") or _get_run_id(run.directory / ID_FILE)
+    mode = find_wandb_mode(options)
+    identity = options.get("id") or _get_wandb_id(run.directory / WANDB_ID_FILE)
     try:
         session = wandb.init(
             entity=options.get("entity"),
@@ -234,8 +235,8 @@ def start_wandb(options: Mapping[str, Any], run: RunInfo) -> LoggerSink:
             resume="allow",
         )
     except wandb.Error as error:
-        raise _build_error("the run could not be started", error) from error
-    known = session.step if mode == ONLINE else run.logged + 1
+        raise _build_wandb_error("the run could not be started", error) from error
+    known = session.step if mode == WANDB_ONLINE else run.logged + 1
     return Wandb(session, options.get("prefix") or "", known)
 
 
@@ -261,16 +262,16 @@ class Wandb:
         import wandb
 
         if step >= self._first:
-            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
+            rows = build_table([{**sample, "step": step} for sample in samples], TABLE_COLUMNS)
             self._session.log(
-                {f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step
+                {f"{self._prefix}samples": wandb.Table(columns=TABLE_COLUMNS, data=rows)}, step=step
             )
 
     def close(self) -> None:
         self._session.finish()
 
 
-def _get_run_id(path: Path) -> str:
+def _get_wandb_id(path: Path) -> str:
     """Return the run's W&B id, which is stored in the file `path`.
 
     If the file does not exist or is empty, a new id is created and stored.
@@ -282,7 +283,7 @@ def _get_run_id(path: Path) -> str:
     return run_id
 
 
-def _build_error(what: str, why: object) -> UserError:
+def _build_wandb_error(what: str, why: object) -> UserError:
     return ConfigError(
         f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
         f"or write "
@@ -338,8 +339,10 @@ class Trackio:
         import trackio
 
         if step > self._logged:
-            rows = build_table([{**sample, "step": step} for sample in samples], COLUMNS)
-            self._session.log({"samples": trackio.Table(columns=COLUMNS, data=rows)}, step=step)
+            rows = build_table([{**sample, "step": step} for sample in samples], TABLE_COLUMNS)
+            self._session.log(
+                {"samples": trackio.Table(columns=TABLE_COLUMNS, data=rows)}, step=step
+            )
 
     def close(self) -> None:
         self._session.finish()

@@ -128,11 +128,6 @@ class RankMesh:
     def layout(self) -> Layout:
         return self.mesh.layout
 
-    @property
-    def is_first_rank(self) -> bool:
-        """True on the first rank of the mesh, which writes the data common to all ranks."""
-        return self.rank == self.mesh.ranks[0]
-
     def count_ranks(self, *axes: str) -> int:
         """Return the number of ranks along the given axes of the layout, including this rank."""
         return len(self.mesh.list_ranks_along(self.rank, *axes))

@@ -15,19 +15,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from weft.errors import DevicesLost, Interrupted
 
 if TYPE_CHECKING:
     from weft.runtime.device_process import CommandReport
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-
-from weft.errors import DevicesLost, Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C again"}

@@ -44,11 +44,11 @@ def serves(device: torch.device, head_dim: int) -> bool:
     On a CPU, the result is False: torch has a fused kernel only for the forward pass, and weft's
     own kernels are better.
     """
-    return device.type == "cuda" and head_dim >= LEAST_DIM and _can_compile()
+    return device.type == "cuda" and head_dim >= LEAST_DIM and can_compile()
 
 
 @functools.cache
-def _can_compile() -> bool:
+def can_compile() -> bool:
     """Return whether Triton can compile kernels.
 
     This requires Triton, a C compiler and Python's headers, because Triton compiles a small C

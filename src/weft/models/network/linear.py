@@ -3,7 +3,7 @@
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
 The parameter with the canonical name `attention.q.weight` is then rows 0 to 511 of
-`attention.qkv.weight`; `weft.models.network.linear` finds these rows.
+`attention.qkv.weight`; `find_canonical_parameters` finds these rows.
 """
 
 from __future__ import annotations
