@@ -281,8 +281,12 @@ def attention_bounds(
 # -- computations that stay in float64
 
 
+PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul, torch.bmm)
+
+
 class Float64Throughout(TorchFunctionMode):
-    """Until it is left, `.float()` gives float64, and no other cast takes float64 to float32.
+    """Until it is left, `.float()` gives float64, no other cast takes float64 to float32, and a
+    product of both is float64.
 
     Networks of `transformers` normalise and rotate in float32 whatever their dtype, and so do
     weft's rotations. Those roundings alone would forbid a comparison of the two to float64's
@@ -296,6 +300,8 @@ class Float64Throughout(TorchFunctionMode):
         given = args[0] if args else kwargs.get("input")
         if func is Tensor.float:
             return given.double()
+        if func in PRODUCTS and {each.dtype for each in args} == {torch.float32, torch.float64}:
+            args = [each.double() for each in args]
         if isinstance(given, Tensor) and given.dtype == torch.float64:
             args = [torch.float64 if each is torch.float32 else each for each in args]
             kwargs = {
