@@ -33,6 +33,7 @@ TWO_HALVES = (
     "test_several_stages_on_each_of_two_processes",
     "test_two_ranks_that_leave_compute_as_those_that_stay[stages",
     "test_two_ranks_that_leave_compute_as_those_that_stay[lora",
+    "test_layouts_that_a_network_cannot_have_are_refused_by_name[options2",
 )
 TOO_LATE = f"not run: it would begin after {UNTIL}"
 

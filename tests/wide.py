@@ -14,7 +14,7 @@ import torch
 class _Wide:
     """The module `torch`, whose float32 is float64."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
