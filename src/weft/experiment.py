@@ -335,13 +335,13 @@ def _change_node(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) ->
     return replace(graph, nodes=[new if n.name == name else n for n in graph.nodes])
 
 
-NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
+RUN_NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
 
 
 def _check_control(control: Control) -> None:
     for option in ("experiment_name", "trial_name"):
         value = getattr(control, option)
-        if not NAME.fullmatch(value):
+        if not RUN_NAME.fullmatch(value):
             raise ConfigError(
                 f"{option}={value!r}: must contain letters, digits, . and - only, and not begin with "
                 f"a dot"

@@ -27,13 +27,12 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec, check_quantize
 from weft.engine.spec_parts import PrefixSpec
 from weft.errors import CheckpointError, ConfigError, find_nearest
-from weft.experiment import parse_step_range
+from weft.experiment import RUN_NAME, parse_step_range
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
-NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9.-]*")
 MAX_NAME_LENGTH = 255  # bytes of a folder's name
 DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
 HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w./-]+)?", re.ASCII)
@@ -120,7 +119,7 @@ def check_names(**names: str) -> None:
             raise ConfigError(
                 f"{option}: {count} {unit}; the name of a folder has at most {MAX_NAME_LENGTH}"
             )
-        if not NAME.fullmatch(name):
+        if not RUN_NAME.fullmatch(name):
             raise ConfigError(
                 f"{option}={name!r}: must contain only letters, digits, . and -, and not begin "
                 f"with a dot; write {option}={_suggest_name(name)}"

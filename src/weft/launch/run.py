@@ -23,6 +23,7 @@ from weft.data.spec import list_source_specs
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
+from weft.experiments.checks import MODES
 from weft.experiments.common import ExperimentConfig, build_experiment
 from weft.experiments.models import find_option_role, resolve_roles
 from weft.launch import other_launchers
@@ -35,8 +36,6 @@ from weft.registry import import_user_code
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
     from weft.runtime.ray import RayCluster
-
-MODES = ("local", "ray", "slurm")
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,14 @@ from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite
 from weft.observe.progress import OUTCOMES, ProgressView, RunPlan, make_view
 from weft.observe.report import ReportRenewal
-from weft.observe.run_files import RECORD, RunRecord
+from weft.observe.run_files import METRICS, RECORD, TIMELINE, RunRecord
 from weft.observe.run_list import diagnose
+from weft.observe.sample_rows import SAMPLES
 from weft.observe.sinks import LoggerSink, RunInfo, make_sinks
 from weft.observe.timeline import RUN, Timeline
 from weft.redaction import redact
 from weft.writing import resolve_destination
 
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-TIMELINE = "timeline.json"
 LOG = RUN_LOG
 
 

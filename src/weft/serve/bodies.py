@@ -26,6 +26,10 @@ from weft.errors import DataError
 
 Tensor = npt.NDArray[Any]
 
+# Names of a model's input tensors.
+IDS = "input_ids"
+MASK = "attention_mask"
+STARTS = "prompt_length"
 PART = 8192  # numbers encoded per chunk
 LENGTH_HEADER = "Inference-Header-Content-Length"  # number of JSON bytes before the raw tensors
 DATATYPES: Mapping[str, np.dtype[Any]] = {

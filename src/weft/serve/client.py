@@ -32,7 +32,10 @@ from weft.host.http import RequestFailure
 from weft.registry import register_backend
 from weft.serve.bodies import (
     DATATYPES,
+    IDS,
     LENGTH_HEADER,
+    MASK,
+    STARTS,
     ServiceMetadata,
     Tensor,
     pack,
@@ -51,9 +54,6 @@ NAMES: Mapping[str, Sequence[str]] = {
     "logprobs": ("logprobs", "logits"),
 }
 LOGIT_ROWS = 8  # maximum rows of a request whose answer is whole logits
-IDS = "input_ids"
-MASK = "attention_mask"
-STARTS = "prompt_length"
 ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
 STATUS_FIXES = {
     401: "set the token that the server asks for in the environment variable that service.token_env names",

@@ -17,14 +17,11 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.serve.background import BackgroundWork
-from weft.serve.bodies import Tensor
+from weft.serve.bodies import IDS, MASK, STARTS, Tensor
 from weft.serve.worker import ScoredRows, ServingWorker
 
 PLATFORM = "weft"
 VERSION = "1"
-IDS = "input_ids"
-MASK = "attention_mask"
-STARTS = "prompt_length"
 LOGPROBS = "logprobs"
 REWARDS = "rewards"
 
