@@ -19,9 +19,9 @@ from weft.experiment import Experiment
 from weft.experiments import GenConfig, PPOConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef
-from weft.launch.assemble import build_parts
 from weft.launch.cluster import launch_devices
 from weft.launch.resolve import load_tokenizers
+from weft.launch.run import prepare
 from weft.planner.lengths import RunLength
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
@@ -223,7 +223,7 @@ def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[st
     config.critic.device_mesh = config.ref.device_mesh = "1"
     config.rew.device_mesh = "2"
     experiment = config.build()
-    parts = build_parts(experiment, RunDirectory.from_control(experiment.control))
+    parts = prepare(experiment, RunDirectory.from_control(experiment.control), "local")
     lines = []
     try:
         for _ in range(steps):

@@ -13,17 +13,17 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "weft"
 RENAMED = SOURCE.parents[1] / "docs" / "decisions" / "2026-11-27-names.txt"
 # names in the right column of that table that weft has no longer
 REMOVED = """
-_print_message _run_and_report _name_meshes format_role_name _import_sink _can_compile _get_run_id
-REQUIRED_OPTIONS
-EventSink NUMBER_TYPES _OutputAnnouncer _QueuedFunction _fail_future
-CovarianceControl SAMPLING_OPTIONS SHAPING_OPTIONS _build_reward_args _copy_dpo_option
-_find_reward_problem _strip_trlx_prefixes weight_policy_loss
-ConsecutiveRowSharing ExpertExchange ExpertFunction FeedForwardArguments GroupExpertExchange
-GroupVocabularySplit _compute_split_results _count _find_likeliest _gather_logits _place_prefix
-_open_tensors _read_slices _scatter_values gather_inputs insert_prefix overwrite_prefix
-to_local_ids SampleLengths _build_layout_filter _build_problem _count_adapter_activations
-build_training_case ADAPTED_MATRICES _build_staleness_notes _build_step_notes _check_staleness
-_has_option _list_age_keys _with_staleness check_shared_options format_epochs
+ADAPTED_MATRICES ConsecutiveRowSharing CovarianceControl EventSink ExpertExchange ExpertFunction
+FeedForwardArguments GroupExpertExchange GroupVocabularySplit NUMBER_TYPES REQUIRED_OPTIONS
+SAMPLING_OPTIONS SHAPING_OPTIONS SampleLengths _OutputAnnouncer _QueuedFunction _build_checked
+_build_layout_filter _build_problem _build_reward_args _build_staleness_notes _build_step_notes
+_can_compile _check_staleness _compute_split_results _copy_dpo_option _count
+_count_adapter_activations _fail_future _find_likeliest _find_reward_problem _gather_logits
+_get_run_id _has_option _import_sink _launch_devices _list_age_keys _name_meshes _open_tensors
+_place_prefix _print_message _read_slices _run_and_report _scatter_values _strip_trlx_prefixes
+_with_staleness build_parts build_training_case check_shared_options format_epochs
+format_role_name format_start_line gather_inputs insert_prefix overwrite_prefix to_local_ids
+weight_policy_loss
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

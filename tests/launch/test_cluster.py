@@ -239,7 +239,7 @@ class Starting:
 def test_the_plan_is_shown_before_the_devices_are_waited_for(root, monkeypatch, capsys):
     started = Starting()
     monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
-    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda _, mode, cluster: cluster)
+    monkeypatch.setattr("weft.launch.cluster.launch_devices", lambda _, mode, cluster: cluster)
     with pytest.raises(RunError, match="no devices today"):
         run(placed(root, "early"))
     assert started.closed
@@ -255,7 +255,7 @@ def test_devices_start_after_the_checks_that_need_no_data(root, monkeypatch):
     started, order = Starting(), []
     monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
     monkeypatch.setattr(
-        "weft.launch.assemble.launch_devices", lambda *_: order.append("devices") or started
+        "weft.launch.cluster.launch_devices", lambda *_: order.append("devices") or started
     )
     config = placed(root, "checks")
     config.actor.layout = "t3"
@@ -272,7 +272,7 @@ def test_devices_start_after_the_checks_that_need_no_data(root, monkeypatch):
 def test_devices_are_ended_where_the_data_are_wrong(root, tmp_path, monkeypatch):
     started = Starting()
     monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
-    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda *_: started)
+    monkeypatch.setattr("weft.launch.cluster.launch_devices", lambda *_: started)
     config = placed(root, "wrong")
     config.dataset.train_path = str(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text('{"prompt": 1}\n')

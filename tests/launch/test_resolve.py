@@ -21,6 +21,7 @@ from weft.launch.resolve import (
     ResolvedRun,
     check_kv_cache,
     check_layouts,
+    check_steps,
     check_stop_ids,
     load_tokenizers,
     read_configs,
@@ -40,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(experiment: Experiment) -> ResolvedRun:
-    return ResolvedRun(with_dtypes(experiment, CPU), read_configs(experiment), {})
+    return ResolvedRun(with_dtypes(experiment, CPU), read_configs(experiment), {}, CPU)
 
 
 def dtypes(
@@ -194,3 +195,9 @@ def test_ids_that_the_model_has_not_end_no_completion(root: Path) -> None:
         ConfigError, match=r"gen\.stop_ids=\[3, 1000000\]: actor has a vocabulary of [\d,]+ tokens"
     ):
         check_stop_ids(config.build(), tokenizers)
+
+
+def test_steps_that_the_run_does_not_have() -> None:
+    check_steps("2:30", 20)
+    with pytest.raises(ConfigError, match="profile_steps=21:30: the run has 20 steps"):
+        check_steps("21:30", 20)

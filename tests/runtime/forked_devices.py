@@ -228,6 +228,6 @@ class ForkedLaunch:
 
 def fork_devices(set_attribute: Callable[[str, Any], object]) -> None:
     """Let runs in this process start forked devices; `set_attribute` is `MonkeyPatch.setattr`."""
-    set_attribute("weft.launch.assemble.launch_devices", ForkedLaunch)
-    set_attribute("weft.launch.assemble.relaunch_devices", ForkedLaunch)
+    set_attribute("weft.launch.cluster.launch_devices", ForkedLaunch)
+    set_attribute("weft.launch.cluster.relaunch_devices", ForkedLaunch)
     set_attribute("weft.launch.cluster.can_start_early", lambda experiment, mode: False)

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiment import parse_step_range
 from weft.experiments import SFTConfig
 from weft.launch import run
-from weft.runtime.schedule import StepProfiler, check_steps
+from weft.runtime.schedule import StepProfiler
 
 
 class Devices:
@@ -97,12 +97,6 @@ def test_trouble_with_the_trace_never_hides_what_failed() -> None:
 def test_ranges_that_are_none(steps: str) -> None:
     with pytest.raises(ConfigError, match="5:8"):
         parse_step_range(steps)
-
-
-def test_steps_that_the_run_does_not_have() -> None:
-    check_steps("2:30", 20)
-    with pytest.raises(ConfigError, match="profile_steps=21:30: the run has 20 steps"):
-        check_steps("21:30", 20)
 
 
 def small(root: Path, folder: str, **more: Any) -> SFTConfig:

@@ -1,35 +1,23 @@
-"""Construction of a run's session from an experiment, cheap checks before expensive ones.
+"""Construction of a run's engines and of the components of its session.
 
 What the user can do next with the run is put into words here, too."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from weft.data.datasets.prompt import read_fixed_prompts
-from weft.data.features import with_additions
-from weft.data.loader import LoadedData, load_data
+from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.auto import choose_backend
-from weft.engine.device import format_hardware, resolve_device, set_deterministic, set_tf32
+from weft.engine.device import format_hardware
 from weft.experiment import Control, Experiment
-from weft.experiments.models import read_model_context
 from weft.graph.mfc import MFCDef
-from weft.launch.cluster import get_device_kind, launch_devices, relaunch_devices
-from weft.launch.facts import TargetDevices, forecast, measure_held_memory, predict_facts
-from weft.launch.resolve import check_longest_sequence, resolve_run
+from weft.launch.facts import forecast
+from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.jsonl import shorten_path
-from weft.observe.progress import DisplayOptions, RunPlan
-from weft.planner.lengths import RunLength
 from weft.planner.run_plan import build_plan, make_peak_formatter
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
@@ -39,172 +27,78 @@ from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import check_steps
-from weft.runtime.session import Session, SessionParts
+from weft.runtime.session import SessionParts
 
 if TYPE_CHECKING:
-    from weft.runtime.ray import DeviceLaunch, RayCluster
+    from weft.runtime.ray import DeviceLaunch
+
+
+def build_engines(
+    run: ResolvedRun, data: RunData, directory: RunDirectory, launch: DeviceLaunch | None
+) -> DeviceGroup:
+    """Build the engines of a run, on the devices of `launch` or in this process.
+
+    Waits for the device processes. Raises `UserError` if an engine cannot be built.
+    """
+    experiment = run.experiment
+    cache = _get_cache_folder(experiment, directory)
+    if launch is None:
+        devices: DeviceTransport = ThreadDevice(run.device)
+        logs = None
+    else:
+        devices = launch.wait_for_devices()
+        logs = directory.path.absolute() / LOGS
+        cache = cache.absolute()
+    specs = data.horizon.build_specs(experiment)
+    build = BuildWorker(experiment, specs, run.tokenizers, cache, str(run.device))
+    return DeviceGroup(devices, experiment, build, logs)
 
 
 def assemble(
-    experiment: Experiment,
+    run: ResolvedRun,
+    data: RunData,
     directory: RunDirectory,
-    mode: str = "local",
+    group: DeviceGroup,
+    baseline: float | None,
     *,
-    is_restart: bool = False,
-    show: DisplayOptions | None = None,
-    cluster: RayCluster | None = None,
-) -> Session:
-    """Build the session of a run: all of its components and the terminal output.
-
-    `show` configures the terminal output. If the run uses device processes, its plan is shown
-    before the engines are built. `build_parts` describes the other parameters.
-    """
-    show = show or DisplayOptions()
-    announce = None if is_restart else show.announce
-    quiet = show.view is not None
-    parts = build_parts(
-        experiment,
-        directory,
-        mode,
-        is_restart=is_restart,
-        quiet=quiet,
-        announce=announce,
-        cluster=cluster,
-    )
-    return Session(parts, show)
-
-
-def build_parts(
-    experiment: Experiment,
-    directory: RunDirectory,
-    mode: str = "local",
-    *,
-    is_restart: bool = False,
-    quiet: bool = False,
-    announce: Callable[[RunPlan, str], None] | None = None,
-    cluster: RayCluster | None = None,
+    plan_shown: bool = False,
 ) -> SessionParts:
-    """Build all components of a session: data, engines, evaluator and others. Writes nothing.
+    """Return all components of a session that runs the engines of `group`. Writes nothing.
 
-    With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
-    separate process, which starts while the data are read. If `cluster` is given, the processes
-    start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
-
-    If there are device processes, `announce` is called before the engines are built. Its arguments
-    are the plan and the result of `format_start_line`. `quiet` hides the progress of reading the
-    data.
-
-    Raises `UserError` for every problem that can be detected before the first step. On any error,
-    the cluster is closed.
+    `baseline` is the memory in GiB that this process used before the engines were built, or None if
+    other processes have built them. `plan_shown` says that a plan has been shown already.
     """
-    control = experiment.control
-    alone = mode == "local" and experiment.num_devices == 1
-    with ExitStack() as undo:
-        if cluster is not None:
-            undo.callback(cluster.close)
-        # Check what needs no data, and start the devices in the background.
-        experiment = replace(
-            experiment,
-            roles={name: choose_backend(spec) for name, spec in experiment.roles.items()},
-        )
-        if alone:
-            device = resolve_device(control.device)
-        else:
-            device = torch.device(get_device_kind(experiment))
-        set_deterministic(control.deterministic)
-        set_tf32(control.tf32, device)
-        run = resolve_run(experiment, device)
-        experiment, tokenizers = run.experiment, run.tokenizers
-        if alone:
-            launch = None
-        else:
-            launch = _launch_devices(experiment, mode, undo, cluster, is_restart=is_restart)
-        # Read the data, which determine the length of the run.
-        data = load_data(
-            experiment.dataset,
-            experiment.dataset_type,
-            tokenizers[experiment.data_role],
-            seed=control.seed,
-            progress=False if quiet else None,
-            ahead=True,
-        )
-        undo.callback(data.close)
-        fixed_prompts = load_fixed_prompts(experiment, tokenizers)
-        data.check_max_seqlen(partial(check_longest_sequence, run))
-        horizon = RunLength.from_experiment(experiment, data.train)
-        check_steps(control.profile_steps, horizon.steps)
-        specs = horizon.build_specs(experiment)
-        baseline = measure_held_memory(device) if alone else 0.0
-        if not alone and announce is not None:
-            announce(
-                build_early_plan(experiment, mode, horizon, tokenizers, data),
-                format_start_line(experiment),
-            )
-        # Build the engines.
-        cache = _get_cache_folder(experiment, directory)
-        if launch is None:
-            devices: DeviceTransport = ThreadDevice(device)
-            logs = None
-        else:
-            devices = launch.wait_for_devices()
-            logs = directory.path.absolute() / LOGS
-            cache = cache.absolute()
-        build = BuildWorker(experiment, specs, tokenizers, cache, str(device))
-        group = DeviceGroup(devices, experiment, build, logs)
-        undo.pop_all()
-        undo.callback(data.close)
-        undo.callback(group.close, 0.0)
-        # Forecast the memory and build the remaining components.
-        facts = group.describe()
-        numerics = group.describe_numerics()
-        machine = group.describe_hardware()
-        hardware = format_hardware(machine, numerics["device"])
-        room = machine["memory"]
-        known = {**numerics, "hardware": hardware, "memory": room}
-        expected = forecast(experiment, facts, data.train.build_large_batches(), device, baseline)
-        parts = SessionParts(
-            experiment=experiment,
-            directory=directory,
-            group=group,
-            master=Master(experiment, group, data.train, tokenizers),
-            evaluator=_build_evaluator(experiment, group, data, tokenizers),
-            samples=SampleReader(
-                experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
-            ),
-            horizon=horizon,
-            plan=build_plan(experiment, horizon, facts, known, data, expected),
-            hardware=hardware,
-            ending_lines=build_next_lines(experiment, directory.path),
-            format_peak_memory=make_peak_formatter(expected, room) if alone else None,
-            plan_shown=not alone and announce is not None,
-            fixed_prompts=_build_fixed_prompts(
-                experiment, group, fixed_prompts, tokenizers, directory
-            ),
-            data=data,
-        )
-        undo.pop_all()
-    return parts
-
-
-def _launch_devices(
-    experiment: Experiment,
-    mode: str,
-    undo: ExitStack,
-    cluster: RayCluster | None,
-    *,
-    is_restart: bool,
-) -> DeviceLaunch:
-    """Start the device processes; with `is_restart`, they replace lost ones.
-
-    Registers a callback with `undo` that closes the Ray cluster of the processes.
-    """
-    if is_restart:
-        launch = relaunch_devices(experiment, mode)
-    else:
-        launch = launch_devices(experiment, mode, cluster)
-    undo.callback(launch.cluster.close)
-    return launch
+    experiment, tokenizers, horizon = run.experiment, run.tokenizers, data.horizon
+    loaded = data.loaded
+    # Forecast the memory from what the engines describe.
+    facts = group.describe()
+    numerics = group.describe_numerics()
+    machine = group.describe_hardware()
+    hardware = format_hardware(machine, numerics["device"])
+    room = machine["memory"]
+    known = {**numerics, "hardware": hardware, "memory": room}
+    batches = loaded.train.build_large_batches()
+    expected = forecast(experiment, facts, batches, run.device, baseline or 0.0)
+    return SessionParts(
+        experiment=experiment,
+        directory=directory,
+        group=group,
+        master=Master(experiment, group, loaded.train, tokenizers),
+        evaluator=_build_evaluator(experiment, group, loaded, tokenizers),
+        samples=SampleReader(
+            experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
+        ),
+        horizon=horizon,
+        plan=build_plan(experiment, horizon, facts, known, loaded, expected),
+        hardware=hardware,
+        ending_lines=build_next_lines(experiment, directory.path),
+        format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
+        plan_shown=plan_shown,
+        fixed_prompts=_build_fixed_prompts(
+            experiment, group, data.fixed_prompts, tokenizers, directory
+        ),
+        data=loaded,
+    )
 
 
 def _get_cache_folder(experiment: Experiment, directory: RunDirectory) -> Path:
@@ -217,62 +111,6 @@ def _get_cache_folder(experiment: Experiment, directory: RunDirectory) -> Path:
     if shared is None:
         return directory.path / "cache"
     return Path(shared).expanduser() / "outputs"
-
-
-def build_early_plan(
-    experiment: Experiment,
-    mode: str,
-    horizon: RunLength,
-    tokenizers: Mapping[str, Tokenizer],
-    data: LoadedData,
-) -> RunPlan:
-    """Return the plan of a run, computed before the device processes build their engines.
-
-    If the options name no GPU, all devices are assumed to be like those of this machine.
-    """
-    target = TargetDevices.from_experiment(experiment, mode)
-    facts = predict_facts(experiment, target.device, tokenizers)
-    expected = forecast(
-        experiment, facts, data.train.build_large_batches(), target.device, capacity=target.usable
-    )
-    numerics: dict[str, Any] = {"hardware": target.description or "GPUs of other machines"}
-    if target.usable is not None:
-        numerics["memory"] = int(
-            target.usable * (target.count if target.device.type == "cpu" else 1)
-        )
-    return build_plan(experiment, horizon, facts, numerics, data, expected)
-
-
-def format_start_line(experiment: Experiment) -> str:
-    """Return a line for the user that says how many device processes are about to start."""
-    count = experiment.num_devices
-    if count > 1:
-        return f"starting {count} processes, one for each device"
-    return "starting a process for the device"
-
-
-def load_fixed_prompts(
-    experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
-) -> SequenceSample | None:
-    """Return the tokenized prompts of the file `eval_prompts`, or None if the run has no such file.
-
-    Raises `DataError` if the file cannot be used.
-    """
-    path = experiment.control.eval_prompts
-    if path is None or experiment.fixed_prompts is None:
-        return None
-    (call,) = experiment.fixed_prompts.graph.list_model_calls()
-    context = read_model_context(experiment.roles[call.role])
-    spec = experiment.dataset
-    as_chat = bool(spec.args.get("as_chat", (spec.type or experiment.dataset_type) == "chat"))
-    tokenizer = with_additions(
-        replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
-    )
-    if context is None:
-        most = None
-    else:
-        most = context - int(call.args["max_new_tokens"])
-    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
 
 
 def _build_fixed_prompts(

@@ -1,7 +1,8 @@
-"""Resolution of a run's models, with the checks that need torch but no weights and no devices.
+"""Resolution of a run's models and data, with the checks that need torch but no weights or engines.
 
-`resolve_run` is the only place in which a run and its plan (`--dry-run`) read config.json, load
-tokenizers and choose dtypes. It checks calls, tokens and layouts on the way.
+`resolve_run` is the only place in which a run and its plan (`--dry-run`) choose backends and dtypes,
+read config.json and load tokenizers; it checks calls, tokens and layouts on the way. `read_data` is
+the only place in which they read rows, which determine the length of the run.
 """
 
 from __future__ import annotations
@@ -9,23 +10,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from weft.checkpoints.config_file import HF_BACKEND, TORCH_BACKEND, prefix_option
 from weft.checkpoints.hf_io import read_config, read_raw
+from weft.data.datasets.prompt import read_fixed_prompts
+from weft.data.features import with_additions
+from weft.data.loader import LoadedData, load_data
+from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
+from weft.engine.backends.auto import choose_backend
 from weft.engine.backends.common import check_replicated_layout, check_spec, with_dtype
-from weft.engine.device import GIGABYTE
+from weft.engine.device import GIGABYTE, resolve_device, set_deterministic, set_tf32
 from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
-from weft.experiment import Experiment
-from weft.experiments.models import find_option_role
+from weft.experiment import Experiment, parse_step_range
+from weft.experiments.models import find_option_role, read_model_context
 from weft.graph.mfc import HOOKS, Call, MFCDef
+from weft.launch.cluster import get_device_kind
 from weft.models.network.config import TransformerConfig
+from weft.planner.lengths import RunLength
 from weft.registry import backends, functions, interfaces
 from weft.runtime.calls import implements_method
 
@@ -37,24 +46,44 @@ class ResolvedRun:
     """Experiment in which every role has a backend and a dtype, with what its roles read.
 
     Attributes:
-        experiment: The experiment, with a dtype in every role.
+        experiment: The experiment, with a backend and a dtype in every role.
         configs: Configurations of the networks that weft runs itself, by role.
         tokenizers: Tokenizers of all roles; empty if they were not to be loaded.
+        device: Device of this process or, if each device has a process, the type of the devices.
     """
 
     experiment: Experiment
     configs: Mapping[str, TransformerConfig]
     tokenizers: Mapping[str, Tokenizer]
+    device: torch.device
+
+
+def set_up_device(experiment: Experiment, *, alone: bool) -> torch.device:
+    """Return the device of a run, and set torch's options for it in this process.
+
+    If the run is `alone` in this process, this is the process's own device, otherwise the type of
+    the device processes' devices.
+    """
+    control = experiment.control
+    if alone:
+        device = resolve_device(control.device)
+    else:
+        device = torch.device(get_device_kind(experiment))
+    set_deterministic(control.deterministic)
+    set_tf32(control.tf32, device)
+    return device
 
 
 def resolve_run(
     experiment: Experiment, device: torch.device, *, tokenizers: bool = True
 ) -> ResolvedRun:
-    """Read the models' configurations and tokenizers, choose dtypes, and check calls and layouts.
+    """Choose backends and dtypes, read configurations and tokenizers, and check calls and layouts.
 
-    Every role of `experiment` has a backend. `device` is that of the data's role. Without
-    `tokenizers`, they are neither loaded nor checked. Raises `UserError` if a check fails.
+    `device` is that of the data's role. Without `tokenizers`, they are neither loaded nor checked.
+    Raises `UserError` if a check fails.
     """
+    roles = {name: choose_backend(spec) for name, spec in experiment.roles.items()}
+    experiment = replace(experiment, roles=roles)
     check_calls(experiment)
     # The library that loads tokenizers also reads config.json, and would report a problem in it as
     # a problem with the tokenizer.
@@ -66,7 +95,49 @@ def resolve_run(
         check_stop_ids(experiment, loaded)
     experiment = with_dtypes(experiment, device)
     check_layouts(experiment, configs)
-    return ResolvedRun(experiment, configs, loaded)
+    return ResolvedRun(experiment, configs, loaded, device)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Rows of a run, and what follows from them.
+
+    Attributes:
+        loaded: The training and validation rows.
+        horizon: Length of the run.
+        fixed_prompts: The tokenized prompts of the file `eval_prompts`, or None if there is none.
+    """
+
+    loaded: LoadedData
+    horizon: RunLength
+    fixed_prompts: SequenceSample | None
+
+
+def read_data(run: ResolvedRun, *, progress: bool | None = None, ahead: bool = False) -> RunData:
+    """Read the rows of a run, and check that its calls can process them.
+
+    If `progress` is False, no progress is shown. `ahead` allows large files to be tokenized during
+    training. Raises `UserError` for rows or options that cannot be used.
+    """
+    experiment = run.experiment
+    control = experiment.control
+    loaded = load_data(
+        experiment.dataset,
+        experiment.dataset_type,
+        run.tokenizers[experiment.data_role],
+        seed=control.seed,
+        progress=progress,
+        ahead=ahead,
+    )
+    try:
+        fixed_prompts = load_fixed_prompts(experiment, run.tokenizers)
+        loaded.check_max_seqlen(partial(check_longest_sequence, run))
+        horizon = RunLength.from_experiment(experiment, loaded.train)
+        check_steps(control.profile_steps, horizon.steps)
+    except BaseException:
+        loaded.close()
+        raise
+    return RunData(loaded, horizon, fixed_prompts)
 
 
 # -- calls
@@ -337,3 +408,43 @@ def check_kv_cache(run: ResolvedRun, rows: int) -> None:
                 f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
                 f"it out"
             )
+
+
+# -- the rest of the data
+
+
+def load_fixed_prompts(
+    experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
+) -> SequenceSample | None:
+    """Return the tokenized prompts of the file `eval_prompts`, or None if the run has no such file.
+
+    Raises `DataError` if the file cannot be used.
+    """
+    path = experiment.control.eval_prompts
+    if path is None or experiment.fixed_prompts is None:
+        return None
+    (call,) = experiment.fixed_prompts.graph.list_model_calls()
+    context = read_model_context(experiment.roles[call.role])
+    spec = experiment.dataset
+    as_chat = bool(spec.args.get("as_chat", (spec.type or experiment.dataset_type) == "chat"))
+    tokenizer = with_additions(
+        replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
+    )
+    if context is None:
+        most = None
+    else:
+        most = context - int(call.args["max_new_tokens"])
+    return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
+
+
+def check_steps(steps: str | None, total: int) -> None:
+    """Raise `ConfigError` if the run ends before the first step to trace.
+
+    `steps` is the value of the option `profile_steps`, and `total` is the number of steps of the
+    run.
+    """
+    if steps is not None and parse_step_range(steps)[0] > total:
+        count = f"{total} {'step' if total == 1 else 'steps'}"
+        raise ConfigError(
+            f"profile_steps={steps}: the run has {count}; name one of them, or leave it out"
+        )

@@ -1,10 +1,7 @@
-"""Functions that run a configuration in this process, or return its plan.
+"""Stages of a run from its configuration to its end, and of a dry run.
 
-A command line has been parsed into a configuration (`cli/quickstart.py`). From there to the first
-step, `run` goes through these stages once: build the experiment (`build_with_choices`), check it,
-fetch missing files from the hub, lock the run's directory, resolve the models and check what needs
-torch (`launch/resolve.py`), read the data, plan and build the engines (`launch/assemble.py`), and
-run. All checks that do not need torch are made before torch is imported.
+A command line has been parsed into a configuration (`cli/quickstart.py`). Everything up to the
+download of missing files needs no torch, so mistakes are reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +32,9 @@ from weft.registry import import_user_code
 
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
+    from weft.runtime.directory import RunDirectory
     from weft.runtime.ray import RayCluster
+    from weft.runtime.session import SessionParts
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,11 @@ def run(
     if the run fails. Raises `Interrupted` after Ctrl-C or SIGTERM, once the current step is
     finished and a recovery point is written.
     """
-    experiment, mode = _build_checked(config, mode, built=built)
+    # Configure, check, and download what is missing.
+    experiment, mode = _configure(config, mode, built=built)
+    check(experiment, mode)
+    experiment = build_with_files(config, experiment)
+    # Lock the run's directory.
     from weft.runtime.directory import RunDirectory, RunLock, admit
     from weft.runtime.processes import SupervisorPipe
 
@@ -94,21 +97,88 @@ def run(
     lock = RunLock(directory.path)
     lock.take()
     try:
+        # Resolve, read the data, plan and assemble; a restart after lost devices does so again.
         is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
         cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
-        from weft.launch.assemble import assemble
         from weft.launch.supervisor import RestartingRun
+        from weft.observe.progress import DisplayOptions
+        from weft.runtime.session import Session
 
+        show = show or DisplayOptions()
+        parts = prepare(
+            experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
+        )
         restarting_run = RestartingRun(
-            assemble(
-                experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
-            ),
-            lambda: assemble(experiment, directory, mode, is_restart=True, show=show),
+            Session(parts, show),
+            lambda: Session(prepare(experiment, directory, mode, is_restart=True, show=show), show),
             experiment,
         )
+        # Run.
         return RunResult(restarting_run.run(resumes=resumes), directory.path)
     finally:
         lock.release()
+
+
+def prepare(
+    experiment: Experiment,
+    directory: RunDirectory,
+    mode: str,
+    *,
+    is_restart: bool = False,
+    show: DisplayOptions | None = None,
+    cluster: RayCluster | None = None,
+) -> SessionParts:
+    """Resolve models, read data, plan and build the engines of a checked experiment.
+
+    With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
+    separate process, which starts while the data are read. If `cluster` is given, the processes
+    start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
+
+    `show` configures the output; the plan of a run with device processes is shown before their
+    engines are built. Raises `UserError` for every problem that can be detected before the first
+    step. On any error, device processes are ended and the cluster is closed.
+    """
+    from weft.launch.assemble import assemble, build_engines
+    from weft.launch.cluster import launch_devices, relaunch_devices
+    from weft.launch.facts import measure_held_memory
+    from weft.launch.plan import build_early_plan
+    from weft.launch.resolve import read_data, resolve_run, set_up_device
+
+    alone = mode == "local" and experiment.num_devices == 1
+    with ExitStack() as undo:
+        if cluster is not None:
+            undo.callback(cluster.close)
+        # Resolve the models.
+        device = set_up_device(experiment, alone=alone)
+        resolved = resolve_run(experiment, device)
+        # Start the devices in the background, and read the data.
+        launch = None
+        if not alone:
+            if is_restart:
+                launch = relaunch_devices(experiment, mode)
+            else:
+                launch = launch_devices(experiment, mode, cluster)
+            undo.callback(launch.cluster.close)
+        is_quiet = show is not None and show.view is not None
+        data = read_data(resolved, progress=False if is_quiet else None, ahead=True)
+        undo.callback(data.loaded.close)
+        # Plan.
+        baseline = measure_held_memory(device) if alone else None
+        shows_plan = show is not None and not alone and not is_restart
+        if show is not None and shows_plan:
+            count = experiment.num_devices
+            processes = "a process for the device"
+            if count > 1:
+                processes = f"{count} processes, one for each device"
+            show.announce(build_early_plan(resolved, data, mode), f"starting {processes}")
+        # Build the engines and assemble the session.
+        group = build_engines(resolved, data, directory, launch)
+        undo.pop_all()
+        undo.callback(data.loaded.close)
+        undo.callback(group.close, 0.0)
+        parts = assemble(resolved, data, directory, group, baseline, plan_shown=shows_plan)
+        undo.pop_all()
+    return parts
 
 
 def dry_run(
@@ -125,11 +195,22 @@ def dry_run(
     read, so the number of steps is unknown. `width` is the number of columns of the terminal.
     Raises `UserError` for invalid input.
     """
-    experiment, mode = _build_checked(mark_as_planned(config), mode, data=data)
-    from weft.launch.dry_run_plan import build_plan_lines
+    # Configure, check, and download what is missing, as `run` does.
+    config = mark_as_planned(config)
+    experiment, mode = _configure(config, mode)
+    check(experiment, mode)
+    experiment = build_with_files(config, experiment, data=data)
+    # Resolve, read the data and plan, as `prepare` does, but for devices that need not exist.
+    from weft.launch.facts import TargetDevices
+    from weft.launch.plan import build_plan_lines
+    from weft.launch.resolve import read_data, resolve_run
     from weft.runtime.directory import RunDirectory, admit
 
-    lines = build_plan_lines(experiment, mode, data=data, width=width)
+    roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
+    target = TargetDevices.from_experiment(experiment, mode)
+    resolved = resolve_run(replace(experiment, roles=roles), target.device, tokenizers=data)
+    lines = build_plan_lines(resolved, read_data(resolved) if data else None, target, width)
+    # Say whether the run itself would be refused.
     try:
         admit(
             RunDirectory.from_control(experiment.control),
@@ -157,17 +238,12 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
     return cast(ExperimentConfig, replace(config, **models))
 
 
-def _build_checked(
-    config: ExperimentConfig | Experiment,
-    mode: str | None,
-    *,
-    data: bool = True,
-    built: Experiment | None = None,
+def _configure(
+    config: ExperimentConfig | Experiment, mode: str | None, *, built: Experiment | None = None
 ) -> tuple[Experiment, str]:
-    """Build the experiment and return it with the mode, after all checks that don't need torch.
+    """Return the experiment and the mode; set its environment variables and import its user code.
 
-    Without `data`, tokenizers and datasets are not checked. `built` is the experiment of `config`,
-    if the caller has it already.
+    `built` is the experiment of `config`, if the caller has it already.
     """
     other_launchers.check_started_directly(os.environ)
     experiment = built or build_with_choices(config)
@@ -177,6 +253,15 @@ def _build_checked(
     check_no_masks(experiment)
     os.environ.update(experiment.control.env)
     import_user_code(experiment.control.imports)
+    return experiment, mode
+
+
+def check(experiment: Experiment, mode: str) -> None:
+    """Check all that needs neither torch nor files: the experiment, its devices and its loggers.
+
+    Options were checked before, when the experiment was built from its configuration
+    (`experiments/checks.py`). What needs torch is checked by `resolve_run`.
+    """
     experiment.check()
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
@@ -185,7 +270,6 @@ def _build_checked(
         )
     check_devices(experiment)
     check_sinks(experiment.control.loggers)
-    return build_with_files(config, experiment, data=data), mode
 
 
 def build_with_files(

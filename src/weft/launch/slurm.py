@@ -152,17 +152,14 @@ def _check_networks(experiment: Experiment) -> None:
 
     Reads only config.json, no weights.
     """
-    from weft.engine.backends.auto import choose_backend
-    from weft.launch.cluster import get_device_kind
-    from weft.launch.resolve import check_calls, check_layouts, read_configs
+    import torch
 
-    roles = {}
-    for name, spec in experiment.roles.items():
-        roles[name] = choose_backend(replace(spec, planned=True))
-    experiment = replace(experiment, roles=roles)
-    get_device_kind(experiment)
-    check_calls(experiment)
-    check_layouts(experiment, read_configs(experiment))
+    from weft.launch.cluster import get_device_kind
+    from weft.launch.resolve import resolve_run
+
+    roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
+    device = torch.device(get_device_kind(experiment))
+    resolve_run(replace(experiment, roles=roles), device, tokenizers=False)
 
 
 def build_request(

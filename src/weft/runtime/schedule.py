@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, DevicesLost, Interrupted, WeftError
+from weft.errors import DevicesLost, Interrupted, WeftError
 from weft.experiment import parse_step_range
 from weft.runtime.calls import WorkerGroup
 
@@ -61,19 +61,6 @@ class ActionFrequency:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.last_epochs = state["last_epochs"]
         self.last_time = time.monotonic() - state["elapsed"]
-
-
-def check_steps(steps: str | None, total: int) -> None:
-    """Raise `ConfigError` if the run ends before the first step to trace.
-
-    `steps` is the value of the option `profile_steps`, and `total` is the number of steps of the
-    run.
-    """
-    if steps is not None and parse_step_range(steps)[0] > total:
-        count = f"{total} {'step' if total == 1 else 'steps'}"
-        raise ConfigError(
-            f"profile_steps={steps}: the run has {count}; name one of them, or leave it out"
-        )
 
 
 class StepProfiler:

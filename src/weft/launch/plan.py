@@ -1,9 +1,8 @@
-"""Plan of a run for `--dry-run`, from its options, config.json, tokenizers and data.
+"""Plan of a run: what is shown before its engines are built, and what `--dry-run` shows.
 
-The plan is made without reading weights and without using the run's devices.
-`build_plan_lines(experiment, "local")` returns the lines that a run prints before its first step,
-and a line that says whether the run fits in memory. With `data=False`, as for `--dry-run=config`,
-only options and config.json are read.
+Both are made from the resolved models and the data, without weights and without using the run's
+devices. `build_plan_lines` adds a line that says whether the run fits in memory. Without data, as
+for `--dry-run=config`, only options and config.json are known.
 """
 
 from __future__ import annotations
@@ -14,61 +13,59 @@ from typing import Any
 
 import torch
 
-from weft.data.loader import LoadedData, load_data
 from weft.data.sample import SequenceSample
-from weft.engine.backends.auto import choose_backend
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
-from weft.launch.resolve import check_longest_sequence, resolve_run
+from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.progress import RunPlan
 from weft.planner.forecast import MemoryForecast, format_smaller_options
-from weft.planner.lengths import RunLength
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
 from weft.planner.run_plan import build_plan, group_roles_by_device
-from weft.runtime.schedule import check_steps
+
+
+def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
+    """Return the plan of a run, computed before the device processes build their engines.
+
+    If the options name no GPU, all devices are assumed to be like those of this machine.
+    """
+    experiment = run.experiment
+    target = TargetDevices.from_experiment(experiment, mode)
+    facts = predict_facts(experiment, target.device, run.tokenizers)
+    batches = data.loaded.train.build_large_batches()
+    expected = forecast(experiment, facts, batches, target.device, capacity=target.usable)
+    numerics: dict[str, Any] = {"hardware": target.description or "GPUs of other machines"}
+    if target.usable is not None:
+        numerics["memory"] = int(
+            target.usable * (target.count if target.device.type == "cpu" else 1)
+        )
+    return build_plan(experiment, data.horizon, facts, numerics, data.loaded, expected)
 
 
 def build_plan_lines(
-    experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
+    run: ResolvedRun, data: RunData | None, target: TargetDevices, width: int | None = None
 ) -> list[str]:
-    """Return the lines of the plan for a terminal of `width` columns.
+    """Return the lines of a dry run's plan for a terminal of `width` columns.
 
-    Raises `UserError` for everything that a run would reject before its first step, apart from
-    errors that can only be found with the weights or the devices.
+    Without `data`, a batch of the configured size is assumed. The roles are `planned`.
     """
-    roles = experiment.roles.items()
-    control = experiment.control
-    # Check the experiment as a run does, without weights and devices.
-    experiment = replace(
-        experiment,
-        roles={name: choose_backend(replace(spec, planned=True)) for name, spec in roles},
-    )
-    target = TargetDevices.from_experiment(experiment, mode)
-    run = resolve_run(experiment, target.device, tokenizers=data)
-    experiment, tokenizers = run.experiment, run.tokenizers
-    # Read the real batches, or assume one of the configured size.
-    read: LoadedData | None = None
-    horizon: RunLength | None = None
+    experiment = run.experiment
     notes: list[str] = []
-    if data:
-        read = load_data(
-            experiment.dataset,
-            experiment.dataset_type,
-            tokenizers[experiment.data_role],
-            seed=control.seed,
-        )
-        check_longest_sequence(run, read.max_seqlen)
-        horizon = RunLength.from_experiment(experiment, read.train)
-        check_steps(control.profile_steps, horizon.steps)
-        batches: Sequence[SequenceSample] = read.train.build_large_batches()
+    if data is not None:
+        batches: Sequence[SequenceSample] = data.loaded.train.build_large_batches()
     else:
         batch, note = build_assumed_batch(experiment)
         batches = [batch]
         notes = [note]
-    # Predict time and memory.
-    facts = predict_facts(experiment, target.device, tokenizers)
+    facts = predict_facts(experiment, target.device, run.tokenizers)
     target, expected = _forecast(experiment, facts, batches, target)
-    plan = build_plan(experiment, horizon, facts, {"hardware": target.description}, read, expected)
+    plan = build_plan(
+        experiment,
+        None if data is None else data.horizon,
+        facts,
+        {"hardware": target.description},
+        None if data is None else data.loaded,
+        expected,
+    )
     return [
         *_drop_memory_lines(plan).format_whole(width),
         *notes,
