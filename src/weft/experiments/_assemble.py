@@ -24,7 +24,7 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
 from weft.options import to_mapping, validate
 from weft.planner.placement import HEURISTIC, SEARCH, allocate_layouts
-from weft.registry import datasets, import_user_code, interfaces, losses
+from weft.registry import datasets, import_user_code
 
 DEFAULT_BATCH = 32
 
@@ -119,7 +119,7 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     placement = {}
     for node in experiment.graph.list_model_calls():
         placement[node.name] = experiment.call_meshes[node.name].layout
-    _check_calls(experiment.graph)
+    checks.check_losses(experiment.graph)
     return replace(experiment, placement=placement)
 
 
@@ -421,16 +421,3 @@ def _find_sampler(
         (call for call in calls if call.role == trained[0] and call.method == "generate"), None
     )
     return own, trained[0]
-
-
-def _check_calls(graph: DataflowGraph) -> None:
-    """Raise `ConfigError` for unknown interfaces, unknown losses and unknown arguments of losses.
-
-    The arguments are checked by building each loss. This does not import torch, since losses work
-    on arrays of any library.
-    """
-    for node in graph.list_model_calls():
-        if node.interface not in interfaces:
-            raise build_unknown_name_error("interface", node.interface, interfaces.list_names())
-        if node.interface == "train" and "loss" in node.args:
-            losses.get(node.args["loss"])(**node.args.get("loss_args", {}))

@@ -26,10 +26,12 @@ from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec, check_quantize
 from weft.engine.spec_parts import PrefixSpec
-from weft.errors import CheckpointError, ConfigError, find_nearest
+from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, find_nearest
 from weft.experiment import RUN_NAME, parse_step_range
+from weft.graph.graph import DataflowGraph
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
+from weft.registry import interfaces, losses
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -366,3 +368,19 @@ def _format_divisors(total: int) -> str:
     if len(divisors) < 13:
         return f"{', '.join(map(str, divisors[:12]))} do"
     return f"{', '.join(map(str, divisors[:12]))}, ... do"
+
+
+# -- calls
+
+
+def check_losses(graph: DataflowGraph) -> None:
+    """Raise `ConfigError` for unknown interfaces, unknown losses and unknown arguments of losses.
+
+    The arguments are checked by building each loss. This does not import torch, since losses work
+    on arrays of any library.
+    """
+    for node in graph.list_model_calls():
+        if node.interface not in interfaces:
+            raise build_unknown_name_error("interface", node.interface, interfaces.list_names())
+        if node.interface == "train" and "loss" in node.args:
+            losses.get(node.args["loss"])(**node.args.get("loss_args", {}))

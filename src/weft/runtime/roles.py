@@ -9,11 +9,13 @@ are in `weft.runtime.parameters`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from weft.data.tokenizer import Tokenizer
 from weft.engine.base import Engine
 from weft.engine.spec import ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
@@ -51,6 +53,7 @@ class RoleEngines:
 
     `specs` maps roles to their model specs, which include the learning rate schedules. `groups` are
     the process groups of this rank, which are required if an engine runs on several devices.
+    `tokenizers` maps roles to their tokenizers; an engine whose role has none loads its own.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class RoleEngines:
         specs: Mapping[str, ModelSpec],
         rank: int = 0,
         groups: ProcessGroups | None = None,
+        tokenizers: Mapping[str, Tokenizer] | None = None,
     ) -> None:
         self._meshes = {
             role: mesh for role, mesh in experiment.role_meshes.items() if rank in mesh.ranks
         }
         self._rank = rank
         self._groups = groups
+        self._tokenizers = tokenizers or {}
         self._engines: dict[EngineKey, Engine] = {}
         self._offloaded: set[tuple[EngineKey, OffloadableState]] = (
             set()
@@ -80,13 +85,15 @@ class RoleEngines:
             base = None if role in written else self._find_shared_base(role, here)
             if base is not None:
                 shared[role] = base
-            self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
+            self._engines[role, self._meshes[role]] = base or self._build(
+                role, spec, self._meshes[role]
+            )
         # Number of weight updates that each copy has received, as counted by the driver; None
         # during a transfer.
         self._weights: dict[EngineKey, int | None] = {}
         for role, mesh in experiment.copies:
             if rank in mesh.ranks:
-                self._engines[role, mesh] = self._build(specs[role].mirror(), mesh)
+                self._engines[role, mesh] = self._build(role, specs[role].mirror(), mesh)
                 self._weights[role, mesh] = 0
         for target, source in experiment.init_from.items():
             if target not in shared and self._has_equal_meshes(source, target):
@@ -101,14 +108,16 @@ class RoleEngines:
         """Role and mesh of every engine on this rank."""
         return list(self._engines)
 
-    def _build(self, spec: ModelSpec, mesh: Mesh) -> Engine:
+    def _build(self, role: str, spec: ModelSpec, mesh: Mesh) -> Engine:
         backend = backends.get(spec.backend)
-        engine: Engine
-        if mesh.layout.num_devices == 1:
-            engine = backend(spec, mesh.layout)
-        else:
+        ranks = []
+        if mesh.layout.num_devices > 1:
             assert self._groups is not None, "a layout of several devices needs process groups"
-            engine = backend(spec, mesh.layout, RankMesh(mesh, self._rank, self._groups))
+            ranks.append(RankMesh(mesh, self._rank, self._groups))
+        more = {}
+        if "tokenizer" in inspect.signature(backend).parameters:
+            more["tokenizer"] = self._tokenizers.get(role)
+        engine: Engine = backend(spec, mesh.layout, *ranks, **more)
         return engine
 
     def _has_equal_meshes(self, source: str, target: str) -> bool:

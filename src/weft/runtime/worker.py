@@ -76,7 +76,7 @@ class Worker:
             name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()
         }
         self._caches: dict[str, OutputCache] = {}
-        self.roles = RoleEngines(experiment, specs, rank, groups)
+        self.roles = RoleEngines(experiment, specs, rank, groups, tokenizers)
         self._meshes = experiment.call_meshes
         self._rank = rank
 

@@ -35,10 +35,15 @@ PREFIX = (
 
 
 @register_backend("hf")
-def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
+def hf_backend(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: RankMesh | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> TorchEngine:
     """Build an engine that runs the model directory `spec.path` with `transformers`.
 
-    Raises `UserError` for a model that cannot be read or run.
+    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that cannot be read or run.
     """
     path = common.check_spec(spec)
     common.check_replicated_layout(layout)
@@ -53,7 +58,8 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
     config = _describe(module, trial, embedding)
-    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    if tokenizer is None:
+        tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
     # Count operations, for MFU, before adapters are attached.
     tied = spec.head == "lm" and module.config.tie_word_embeddings

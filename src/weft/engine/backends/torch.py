@@ -34,18 +34,24 @@ from weft.topology import Layout, Mesh, compute_holdings
 
 
 @register_backend("torch")
-def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
+def torch_backend(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: RankMesh | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> TorchEngine:
     """Build an engine that runs the model directory `spec.path` on one device.
 
-    With a `mesh`, only this rank's part of the weights is read. Raises `UserError` for a model that
-    cannot be read or run.
+    With a `mesh`, only this rank's part of the weights is read. `tokenizer` is the role's; it is
+    loaded if it is not given. Raises `UserError` for a model that cannot be read or run.
     """
     # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
     device = common.choose_role_device(spec)
     spec = common.with_dtype(spec, path, device)
     family, config = hf_io.read_config(path, spec.type)
-    tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    if tokenizer is None:
+        tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     config = network_source.adapt_config(spec, config, tokenizer)
     check_layout(spec, layout, config)
     common.check_recomputation(spec, config.num_layers)
