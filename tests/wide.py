@@ -14,10 +14,16 @@ import torch
 class _Wide:
     """The module `torch`, whose float32 is float64."""
 
-    float32 = float = torch.float64
+    float32 = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+class _Wider(_Wide):
+    """The same where `Tensor.float` is float64 too."""
+
+    float = torch.float64
 
 
 TORCH = _Wide()
@@ -32,7 +38,7 @@ def in_float64(module: ModuleType) -> Iterator[None]:
     """
     before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", TORCH)
+        patch.setattr(module, "torch", _Wider())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)
         try:
