@@ -235,7 +235,10 @@ class MeshCollectives:
     def select_saved_names(self, names: Iterable[str]) -> list[str]:
         saved_names: list[str] = []
         for name in names:
-            if self._find_first_holder(name) == self.mesh.rank:
+            # Of the ranks with the same slice, the first one saves it.
+            own = self.holdings[self.mesh.rank][name]
+            holders = (r for r in self.mesh.mesh.ranks if self.holdings[r].get(name) == own)
+            if next(holders) == self.mesh.rank:
                 saved_names.append(name)
         return saved_names
 
@@ -260,10 +263,6 @@ class MeshCollectives:
                 where = self.holdings[rank][name]
                 slices.setdefault(tuple((part.start, part.stop) for part in where), (rank, where))
         return iter(slices.values())
-
-    def _find_first_holder(self, name: str) -> int:
-        own = self.holdings[self.mesh.rank][name]
-        return next(rank for rank in self.mesh.mesh.ranks if self.holdings[rank].get(name) == own)
 
     def _count_holders(self, name: str) -> int:
         own = self.holdings[self.mesh.rank][name]

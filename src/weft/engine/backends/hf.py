@@ -67,7 +67,7 @@ def hf_backend(
     head = trial.head.layer.weight.numel()
     cost = TokenCost(
         matrices,
-        _compute_attention_width(config),
+        config.num_layers * config.num_heads * config.head_dim,
         backward=1 if spec.has_adapters else 2,
         late=head,
     )
@@ -227,10 +227,6 @@ def _can_cache(trial: DecoderTrial) -> bool:
     The shapes must be equal in all layers, and keys must be as wide as values.
     """
     return len(set(trial.shapes)) == 1 and trial.shapes[0][2] == trial.shapes[0][3]
-
-
-def _compute_attention_width(config: TransformerConfig) -> int:
-    return config.num_layers * config.num_heads * config.head_dim
 
 
 def _choose_pooling(spec: ModelSpec, path: str) -> Pooling:

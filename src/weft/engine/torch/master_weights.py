@@ -338,9 +338,13 @@ class MasterWeights:
         for name, where, values in parts:
             _check_known(name, self._canonical)
             if eta != 1.0:
-                _check_wide(name, stored[name])
-            if eta != 1.0 and self._ensure_master(name):
-                stored = self.stored_parameters
+                if isinstance(stored[name].data, Quantized):
+                    raise ConfigError(
+                        f"parameter {name!r} is quantized; a moving average needs full precision: "
+                        f"leave quantize out"
+                    )
+                if self._ensure_master(name):
+                    stored = self.stored_parameters
             place = self._places[name]
             here = tuple(
                 slice(w.start - p.start, w.stop - p.start)
@@ -402,14 +406,6 @@ def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
     if name not in parameters:
         raise ConfigError(
             f"this network has no parameter {name!r}; the two networks are of different kinds"
-        )
-
-
-def _check_wide(name: str, part: StoredParameter) -> None:
-    if isinstance(part.data, Quantized):
-        raise ConfigError(
-            f"parameter {name!r} is quantized; a moving average needs full precision: "
-            f"leave quantize out"
         )
 
 

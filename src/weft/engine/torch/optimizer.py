@@ -446,7 +446,9 @@ class Optimizer:
         here = {}
         for slot, value in state.items():
             if isinstance(value, Tensor):
-                here[slot] = self._resolve_tensor(value)
+                # While a tensor is offloaded, its values are in host memory.
+                away = None if self._memory is None else self._memory.on_host(value)
+                here[slot] = value if away is None else away
         own = self._optimizer
         if here and isinstance(own, NarrowAdamW):
             return own.encode_state(parameter, here)
@@ -503,11 +505,6 @@ class Optimizer:
             },
             **steps,
         }
-
-    def _resolve_tensor(self, value: Tensor) -> Tensor:
-        """Return the tensor or, while it is offloaded, its copy in host memory."""
-        away = None if self._memory is None else self._memory.on_host(value)
-        return value if away is None else away
 
     def leave(self) -> None:
         """Move the state to host memory, except the step counters."""

@@ -495,12 +495,16 @@ def is_row_separable(
         mask = mask.to(rows.mask.device)
         seen = {}
         for key, value in out.items():
-            seen[key] = _mask_values(mask, value) if key in BY_ROW else value
+            seen[key] = value
+            if key in BY_ROW:
+                rows_mask = mask.view(-1, *(1,) * (value.dim() - 1))
+                seen[key] = torch.where(rows_mask, value, torch.zeros_like(value))
         alone = _compute_gradients(loss, seen, rows, total, 1.0)
         for key, by in plain.items():
             if not _is_equal(by[mask], alone[key][mask] if key in alone else None):
+                name = str(getattr(loss, "name", type(loss).__name__))
                 raise ConfigError(
-                    f"loss {get_loss_name(loss)!r} declares by_row=True, but its gradient by the "
+                    f"loss {name!r} declares by_row=True, but its gradient by the "
                     f"{key} of a row depends on the "
                     "outputs of other rows; set by_row to False"
                 )
@@ -513,11 +517,6 @@ def _has_several_rows(gradients: Mapping[Output, Tensor]) -> bool:
         int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
         for by in gradients.values()
     )
-
-
-def get_loss_name(loss: Loss) -> str:
-    """Return the registered name of a loss, or its class name."""
-    return str(getattr(loss, "name", type(loss).__name__))
 
 
 def _compute_gradients(
@@ -542,10 +541,6 @@ def _compute_gradients(
         if by is not None:
             gradients[key] = by
     return gradients
-
-
-def _mask_values(mask: Tensor, value: Tensor) -> Tensor:
-    return torch.where(mask.view(-1, *(1,) * (value.dim() - 1)), value, torch.zeros_like(value))
 
 
 def _is_equal(one: Tensor, other: Tensor | None) -> bool:

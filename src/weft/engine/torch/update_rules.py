@@ -376,7 +376,8 @@ def decode_values(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
         values.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
     )
     for to, code, scale in per_piece:
-        torch.mul(levels[code.int()], _repeat_scales(scale, len(to)), out=to)
+        scale_of_each = scale[:, None].expand(-1, BLOCK).reshape(-1)[: len(to)]
+        torch.mul(levels[code.int()], scale_of_each, out=to)
     return values.view(codes.shape)
 
 
@@ -411,11 +412,6 @@ def encode_values(values: Tensor, scales: Tensor | None, levels: Tensor) -> tupl
 def _find_nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
     shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     return torch.bucketize(shares, between).to(torch.uint8)
-
-
-def _repeat_scales(scales: Tensor, count: int) -> Tensor:
-    """Return the scale of each of `count` elements; `scales` contains one scale per block."""
-    return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 
 def _iterate_pieces(parameter: nn.Parameter, *states: Tensor) -> Iterator[list[Tensor]]:
