@@ -24,6 +24,7 @@ _place_prefix _print_message _read_slices _run_and_report _scatter_values _strip
 _with_staleness build_parts build_training_case check_shared_options format_epochs
 format_role_name format_start_line gather_inputs insert_prefix overwrite_prefix to_local_ids
 weight_policy_loss _compute_attention_width _mask_values _repeat_scales get_loss_name
+_choose_holder _drop_metadata hash_contents
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -60,12 +60,15 @@ def test_the_store_joins_batches_and_forgets_ids():
     assert store.fetch(["c"], ["x"], ["y"]).keys == ("x",), "c has no y, which is optional"
     with pytest.raises(DataError, match="'c' has no key 'y'"):
         store.fetch(["a", "c"], ["y"])
-    kept = {id: store.fetch([id], store.list_keys(id)) for id in "abcd"}
+    keys = {id: batch.keys for batch in store.iterate_batches() for id in batch.ids}
+    assert keys == {"a": ("x", "y"), "b": ("x",), "c": ("x",), "d": ("x", "y")}
+    kept = {id: store.fetch([id], keys[id]) for id in "abcd"}
     restored = TensorStore()
     for batch in store.iterate_batches():
         restored.put(SequenceSample.from_bytes(batch.to_bytes()))
+    assert keys == {id: batch.keys for batch in restored.iterate_batches() for id in batch.ids}
     for id, one in kept.items():
-        again = restored.fetch([id], store.list_keys(id))
+        again = restored.fetch([id], keys[id])
         assert again.metadata == one.metadata and all(
             torch.equal(again.data[k], one.data[k]) for k in one.keys
         )

@@ -312,7 +312,7 @@ def test_a_real_device_says_whether_it_waits_for_another(tmp_path):
     assert found[1].place.startswith("wait_for_file (test_dispatch.py:")
     assert over.result(30)[0].value == 2.0
     idle = devices.describe_activities([0])[0]
-    assert idle.is_waiting and idle.place.startswith("run_next (device_process.py:")
+    assert idle.is_waiting and idle.place.startswith("run_commands (device_process.py:")
     jobs.close()
     devices.close(0.0)
 

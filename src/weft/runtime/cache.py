@@ -61,7 +61,7 @@ class OutputCache:
 
         `compute` is called at most once, with the samples that are not cached.
         """
-        names = dict(zip(batch.ids, hash_contents(batch), strict=True))
+        names = dict(zip(batch.ids, map(_hash_content, batch.unpack()), strict=True))
         missing = []
         for id, name in names.items():
             if name not in self._records:
@@ -130,15 +130,11 @@ def _parse_records(line: bytes) -> dict[str, CacheRecord]:
     return {name: CacheRecord(*place) for name, place in entries.items()}
 
 
-def hash_contents(batch: SequenceSample) -> list[str]:
-    """Return one hash per id, computed from the name, lengths, dtype and bytes of each of its keys.
+def _hash_content(one: SequenceSample) -> str:
+    """Return a hash of the name, lengths, dtype and bytes of each key of the sample `one`.
 
     The id itself is not hashed, so that ids with equal inputs share a record.
     """
-    return [_hash_content(one) for one in batch.unpack()]
-
-
-def _hash_content(one: SequenceSample) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for key in sorted(one.data):
         digest.update(f"{key}|{one.lengths[key].tolist()}|{one.data[key].dtype}|".encode())

@@ -225,7 +225,7 @@ class PendingCommands:
         while (waiting := self._process.list_pending()) and isinstance(
             waiting[0].command, DiscardSamples
         ):
-            self._process.run_next()
+            self._process.run_commands(waiting[0].number)
         last_runnable = self._find_last_runnable()
         if self._part_group is None:
             return last_runnable is not None
@@ -236,7 +236,7 @@ class PendingCommands:
     def take(self, *, left: bool) -> bool:
         if self._mesh_group is None:
             while left and self.are_waiting():
-                self._process.run_next()
+                self._process.run_commands(self._process.list_pending()[0].number)
             return left
         last = self._find_last_runnable()
         own = torch.tensor([left, NO_COMMAND if last is None else last])
@@ -247,8 +247,7 @@ class PendingCommands:
         if not left:
             return False
         assert last is not None, "a rank that stopped must have a pending command"
-        while self._process.run_next(COMMAND_SECONDS) != last:
-            pass
+        self._process.run_commands(last, COMMAND_SECONDS)
         return True
 
     def _find_last_runnable(self) -> int | None:

@@ -236,7 +236,9 @@ class DeviceGroup:
             if row not in shared:
                 with self._lock:
                     sample = self._store.fetch(*row)
-                shared[row] = self._devices.share(_drop_metadata(sample).to_bytes())
+                # Metadata is sent separately, in `RunCall.descriptions`.
+                plain = SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)
+                shared[row] = self._devices.share(plain.to_bytes())
         return CommandTensors(
             [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
         )
@@ -425,8 +427,3 @@ def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:
 
     future.add_done_callback(on_done)
     return over
-
-
-def _drop_metadata(sample: SequenceSample) -> SequenceSample:
-    """Return the sample without metadata, which is sent separately in `RunCall.descriptions`."""
-    return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)

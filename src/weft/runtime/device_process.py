@@ -170,7 +170,7 @@ class DeviceProcess:
         self._early_commands: dict[int, QueuedCommand] = {}
         self._next_place = 0
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run_commands, name="weft-worker", daemon=True)
+        self._thread = threading.Thread(target=self.run_commands, name="weft-worker", daemon=True)
         self._thread.start()
 
     # -- the ranks of the run
@@ -243,46 +243,46 @@ class DeviceProcess:
     def list_pending(self) -> Sequence[QueuedCommand]:
         """Return the commands that have arrived but not run yet, in order.
 
-        Like `run_next`, this must be called only by the thread that runs the commands.
+        Like `run_commands`, this must be called only by the thread that runs the commands.
         """
         while not self._queue.empty():
             self._pending.append(self._queue.get())
         return self._pending
 
-    def run_next(self, seconds: float | None = None) -> int:
-        """Run the next command, waiting for it if necessary, and return its job number.
+    def run_commands(self, last: int | None = None, seconds: float | None = None) -> None:
+        """Run commands in order, waiting for each if necessary, until `StopCommands` has run.
 
         A running command may also call this method, to run commands that have arrived in the
-        meantime. Raises `DevicesLost` if no command arrives within `seconds` seconds. If `seconds`
-        is None, waits without a limit.
+        meantime: those up to the command of the job `last`. Raises `DevicesLost` if a command does
+        not arrive within `seconds` seconds. If `seconds` is None, waits without a limit.
         """
-        try:
-            if self._pending:
-                queued = self._pending.popleft()
-            else:
-                queued = self._queue.get(timeout=seconds)
-        except queue.Empty:
-            raise DevicesLost(
-                f"a command that other devices received did not arrive within {seconds:g} s"
-            ) from None
-        self.report(CommandReport(queued.number, "started"))
-        try:
-            moved = self._store_tensors(queued.promises)
-            with use_device(self.device):
-                result = queued.command.run(self, queued.number)
-            self.report(CommandReport(queued.number, "finished", result, moved))
-        except BaseException as error:
-            self.report(CommandReport(queued.number, "failed", self._to_reported_error(error)))
-        return queued.number
+        is_done = False
+        while not is_done:
+            try:
+                if self._pending:
+                    queued = self._pending.popleft()
+                else:
+                    queued = self._queue.get(timeout=seconds)
+            except queue.Empty:
+                raise DevicesLost(
+                    f"a command that other devices received did not arrive within {seconds:g} s"
+                ) from None
+            self.report(CommandReport(queued.number, "started"))
+            result = None
+            try:
+                moved = self._store_tensors(queued.promises)
+                with use_device(self.device):
+                    result = queued.command.run(self, queued.number)
+                self.report(CommandReport(queued.number, "finished", result, moved))
+            except BaseException as error:
+                self.report(CommandReport(queued.number, "failed", self._to_reported_error(error)))
+            is_done = self.is_stopped if last is None else queued.number == last
+            del queued, result  # what they hold can be freed while the thread waits
 
     def stop(self, seconds: float) -> None:
         """End the thread after the commands that have arrived, waiting up to `seconds` seconds."""
         self._queue.put(QueuedCommand(NO_COMMAND, StopCommands(), (self.rank,), ()))
         self._thread.join(seconds)
-
-    def _run_commands(self) -> None:
-        while not self.is_stopped:
-            self.run_next()
 
     def _to_reported_error(self, error: BaseException) -> BaseException:
         if self.is_driver:
@@ -337,7 +337,7 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> DeviceActivity:
     inmost = stack[own[-1]]
     called = stack[own[-1] + 1 :]
     waits = (
-        inmost.name in ("run_next", "_take")
+        inmost.name in ("run_commands", "_take")
         or any(TORCH_DISTRIBUTED in frame.filename for frame in called)
         or ".wait(" in (inmost.line or "")
     )

@@ -314,7 +314,9 @@ class JobDispatcher:
             try:
                 for rank, response in self._devices.receive():
                     if isinstance(response, DeviceLoss):
-                        self._fail_all(self._build_loss_error(rank, response))
+                        died = f"{self._devices.addresses[rank]} died"
+                        doing = self._describe_unfinished([rank])
+                        self._fail_all(DevicesLost(f"{died}{doing}: {response.reason}"))
                     else:
                         for report in response:
                             self._process_report(rank, report)
@@ -382,11 +384,6 @@ class JobDispatcher:
             self._held_jobs.remove(other)
             other.on_failed(error)
         self._issue_jobs()
-
-    def _build_loss_error(self, rank: int, lost: DeviceLoss) -> RunError:
-        return DevicesLost(
-            f"{self._devices.addresses[rank]} died{self._describe_unfinished([rank])}: {lost.reason}"
-        )
 
     def _describe_unfinished(self, ranks: Sequence[int]) -> str:
         """Return a phrase for an error message that names unfinished jobs of these ranks.

@@ -139,7 +139,11 @@ class Master:
         """
         begun = time.perf_counter()
         stepped = self._decide_step()
-        self._run_scheduled_firings(stepped or ())
+        while self._ledger.has_open_firings(self._ahead_ids):
+            self._launch_ready_and_wait()
+        if stepped and self.listener is not None:
+            self.listener.on_step_finished(stepped, self.position.step + 1)
+        self._discard_unused()
         if stepped is None:
             return None
         self.position.step += 1
@@ -150,7 +154,10 @@ class Master:
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
     def wait_until_idle(self) -> None:
-        """Wait until no node is running, so that the worker group is free for other calls."""
+        """Wait until no node is running, so that the worker group is free for other calls.
+
+        Ids that no node reads any more are removed.
+        """
         while self._ledger.has_open_firings():
             self._launch_ready_and_wait()
         self._discard_unused()
@@ -301,18 +308,6 @@ class Master:
         if self.listener is not None:
             self.listener.on_firing_finished(outcome, self.position.step + 1)
 
-    def _run_scheduled_firings(self, stepped: Sequence[str] = ()) -> None:
-        """Finish all firings (executions of nodes) of the current step, then remove unused ids.
-
-        `stepped` are the ids that the step used. They are passed to the listener's
-        `on_step_finished` before any ids are removed.
-        """
-        while self._ledger.has_open_firings(self._ahead_ids):
-            self._launch_ready_and_wait()
-        if stepped and self.listener is not None:
-            self.listener.on_step_finished(stepped, self.position.step + 1)
-        self._discard_unused()
-
     def _discard_unused(self) -> None:
         # Running calls of later steps may still read ids that a filter has dropped.
         read = self._ledger.collect_open_ids()
@@ -332,7 +327,7 @@ class Master:
             if self._buffer.entries:
                 raise _build_stuck_error(self._buffer)
             self._ahead_ids = set()
-            self._run_scheduled_firings()  # drop this epoch's ids first: the next epoch reuses them
+            self.wait_until_idle()  # drop this epoch's ids first: the next epoch reuses them
             self._turn_epoch()
             if self.position.step > self._step_of_epoch:
                 self._empty_epochs = 0

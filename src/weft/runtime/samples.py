@@ -85,7 +85,7 @@ class SampleReader:
             batch = self._fetch(ids[:SHOWN_SAMPLES], self._keys)
             return [row for _, row in self._read(batch) if row["k"] == 0]
         if self._has_generation:
-            chosen: SequenceSample | None = self._fetch_generated(ids)
+            chosen: SequenceSample | None = self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
         else:
             chosen = self._fetch_trained(ids, step, seen)
         return [] if chosen is None else list(self._iterate_detailed(chosen))
@@ -135,9 +135,6 @@ class SampleReader:
         return batch.remap_keys(
             {name: key for name, key in self._names.items() if name in batch.keys}
         )
-
-    def _fetch_generated(self, ids: Sequence[str]) -> SequenceSample:
-        return self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
 
     def _fetch_trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None

@@ -39,10 +39,6 @@ class TensorStore:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def list_keys(self, id: str) -> list[str]:
-        """Return the keys that are stored for an id."""
-        return list(self._ids[id].keys)
-
     def put(self, sample: SequenceSample) -> SequenceSample:
         """Add a batch and return its metadata.
 
@@ -328,7 +324,7 @@ class TensorLocations:
 
         Tensors that are already being sent to the rank are not requested. All keys of an id that
         come from the same rank are in one request. If both a device and the driver have a tensor,
-        it is requested from the device. A key that no rank has is left out; an error is raised when
+        it is requested from the device with the lowest rank. A key that no rank has is left out; an error is raised when
         the key is read.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
@@ -339,7 +335,8 @@ class TensorLocations:
             for key in wanted:
                 holders = where.holders.get(key, set())
                 if holders and rank not in holders and rank not in where.incoming.get(key, ()):
-                    by_holder.setdefault(_choose_holder(holders), []).append(key)
+                    holder = min(holders - {DRIVER}, default=DRIVER)
+                    by_holder.setdefault(holder, []).append(key)
             for holder, lacked in by_holder.items():
                 transfers.setdefault((holder, tuple(lacked)), []).extend(chosen)
         return [
@@ -379,9 +376,3 @@ class _KeyLocations:
                 for each in (self.holders, self.incoming)
             )
         )
-
-
-def _choose_holder(holders: set[int]) -> int:
-    """Return the lowest rank of a device in `holders`, or the driver's rank if it has no device."""
-    devices = holders - {DRIVER}
-    return min(devices) if devices else DRIVER
