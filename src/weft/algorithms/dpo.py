@@ -232,12 +232,7 @@ class TransportLoss(Loss):
                 self._compute_each(xp.take(ratios, better) - xp.take(partner, better)),
                 self._compute_each(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
-        rewards = (
-            self.beta * fixed(xp.take(ratios, better)),
-            self.beta * fixed(xp.take(ratios, worse)),
-        )
-        both = xp.take(logps, better), xp.take(logps, worse)
-        stats = compute_pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
+        stats = compute_pair_stats(ratios, logps, (better, worse), self.beta, logps)
         return xp.sum(each) / max(total["pairs"], 1.0), stats
 
     def _compute_each(self, delta: Float[Array, "P"]) -> Float[Array, "P"]:
@@ -372,16 +367,8 @@ class PairwiseLoss(Loss):
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
         # Metrics: implicit rewards and summed log-probs.
-        rewards = (
-            self.beta * fixed(xp.take(metric_scores, better)),
-            self.beta * fixed(xp.take(metric_scores, worse)),
-        )
-        both = xp.take(logps, better), xp.take(logps, worse)
-        if kind.score == "free":
-            terms = rewards
-        else:
-            terms = (self.beta * both[0], self.beta * both[1])
-        stats = compute_pair_stats(rewards, both, terms)
+        terms = metric_scores if kind.score == "free" else logps
+        stats = compute_pair_stats(metric_scores, logps, (better, worse), self.beta, terms)
         # Cross-entropy of the better completions.
         if self.rpo_alpha:
             nll = -xp.take(

@@ -407,24 +407,26 @@ def is_above(one: Array, other: Array, terms: Array) -> Array:
 
 
 def compute_pair_stats(
-    rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]
+    scores: Array, logps: Array, pairs: tuple[Array, Array], beta: float, terms: Array
 ) -> dict[str, Stat]:
-    """Return the metrics of P pairs of completions.
+    """Return the metrics of P pairs of completions, whose rewards are beta times their scores.
 
-    `rewards`, `logps` and `terms` each consist of two arrays [P], the first for the better and the
-    second for the worse completions. A pair counts as correctly ordered if the better completion's
-    reward is higher by more than rounding error (see `is_above`). The rounding error is estimated
-    from the magnitude of `terms`, the values from which the rewards were computed, such as beta *
-    log pi.
+    `scores`, `logps` and `terms` are [S]; only `scores` can have a gradient. `pairs` are the
+    indices [P] of the better and of the worse completions. A pair counts as correctly ordered if
+    the better completion's reward is higher by more than rounding error (see `is_above`). The
+    rounding error is estimated from the magnitude of beta * `terms`, the values from which the
+    rewards were computed, such as log pi.
     """
-    xp = array_api_compat.array_namespace(*rewards)
-    count = float(rewards[0].shape[0])
-    right = xp.astype(is_above(*rewards, xp.abs(terms[0]) + xp.abs(terms[1])), rewards[0].dtype)
+    xp = array_api_compat.array_namespace(scores)
+    better, worse = (beta * fixed(xp.take(scores, side)) for side in pairs)
+    sizes = [xp.abs(beta * fixed(xp.take(terms, side))) for side in pairs]
+    right = xp.astype(is_above(better, worse, sizes[0] + sizes[1]), better.dtype)
+    count = float(better.shape[0])
     return {
-        "rewards/chosen": Sum(xp.sum(rewards[0]), count),
-        "rewards/rejected": Sum(xp.sum(rewards[1]), count),
-        "rewards/margins": Sum(xp.sum(rewards[0] - rewards[1]), count),
+        "rewards/chosen": Sum(xp.sum(better), count),
+        "rewards/rejected": Sum(xp.sum(worse), count),
+        "rewards/margins": Sum(xp.sum(better - worse), count),
         "rewards/accuracies": Sum(xp.sum(right), count),
-        "logps/chosen": Sum(xp.sum(logps[0]), count),
-        "logps/rejected": Sum(xp.sum(logps[1]), count),
+        "logps/chosen": Sum(xp.sum(xp.take(logps, pairs[0])), count),
+        "logps/rejected": Sum(xp.sum(xp.take(logps, pairs[1])), count),
     }
