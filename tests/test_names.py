@@ -25,6 +25,7 @@ _with_staleness build_parts build_training_case check_shared_options format_epoc
 format_role_name format_start_line gather_inputs insert_prefix overwrite_prefix to_local_ids
 weight_policy_loss _compute_attention_width _mask_values _repeat_scales get_loss_name
 _choose_holder _drop_metadata hash_contents
+_build_dark_rules _get_capability _select_names
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

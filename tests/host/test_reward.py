@@ -480,7 +480,7 @@ def test_a_pool_that_is_closed_leaves_what_waits(make: Make) -> None:
     assert replies[0].result(20).value == ([1.0], {})
     pool.close()
     assert all(reply.cancelled() or reply.result(20).status == "died" for reply in replies[1:])
-    assert not pool.process_ids
+    assert not any(lane.worker for lane in pool._worker_threads)
     assert pool.submit((0, ["p"], ["a"], [[1]], {}, {})).result(20).value == ([1.0], {})
 
 
@@ -611,7 +611,7 @@ def test_workers_end_with_the_process_that_started_them(source: Path, text: str)
         "import os, time\nfrom weft.host._pool import RewardPool\nfrom weft.host.spec import "
         "RewardPart, locate\n"
         f"pool = RewardPool([locate(RewardPart({str(source) + ':hangs'!r}))], "
-        f"1)\npool.start()\nprint(pool.process_ids[0], flush=True)\n"
+        f"1)\npool.start()\nprint(pool._worker_threads[0].worker.process.pid, flush=True)\n"
         f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )

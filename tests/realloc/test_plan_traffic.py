@@ -31,7 +31,7 @@ def test_by_hand() -> None:
         node_of=node_of,
     )
     assert found.sent == {0: 32, 1: 16} and found.received == {1: 16, 2: 32}
-    assert found.in_place == {1: 8} and found.copied == {1: 16} and found.local_bytes == 24
+    assert found.in_place == {1: 8} and found.copied == {1: 16}
     assert (found.inside, found.across, found.moved_bytes) == (16, 32, 48) and found.names == {
         "w": 48
     }

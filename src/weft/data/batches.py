@@ -182,11 +182,6 @@ class BatchLoader(Protocol):
         """Number of batches per epoch (of the current epoch, if epochs differ in size)."""
         ...
 
-    @property
-    def epoch_fraction(self) -> float:
-        """Number of epochs completed, as a fraction: 1.25 is a quarter into the second epoch."""
-        ...
-
     def next_batch(self) -> SequenceSample: ...
     def count_batches(self, epochs: int) -> int:
         """Return the total number of batches of the first `epochs` epochs."""
@@ -247,10 +242,6 @@ class MapLoader:
     @property
     def batches_per_epoch(self) -> int:
         return len(self._plan_epoch(self.epoch)[1]) - 1
-
-    @property
-    def epoch_fraction(self) -> float:
-        return self.epoch + self._position[1] / self.batches_per_epoch
 
     def count_batches(self, epochs: int) -> int:
         if self._costs is None:
@@ -434,10 +425,6 @@ class StreamLoader:
     @property
     def batches_per_epoch(self) -> int:
         return self._limit if self._limit is not None else self._count_first_epoch()[1]
-
-    @property
-    def epoch_fraction(self) -> float:
-        return self.epoch + self._position[1] / self.batches_per_epoch
 
     def count_batches(self, epochs: int) -> int:
         return epochs * self.batches_per_epoch

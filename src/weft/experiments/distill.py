@@ -306,6 +306,7 @@ class _DistillationGraphBuilder:
     def _build_teacher(
         self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()
     ) -> MFCDef:
+        renamed = {key: name for key, name in self._names.items() if key == "completion"}
         return MFCDef(
             name="teacher_inf",
             role="teacher",
@@ -313,7 +314,7 @@ class _DistillationGraphBuilder:
             method="inference",
             batch_size=self.batch_size,
             input_keys=("prompt", "completion", *more),
-            input_key_remap=_select_names(self._names, ("completion",)),
+            input_key_remap=renamed,
             output_keys=tuple(outputs),
             output_key_remap=outputs,
             args={"outputs": list(outputs), "temperature": self.options.temperature, **args},
@@ -415,10 +416,6 @@ class _DistillationGraphBuilder:
                 f"others"
             )
         return lines
-
-
-def _select_names(names: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
-    return {key: name for key, name in names.items() if key in keys}
 
 
 GKD_OPTIONS = ("divergence_beta", "top_k", "sft_coef")

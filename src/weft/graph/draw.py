@@ -294,7 +294,7 @@ class _GraphDrawing:
             + _build_color_rules(self._hues, "light")
             + DARK
             + "{"
-            + _build_dark_rules(self._hues)
+            + _build_color_rules(self._hues, "dark")
             + "}"
         )
 
@@ -459,7 +459,3 @@ def _build_color_rules(hues: Mapping[str, ColourPair], ground: str) -> str:
             f"{shape}{{fill:{paper};fill:{tint};stroke:{colour}}}.lane.{kind}{{stroke:{colour}}}"
         )
     return "".join(rules)
-
-
-def _build_dark_rules(hues: Mapping[str, ColourPair]) -> str:
-    return _build_color_rules(hues, "dark")

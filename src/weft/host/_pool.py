@@ -240,16 +240,6 @@ class RewardPool:
             threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
         weakref.finalize(self, _stop_threads, self._worker_threads, self._jobs)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Process ids of the workers that have been started."""
-        workers = [lane.worker for lane in self._worker_threads]
-        ids: list[int] = []
-        for worker in workers:
-            if worker is not None:
-                ids.append(worker.process.pid)
-        return ids
-
     def close(self) -> None:
         """Kill all workers and cancel the queued tasks.
 

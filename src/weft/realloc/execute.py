@@ -120,7 +120,8 @@ class Reallocation:
         self._bucket_bytes = bucket_bytes
         self._link = ReallocationLink(rank, group)
         self._names = list(dict.fromkeys(each.name for each in transfers))
-        self._sent_names = list(
+        # names of the parameters that this rank sends, also to its own target engine
+        self.sent_names = list(
             dict.fromkeys(each.name for each in transfers if each.source == rank)
         )
         self._received_names = list(
@@ -132,14 +133,6 @@ class Reallocation:
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
         # by the dtypes in which parameters are sent
         self._steps: dict[tuple[torch.dtype, ...], list[ReallocationStep]] = {}
-
-    @property
-    def sent_names(self) -> Sequence[str]:
-        """Names of the parameters that this rank sends.
-
-        Parameters that it copies to its own target engine are included.
-        """
-        return self._sent_names
 
     def move(
         self, source: ParameterSource | None, target: ParameterStore | None, *, eta: float = 1.0
@@ -157,7 +150,7 @@ class Reallocation:
         used after such an error: they may contain both old and new values under their old version.
         """
         began = perf_counter()
-        held = {name: (where, values) for name, where, values in _read(source, self._sent_names)}
+        held = {name: (where, values) for name, where, values in _read(source, self.sent_names)}
         into = {name: values.dtype for name, _, values in _read(target, self._received_names)}
         version, dtypes = self._agree(
             source, {name: values.dtype for name, (_, values) in held.items()}, into, eta

@@ -265,11 +265,6 @@ class ReallocationTraffic:
         """Number of bytes sent between ranks."""
         return self.inside + self.across
 
-    @property
-    def local_bytes(self) -> int:
-        """Number of bytes that stay on their rank, in place or copied."""
-        return self.in_place.total() + self.copied.total()
-
 
 def count_traffic(
     transfers: Iterable[ParameterTransfer],

@@ -239,7 +239,9 @@ class Registry:
         self.current: str | None = None
         self.refusal = refusal
         patch.setattr(
-            flash, "_get_capability", lambda device: (9, 0) if device == HOPPER else (8, 6)
+            torch.cuda,
+            "get_device_capability",
+            lambda device: (9, 0) if device == HOPPER else (8, 6),
         )
         patch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
         patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: self.current)

@@ -76,7 +76,9 @@ def choose(device: torch.device, version: str) -> str | None:
             torch.nn.attention.restore_flash_attention_impl()
         return None
     fits = (
-        device.type == "cuda" and torch.version.hip is None and _get_capability(device)[0] == HOPPER
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] == HOPPER
     )
     if fits:
         obstacle = _activate()
@@ -133,10 +135,6 @@ def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 @functools.cache
 def _has_kernels(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
-
-
-def _get_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def attend_packed(

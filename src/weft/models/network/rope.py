@@ -1,6 +1,6 @@
 """Angles of rotary positions for each scaling scheme.
 
-Angles are float32 (float64 for float64 networks).
+Angles are computed in float32, whatever the dtype in which their cosines and sines are returned.
 """
 
 from __future__ import annotations
