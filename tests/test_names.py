@@ -26,6 +26,7 @@ format_role_name format_start_line gather_inputs insert_prefix overwrite_prefix 
 weight_policy_loss _compute_attention_width _mask_values _repeat_scales get_loss_name
 _choose_holder _drop_metadata hash_contents
 _build_dark_rules _get_capability _select_names
+_compute_mean
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -184,10 +184,6 @@ def _compute_neighbor_mean(
     return default
 
 
-def _compute_mean(values: Sequence[float], default: float) -> float:
-    return sum(values) / len(values) if values else default
-
-
 def _place_row(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
@@ -202,10 +198,8 @@ def _place_row(
         first = wished[name]
         while blocks and first < _end(blocks[-1], room) + room[names[0]] / 2:
             names = blocks.pop()[0] + names
-            first = _compute_mean(
-                [wished[n] - o for n, o in zip(names, _compute_offsets(names, room), strict=True)],
-                0.0,
-            )
+            offsets = _compute_offsets(names, room)
+            first = sum(wished[n] - o for n, o in zip(names, offsets, strict=True)) / len(names)
         blocks.append((names, first))
     for names, first in blocks:
         for name, offset in zip(names, _compute_offsets(names, room), strict=True):

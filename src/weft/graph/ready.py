@@ -449,7 +449,7 @@ def _count_allowed(
         free = edge.max_staleness + 1 - under_way
         size = graph.get_node(edge.producer).batch_size
         if size:
-            missing = max(0, free * size - _count_ids(pending))
+            missing = max(0, free * size - sum(len(block.ids) for block in pending))
             count = min(count, _count_refill(graph, buffer, edge, missing, pending))
             continue
         batches = {block.state.batch for block in pending}
@@ -475,10 +475,6 @@ def _find_pending(buffer: IdBuffer, edge: VersionEdge) -> list[StateBlock[IdStat
         if edge.consumer in b.state.started and edge.producer not in b.state.started:
             result.append(b)
     return result
-
-
-def _count_ids(blocks: Iterable[StateBlock[IdState]]) -> int:
-    return sum(len(block.ids) for block in blocks)
 
 
 def _count_refill(

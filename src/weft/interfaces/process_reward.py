@@ -75,7 +75,10 @@ class ProcessRewardInterface:
         context.record("steps", float(np.concatenate([part[0] for part in parts]).mean()))
         groups = np.unique([owner for part in parts for owner in part[2]], return_inverse=True)[1]
         record_rewards(np.concatenate([part[1] for part in parts]), groups, context)
-        return MFCResult(_build_sample(batch, rewards, scores), context.metrics)
+        # Return the rewards by token, and their sums by completion.
+        by_token = batch.like("completion", token_rewards=rewards.astype(np.float32))
+        by_completion = batch.one_per("completion", scores=scores.astype(np.float32))
+        return MFCResult(by_token.update(by_completion), context.metrics)
 
     def _find_last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
         """Return the index of each step's last token in the concatenated completions."""
@@ -92,8 +95,3 @@ class ProcessRewardInterface:
                 indices.append(start + at)
             start += len(ids)
         return indices
-
-
-def _build_sample(batch: SequenceSample, rewards: np.ndarray, scores: np.ndarray) -> SequenceSample:
-    by_token = batch.like("completion", token_rewards=rewards.astype(np.float32))
-    return by_token.update(batch.one_per("completion", scores=scores.astype(np.float32)))

@@ -131,7 +131,8 @@ class DecodeBatch:
         live.versions = self._versions[row, :done].tolist()
         live.logprobs = self._logprobs[row, :done].tolist()
         live.supports = self._supports[row] or [()] * int(done)
-        for column in self._list_columns():
+        for name in COLUMNS:
+            column = self.__dict__[name]
             column[row] = column[last]
         lists: tuple[list[Any], ...] = (self.sequences, self.ids, self.ks, self._supports)
         for one in lists:
@@ -141,9 +142,6 @@ class DecodeBatch:
             self.row_by_key[self.sequences[row].key] = row
         del self.row_by_key[live.key]
         return live
-
-    def _list_columns(self) -> list[npt.NDArray[np.generic]]:
-        return [self.__dict__[name] for name in COLUMNS]
 
     def _grow(self, rows: int, tokens: int) -> None:
         if rows <= self._tokens.shape[0] and tokens <= self._tokens.shape[1]:
