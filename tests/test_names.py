@@ -24,9 +24,10 @@ _place_prefix _print_message _read_slices _run_and_report _scatter_values _strip
 _with_staleness build_parts build_training_case check_shared_options format_epochs
 format_role_name format_start_line gather_inputs insert_prefix overwrite_prefix to_local_ids
 weight_policy_loss _compute_attention_width _mask_values _repeat_scales get_loss_name
-_choose_holder _drop_metadata hash_contents
-_build_dark_rules _get_capability _select_names
-_compute_mean
+_choose_holder _drop_metadata hash_contents _build_dark_rules _get_capability _select_names
+_compute_mean _build_chart_data _cut_lines _embed_image _has_reward_instead _is_same_curve
+_read_id _render_cells _render_first_steps _render_log _render_option _render_section _render_tab
+_sort_ranked find_undescribed read_script render_log
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -15,7 +15,7 @@ from weft.cli.main import main
 from weft.experiments import DPOConfig, GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.launch import run
 from weft.observe.jsonl import read_rows
-from weft.observe.metric_help import find_undescribed
+from weft.observe.metric_help import find
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_sft_on_two_sources(data_dir: Path, stories: Path, tmp_path: Path) -> No
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 256, 16
     result = run(config)
     lines = result.metrics
-    assert len(lines) == 40 and find_undescribed(lines[-1]) == []
+    assert len(lines) == 40 and all(map(find, lines[-1]))
     shown = [row for row in read_rows(result.directory / "samples.jsonl") if row["step"] == 40]
     assert shown and all(
         row["loss"] > 0 and len(row["tokens"]) == len(row["logprobs"]) for row in shown
@@ -106,10 +106,7 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     config.dataset.train_path, config.dataset.type = str(pairs), "preference"
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 384, 32
     judged = run(config)
-    assert (
-        mean(judged.metrics[-6:], "train/accuracy") > 0.55
-        and find_undescribed(judged.metrics[-1]) == []
-    )
+    assert mean(judged.metrics[-6:], "train/accuracy") > 0.55 and all(map(find, judged.metrics[-1]))
     pairs_shown = [row for row in read_rows(judged.directory / "samples.jsonl") if row["step"] == 1]
     assert [row["rank"] for row in pairs_shown[:2]] == [0, 1] and all(
         "score" in row for row in pairs_shown
@@ -128,7 +125,7 @@ def test_reward_model_then_ppo(stories: Path, pairs: Path, prompts: Path, tmp_pa
     learn.dataset.overlong = "truncate"
     learn.ppo.gen.max_new_tokens, learn.ppo.ppo_n_minibatches = 24, 2
     lines = run(learn).metrics
-    assert find_undescribed(lines[-1]) == []
+    assert all(map(find, lines[-1]))
     assert mean(lines[-4:], "rew_inf/reward") > mean(lines[:4], "rew_inf/reward")
     assert abs(mean(lines[-4:], "actor_train/kl")) < 2.0
     assert mean(lines, "actor_train/sampler_logprob_diff") < 1e-3
@@ -142,7 +139,7 @@ def test_dpo_on_pairs(stories: Path, pairs: Path, tmp_path: Path) -> None:
     config.dataset.max_seqlen, config.dataset.train_bs_n_seqs = 384, 16
     result = run(config)
     lines = result.metrics
-    assert find_undescribed(lines[-1]) == []
+    assert all(map(find, lines[-1]))
     assert all(
         "log_ratio" in row and "rank" in row
         for row in read_rows(result.directory / "samples.jsonl")
@@ -170,7 +167,7 @@ def test_grpo_on_gsm8k_prompts(data_dir: Path, stories: Path, tmp_path: Path) ->
     config.grpo.group_size, config.grpo.gen.max_new_tokens = 4, 16
     result = run(config)
     lines = result.metrics
-    assert len(lines) == 3 and find_undescribed(lines[-1]) == []
+    assert len(lines) == 3 and all(map(find, lines[-1]))
     first = [row for row in read_rows(result.directory / "samples.jsonl") if row["step"] == 1]
     assert [row["k"] for row in first] == [0, 1, 2, 3] * 3, "whole groups of three prompts"
     assert all("advantage" in row and row["answer"] for row in first)

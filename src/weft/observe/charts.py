@@ -201,24 +201,14 @@ def read_axes(run: RunFiles) -> dict[str, list[float]]:
 
 def build_page_data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the JSON data for the page's script: the charts, and the x axes of each run."""
-    return {
-        "axes": [read_axes(run) for run in runs],
-        "charts": [_build_chart_data(chart) for chart in charts],
-    }
-
-
-def _build_chart_data(chart: Chart) -> dict[str, Any]:
-    return {
-        "exact": get_last_part(chart.lines[0].name) in EXACT,
-        "lines": [
-            {
-                "run": line.run,
-                "x": [int(x) for x in line.x],
-                "y": [float(f"{y:.6g}") for y in line.y],
-            }
-            for line in chart.lines
-        ],
-    }
+    drawn = []
+    for chart in charts:
+        lines = []
+        for line in chart.lines:
+            y = [float(f"{y:.6g}") for y in line.y]
+            lines.append({"run": line.run, "x": [int(x) for x in line.x], "y": y})
+        drawn.append({"exact": get_last_part(chart.lines[0].name) in EXACT, "lines": lines})
+    return {"axes": [read_axes(run) for run in runs], "charts": drawn}
 
 
 def render_chart(chart: Chart, index: int, *, large: bool = False) -> str:

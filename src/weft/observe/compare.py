@@ -436,24 +436,17 @@ def _render_settings(listed: Sequence[NamedRun]) -> str:
 
 
 def _render_table(listed: Sequence[NamedRun], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{_render_cells(listed, values)}</tr>'
-        for name, values in rows
-    )
+    body = ""
+    for name, values in rows:
+        # On narrow screens, each cell shows the name of its run.
+        cells = "".join(
+            f'<td data-run="{escape(each.label_with_status)}">{escape_text(value)}</td>'
+            for each, value in zip(listed, values, strict=True)
+        )
+        body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
     return (
         '<div class="card scroll"><table class="settings side"><thead><tr><th scope="col">option</th>'
         f"{_render_heads(listed)}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _render_cells(listed: Sequence[NamedRun], values: Sequence[str]) -> str:
-    """Render the cells of a table row, one for each run.
-
-    On narrow screens, each cell shows the name of its run.
-    """
-    return "".join(
-        f'<td data-run="{escape(each.label_with_status)}">{escape_text(value)}</td>'
-        for each, value in zip(listed, values, strict=True)
     )
 
 
@@ -493,13 +486,15 @@ def _render_metric_rows(
     """Yield a pair for each measure: whether its row is visible without a click, and its HTML."""
     runs = [each.run for each in listed]
     step = find_common_step(runs)
+    # Runs with a reward are compared by the reward, so their best loss is not marked.
+    has_reward = any(get_last_part(name) == REWARD for run in runs for name in run.metric_names)
     for names in measures:
         values = []
         for run, name in zip(runs, names, strict=True):
             values.append(compute_final_value(run, name, step) if name else None)
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
-        if _is_policy_loss(runs, [first]) or _has_reward_instead(listed, first):
+        if _is_policy_loss(runs, [first]) or (get_last_part(first).endswith("loss") and has_reward):
             way = 0
         else:
             way = get_direction(first)
@@ -516,16 +511,6 @@ def _render_metric_rows(
         head = f'<th scope="row">{escape(_build_label(first))}{unit}</th>'
         row = f'<tr title="{escape(about.what if about else "")}">{head}{cells}</tr>'
         yield compute_rank(first)[0] < compute_rank("unknown")[0], row
-
-
-def _has_reward_instead(listed: Sequence[NamedRun], name: str) -> bool:
-    """Return whether the metric is a loss and at least one run has a reward.
-
-    Runs with a reward are compared by the reward, so the table does not mark the best loss.
-    """
-    return get_last_part(name).endswith("loss") and any(
-        get_last_part(n) == REWARD for each in listed for n in each.run.metric_names
-    )
 
 
 def _render_cell(value: float | None, top: float | None) -> str:
@@ -596,19 +581,15 @@ def _is_repeat(
     each run, and `other` the name of the measure that it may repeat. A name is None if the run does
     not have the measure.
     """
-    return all(
-        name is None or (before is not None and _is_same_curve(each.run, name, before))
-        for each, name, before in zip(listed, names, other, strict=True)
-    )
-
-
-def _is_same_curve(run: RunFiles, name: str, other: str) -> bool:
-    one = run.get_series(name)
-    return (
-        find_node(name) == find_node(other)
-        and is_changing(one[1])
-        and is_same_series(one, run.get_series(other))
-    )
+    for each, name, before in zip(listed, names, other, strict=True):
+        if name is None:
+            continue
+        if before is None or find_node(name) != find_node(before):
+            return False
+        values = each.run.get_series(name)
+        if not (is_changing(values[1]) and is_same_series(values, each.run.get_series(before))):
+            return False
+    return True
 
 
 def _build_measure_key(name: str) -> tuple[Any, ...]:

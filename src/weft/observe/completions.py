@@ -73,7 +73,11 @@ def render_completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
     rewards = [value for row in run.samples if (value := _read_score(row)) is not None]
     span = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
     headline = _read_headline(run)
-    tabs = "".join(_render_tab(step, headline, chosen=step == max(by_step)) for step in by_step)
+    tabs = "".join(
+        f'<button type="button" data-step="{step:g}" aria-pressed="{str(step == max(by_step)).lower()}">'
+        f"Step {format_number(step)}{_format_batch_mean(step, headline)}</button>"
+        for step in by_step
+    )
     panels = "".join(
         f'<div class="panel" data-step="{step:g}"><h3>Step {format_number(step)}{_format_batch_mean(step, headline)}</h3>'
         + "".join(render_group(group, span, tokens) for group in groups)
@@ -119,13 +123,6 @@ def _read_headline(run: RunFiles) -> tuple[str, Mapping[float, float]]:
     if name is None:
         return "", {}
     return find_title(name), dict(zip(*run.get_series(name), strict=True))
-
-
-def _render_tab(step: float, headline: tuple[str, Mapping[float, float]], *, chosen: bool) -> str:
-    return (
-        f'<button type="button" data-step="{step:g}" aria-pressed="{str(chosen).lower()}">Step {format_number(step)}'
-        f"{_format_batch_mean(step, headline)}</button>"
-    )
 
 
 def _format_batch_mean(step: float, headline: tuple[str, Mapping[float, float]]) -> str:

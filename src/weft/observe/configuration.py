@@ -203,18 +203,16 @@ def render_options(config: Mapping[str, Any]) -> str:
     }
     parts = []
     for group, values in blocks.items():
-        rows = "".join(_render_option(name, value) for name, value in flatten_options(values))
+        rows = ""
+        for name, value in flatten_options(values):
+            kind = "option unset" if is_unset(value) else "option"
+            rows += f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
         parts.append(
             f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>'
             if rows
             else ""
         )
     return "".join(parts)
-
-
-def _render_option(name: str, value: Any) -> str:
-    kind = "option unset" if is_unset(value) else "option"
-    return f'<div class="{kind}"><dt>{escape(name)}</dt><dd>{escape_text(format_value(value))}</dd></div>'
 
 
 def is_unset(value: Any) -> bool:

@@ -135,7 +135,10 @@ def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: st
     if runs:
         content = _render_list(runs)
     else:
-        content = f'<div class="card"><p>No run is in {escape(str(root))} yet. {_render_first_steps()}</p></div>'
+        content = (
+            f'<div class="card"><p>No run is in {escape(str(root))} yet. Start one in another terminal, '
+            "for example <code>weft demo</code>: it appears here automatically.</p></div>"
+        )
     return Page(
         "Runs",
         top,
@@ -143,10 +146,6 @@ def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: st
         "weft dashboard. Press Ctrl-C in its terminal to stop it.",
         live=tag,
     )
-
-
-def _render_first_steps() -> str:
-    return "Start one in another terminal, for example <code>weft demo</code>: it appears here automatically."
 
 
 def _render_list(runs: Sequence[tuple[str, RunSummary]]) -> str:

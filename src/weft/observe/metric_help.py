@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -682,11 +681,6 @@ def find(name: str) -> MetricHelp | None:
             if known is not None:
                 return known
     return None
-
-
-def find_undescribed(names: Iterable[str]) -> list[str]:
-    """Return the metric names that have no description."""
-    return [name for name in names if find(name) is None]
 
 
 def render_markdown() -> str:

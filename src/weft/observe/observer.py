@@ -14,7 +14,7 @@ from weft.observe.jsonl import StepFile, format_ranges, read_json, read_rows
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite
-from weft.observe.progress import OUTCOMES, ProgressView, RunPlan, make_view
+from weft.observe.progress import OUTCOMES, ProgressView, make_view
 from weft.observe.report import ReportRenewal
 from weft.observe.run_files import METRICS, RECORD, TIMELINE, RunRecord
 from weft.observe.run_list import diagnose
@@ -130,11 +130,6 @@ class RunObserver:
     @property
     def view(self) -> ProgressView:
         return self._view
-
-    def log_plan(self, plan: RunPlan) -> None:
-        """Write the run's plan, including the details, to log.txt."""
-        for line in plan.format_whole():
-            self._log(line)
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record the metrics of a completed step and return the line written to metrics.jsonl.

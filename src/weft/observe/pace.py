@@ -416,8 +416,9 @@ class RunPace:
     def format_line(self) -> str:
         """Format the latest step as one line of plain text."""
         parts = [self.format_step(), f"epoch {self.epoch:.2f}"]
-        for name, value in self.list_evaluations():
-            parts.append(f"{find_title(name)} {format_number(value)}")
+        evaluation = find_evaluation(self.name, self.latest)
+        if evaluation is not None:
+            parts.append(f"{find_title(evaluation)} {format_number(self.latest[evaluation])}")
         if self.name is not None and self.name in self.latest:
             parts.append(f"{find_title(self.name)} {format_number(self.latest[self.name])}")
         for name, value in self.list_other_metrics(2):
@@ -429,15 +430,6 @@ class RunPace:
         )
         parts += [f"ETA {format_duration(self.remaining)}"] if self.remaining else []
         return "  ".join(parts)
-
-    def list_evaluations(self) -> list[tuple[str, float]]:
-        """Return the latest step's validation metric as [(name, value)], or [] if it has none.
-
-        The metric is the validation counterpart of the headline metric or, if the step has no such
-        metric, the validation reward, accuracy or loss.
-        """
-        name = find_evaluation(self.name, self.latest)
-        return [] if name is None else [(name, self.latest[name])]
 
     def format_summary(self, status: str) -> str:
         """Summarize the run in one line. `status` is the outcome of the run."""

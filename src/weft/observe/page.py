@@ -53,13 +53,19 @@ class Page:
     def render(self) -> str:
         """Render the whole page as HTML."""
         there = [section for section in self.sections if section.content]
-        code = read_script()
+        scripts = "\n".join(_read(name) for name in SCRIPTS)
+        code = f'(() => {{\n"use strict";\n{scripts}\n}})();'
+        body = "".join(
+            f'<section id="{one.name}" aria-labelledby="{one.name}-heading"><h2 id="{one.name}-heading">'
+            f"{escape(one.heading)}</h2>{one.content}</section>"
+            for one in there
+        )
         return Template(_read("report.html")).substitute(
             title=escape(self.title),
             css=_read("report.css"),
             home=escape(self.home),
             nav="".join(f'<a href="#{one.name}">{escape(one.heading)}</a>' for one in there),
-            body=self.top + "".join(_render_section(one) for one in there),
+            body=self.top + body,
             footer=self.footer,
             data=embed_json(self.data),
             live=f' data-live="{escape(self.live)}"' if self.live else "",
@@ -68,18 +74,6 @@ class Page:
             script_hash="sha256-"
             + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
         )
-
-
-def read_script() -> str:
-    """Return the JavaScript code that every page contains."""
-    return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
-
-
-def _render_section(one: PageSection) -> str:
-    return (
-        f'<section id="{one.name}" aria-labelledby="{one.name}-heading"><h2 id="{one.name}-heading">'
-        f"{escape(one.heading)}</h2>{one.content}</section>"
-    )
 
 
 def write(path: Path, text: str) -> Path:

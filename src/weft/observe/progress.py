@@ -87,7 +87,8 @@ class RunPlan:
             for at, (begin, lines, room) in enumerate(zip(begins, cells, rooms, strict=True)):
                 if len(lines) > room:
                     indent = len(begin) if room == 1 else column + 2
-                    cells[at] = _cut_lines(lines, room, width - indent)
+                    *head, last = lines[:room]
+                    cells[at] = [*head, f"{last[: max(0, width - indent - 2)].rstrip()} …"]
         for begin, lines in zip(begins, cells, strict=True):
             yield from (
                 f"{begin if at == 0 else ' ' * (column + 2)}{line}" for at, line in enumerate(lines)
@@ -106,15 +107,6 @@ def _allot_lines(needed: Sequence[int]) -> list[int]:
             break
         rooms[at] = 1
     return rooms
-
-
-def _cut_lines(lines: Sequence[str], room: int, width: int) -> list[str]:
-    """Return the first `room` lines, with an ellipsis at the end of the last one.
-
-    The last line is cut so that it fits in `width` columns together with the ellipsis.
-    """
-    *head, last = lines[:room]
-    return [*head, f"{last[: max(0, width - 2)].rstrip()} …"]
 
 
 def _wrap_text(text: str, width: int, first: int, others: int) -> list[str]:

@@ -161,13 +161,6 @@ def _list_facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         yield "peak memory", f"{max(memory):.2f} GB", ""
 
 
-def render_log(lines: Sequence[str]) -> str:
-    """Render the lines of a run's log."""
-    return (
-        f'<pre class="log" tabindex="0" aria-label="log">{escape_text(chr(10).join(lines))}</pre>'
-    )
-
-
 NAME = "report.html"
 GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
@@ -199,6 +192,14 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     completions_html, tokens = completions.render_completions(run) if run.samples else ("", [])
     spans = timing.SpansByStep.from_spans(run.spans)
     experiment, trial = run.title
+    log = ""
+    if run.log:
+        lines = escape_text("\n".join(run.log))
+        log = render_folded(
+            f"The last {format_count(len(run.log), 'line')}",
+            f'<pre class="log" tabindex="0" aria-label="log">{lines}</pre>',
+            "log",
+        )
     return Page(
         title=f"{experiment}/{trial}",
         top=_render_hero(run, hero),
@@ -210,7 +211,7 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
             PageSection("machine", "Machine", _render_machine(run)),
             PageSection("graph", "Graph", _embed_graph(run.graph) if run.graph else ""),
             PageSection("configuration", "Configuration", configuration.render_configuration(run)),
-            PageSection("log", "Log", _render_log(run) if run.log else ""),
+            PageSection("log", "Log", log),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from <code>{escape(str(run.directory))}</code>",
         data={
@@ -296,26 +297,16 @@ def _embed_graph(svg: str) -> str:
     passes the page's colour scheme to an image. Both images have a transparent background.
     """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
-    light, dark = (
-        _embed_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all")
-    )
+    images = []
+    for kind in ("not all", "all"):
+        image = bare.replace(DARK, f"@media {kind}").encode("utf-8", errors="replace")
+        images.append(f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}")
+    light, dark = images
     return (
         '<p class="note sideways">The graph is wider than this screen: scroll it sideways.</p>'
         '<div class="card graph" tabindex="0" role="region" aria-label="Dataflow graph, scrolls sideways">'
         f'<picture><source srcset="{dark}" media="(prefers-color-scheme: dark)"><img src="{light}" alt="{GRAPH_ALT}">'
         "</picture></div>"
-    )
-
-
-def _embed_image(svg: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', errors='replace')).decode()}"
-
-
-def _render_log(run: RunFiles) -> str:
-    return render_folded(
-        f"The last {format_count(len(run.log), 'line')}",
-        render_log(run.log),
-        "log",
     )
 
 
@@ -388,7 +379,8 @@ class ReportRenewal:
         ):
             return
         self._began = self._clock()
-        if self._measure_size() > LARGE:
+        files = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
+        if sum(file.stat().st_size for file in files if file.is_file()) > LARGE:
             self._process = self._start(self._directory)
             self._cost = 0.0
         else:
@@ -417,10 +409,6 @@ class ReportRenewal:
         if not self._failure_reported:
             self._failure_reported = True
             self._tell(f"report.html could not be built ({why}); the run is not affected")
-
-    def _measure_size(self) -> int:
-        paths = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
-        return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def main(words: Sequence[str]) -> int:

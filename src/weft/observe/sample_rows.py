@@ -121,21 +121,13 @@ def group_rows(
         of_step.setdefault(key, []).append(row)
     result: dict[float, list[SampleGroup]] = {}
     for step, by_id in sorted(rows_by_step.items()):
-        result[step] = [
-            SampleGroup(step, _read_id(listed[0]), _sort_ranked(listed))
-            for listed in list(by_id.values())[:most]
-        ]
+        result[step] = groups = []
+        for listed in list(by_id.values())[:most]:
+            id = listed[0].get("id")
+            if all(is_finite(row.get("rank")) for row in listed):
+                listed.sort(key=lambda row: row["rank"])  # answers from best to worst
+            groups.append(SampleGroup(step, None if id is None else str(id), listed))
     return result
-
-
-def _read_id(row: Mapping[str, Any]) -> str | None:
-    return None if row.get("id") is None else str(row["id"])
-
-
-def _sort_ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Sort answers from best to worst if all have a rank; otherwise keep their order."""
-    ranked = all(is_finite(row.get("rank")) for row in rows)
-    return sorted(rows, key=lambda row: row["rank"]) if ranked else list(rows)
 
 
 FILE = "eval_prompts.jsonl"

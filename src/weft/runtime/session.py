@@ -255,7 +255,8 @@ class Session:
         if parts.fixed_prompts is not None:
             parts.fixed_prompts.truncate(self.step)
         if plan:
-            observer.log_plan(self.plan)
+            for line in self.plan.format_whole():
+                observer.log(line)
             if not parts.plan_shown:
                 self._show.print_plan(self.plan, observer.view)
         for note in [*self._notes, *self._master.notes]:
