@@ -391,7 +391,9 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            mapped = _is_zip(directory / file)  # torch cannot map files from before version 1.6
+            with (directory / file).open("rb") as handle:
+                # torch cannot map files from before version 1.6, which are not zip archives
+                mapped = handle.read(4) == b"PK\x03\x04"
             content = torch.load(
                 directory / file, map_location="cpu", weights_only=True, mmap=mapped
             )
@@ -416,12 +418,6 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"{directory / file}: {name} is not a plain tensor")
         tensors |= content
     return tensors
-
-
-def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file is a zip archive, the format of torch since version 1.6."""
-    with file.open("rb") as handle:
-        return handle.read(4) == b"PK\x03\x04"
 
 
 # -- writing

@@ -84,7 +84,13 @@ def build_files() -> dict[str, bytes]:
             {"prompt": _format_prompt(each), "answer": answer} for each, answer in lessons
         ],
         "chat.jsonl": [
-            {"messages": _build_conversation(each, answer)} for each, answer in lessons[:100]
+            {
+                "messages": [
+                    {"role": "user", "content": _format_prompt(each).rstrip("=")},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+            for each, answer in lessons[:100]
         ],
         "pairs.jsonl": [
             {"prompt": _format_prompt(each), "chosen": _format_answer(each), "rejected": wrong}
@@ -94,12 +100,14 @@ def build_files() -> dict[str, bytes]:
             {"prompt": _format_prompt(each), "answer": _format_answer(each)} for each in sums
         ],
     }
+    contents = {}
+    for name, listed in rows.items():
+        contents[name] = "".join(json.dumps(row) + "\n" for row in listed).encode()
     models = {"model": _build_sums_model(), "text-model": _build_text_model()}
-    return {name: _encode_lines(each) for name, each in rows.items()} | {
-        f"{folder}/{name}": content
-        for folder, model_files in models.items()
-        for name, content in model_files.items()
-    }
+    for folder, model_files in models.items():
+        for name, content in model_files.items():
+            contents[f"{folder}/{name}"] = content
+    return contents
 
 
 def _format_prompt(each: tuple[int, int]) -> str:
@@ -118,17 +126,6 @@ def _draw_wrong_answer(each: tuple[int, int], draw: random.Random) -> str:
     return str(
         draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
     )
-
-
-def _build_conversation(each: tuple[int, int], answer: str) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": _format_prompt(each).rstrip("=")},
-        {"role": "assistant", "content": answer},
-    ]
-
-
-def _encode_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def _build_sums_model() -> dict[str, bytes]:

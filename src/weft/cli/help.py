@@ -445,7 +445,9 @@ def _build_group_error(
                 [f"--help {group}: no such group; options with this in their name:", *listed, *more]
             )
         )
-    near = find_nearest(group, [*_list_nested_groups(names), *names])
+    parts = [name.split(".") for name in names]
+    groups = sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
+    near = find_nearest(group, [*groups, *names])
     return ConfigError(
         f"--help {group}: no such group; "
         + (
@@ -459,11 +461,6 @@ def _build_group_error(
 def list_groups(names: Iterable[str]) -> list[str]:
     """Return the distinct first parts of dotted names, in the order in which they first occur."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
-
-
-def _list_nested_groups(names: Iterable[str]) -> list[str]:
-    parts = [name.split(".") for name in names]
-    return sorted({".".join(part[:depth]) for part in parts for depth in range(1, len(part))})
 
 
 def _describe_option(

@@ -23,7 +23,7 @@ from weft.data.mixture import SourceShare, count_per_epoch, hold_out
 from weft.data.named import find_entry, list_names
 from weft.data.named.catalogue import CatalogueEntry
 from weft.data.named.fetch import find_local
-from weft.data.named.prepare import PreparedSource, ValidationSplit, find_cache_root, prepare
+from weft.data.named.prepare import ValidationSplit, find_cache_root, prepare
 from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, PROMPT_KEYS, Row, find_first_key
 from weft.data.sources import UnreadableRow, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, list_source_specs
@@ -206,11 +206,12 @@ class _LanguageCounter:
                     self.unreadable += 1
                     continue
                 number += 1
-                self.languages.update(
-                    map(self.detect, _iterate_texts(row, self.columns))
-                    if self.detect
-                    else _iterate_stated_languages(row)
-                )
+                if self.detect:
+                    self.languages.update(map(self.detect, _iterate_texts(row, self.columns)))
+                    continue
+                for message in _get_messages(row):
+                    if isinstance(message.get("lang"), str):
+                        self.languages[message["lang"]] += 1
         return number
 
 
@@ -411,21 +412,14 @@ def list_named_files(spec: DatasetSpec, mode: str) -> dict[str, str]:
         prepared = prepare(
             source, mode, find_cache_root(spec.cache_dir), ValidationSplit(0.0), spec.named_file
         )
-        names_by_file |= dict(
-            zip(_list_files(prepared), (str(source.named), f"{source.named} (valid)"), strict=False)
-        )
+        names_by_file[prepared.source.path] = str(source.named)
+        if prepared.source.valid_path:
+            names_by_file[prepared.source.valid_path] = f"{source.named} (valid)"
     return names_by_file
 
 
 def _find_entry(source: SourceSpec, spec: DatasetSpec) -> CatalogueEntry:
     return find_entry(str(source.named), spec.named_file)
-
-
-def _list_files(prepared: PreparedSource) -> list[str]:
-    return [
-        prepared.source.path,
-        *([prepared.source.valid_path] if prepared.source.valid_path else []),
-    ]
 
 
 def _get_messages(row: Row) -> list[Mapping[str, Any]]:
@@ -434,13 +428,6 @@ def _get_messages(row: Row) -> list[Mapping[str, Any]]:
     if isinstance(listed, list):
         return [each for each in listed if isinstance(each, Mapping)]
     return []
-
-
-def _iterate_stated_languages(row: Row) -> Iterator[str]:
-    """Iterate over the languages that a row states for its messages."""
-    return (
-        message["lang"] for message in _get_messages(row) if isinstance(message.get("lang"), str)
-    )
 
 
 def _iterate_texts(row: Row, columns: Sequence[str]) -> Iterator[str]:

@@ -61,7 +61,12 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
             raise ConfigError(
                 f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out"
             )
-        return _find_started_run(given.run, root) or find_run(given.run, root)
+        path = Path(given.run).expanduser()
+        for directory in (path, root / path):
+            # A run that has not finished a step has no metrics yet.
+            if any((directory / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS)):
+                return directory
+        return find_run(given.run, root)
     if None in named:
         if named == (None, None):
             raise ConfigError(
@@ -125,24 +130,6 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
         return admit(directory, control, config, experiment.left_at_default)
     except ConfigError:
         return False
-
-
-def _find_started_run(word: str, root: Path) -> Path | None:
-    """Return the directory of a started run, given its path; None if there is no such run.
-
-    `word` is the path, which is absolute or relative to the current folder or to `root`. A run
-    counts as started if its directory contains a lock, a log or a launcher's folder, even if there
-    are no metrics yet.
-    """
-    given = Path(word).expanduser()
-    return next(
-        (
-            p
-            for p in (given, root / given)
-            if any((p / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS))
-        ),
-        None,
-    )
 
 
 def find_run(word: str, root: Path) -> Path:

@@ -35,19 +35,13 @@ class CommandParser(argparse.ArgumentParser):
         self.description = OWN_NAME.sub("", self.description or "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        values, rest = super().parse_known_args(
-            None if args is None else self._normalize_flags(args), namespace
-        )
+        if args is not None:
+            # A flag can be typed with hyphens or underscores. Words after `--` are not changed.
+            end = list(args).index("--") if "--" in args else len(args)
+            args = [*map(self._normalize_flag, args[:end]), *args[end:]]
+        values, rest = super().parse_known_args(args, namespace)
         _check_paths(values)
         return values, rest
-
-    def _normalize_flags(self, words: Sequence[str]) -> list[str]:
-        """Return the words with each flag in the spelling that this parser defines.
-
-        A flag can be typed with hyphens or underscores. Words after `--` are not changed.
-        """
-        end = list(words).index("--") if "--" in words else len(words)
-        return [*map(self._normalize_flag, words[:end]), *words[end:]]
 
     def _normalize_flag(self, word: str) -> str:
         name, equals, value = word.partition("=")

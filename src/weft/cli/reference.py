@@ -80,15 +80,11 @@ def format_page() -> str:
         for leaf in iterate_options(config):
             if _is_own(leaf.name, config):
                 own.append(leaf)
-        parts += [f"\n## {name}\n", _format_paragraphs(type(config)) + "\n", *_format_table(own)]
+        paragraphs = inspect.cleandoc(type(config).__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        parts += [f"\n## {name}\n", text + "\n", *_format_table(own)]
     parts += ["\n## Other spellings\n", SPELLINGS_TEXT + "\n", *_format_spellings(configs)]
     return "\n".join(parts) + "\n"
-
-
-def _format_paragraphs(config: type) -> str:
-    """Return the docstring of a configuration class with each paragraph on one line."""
-    paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _is_run(name: str) -> bool:

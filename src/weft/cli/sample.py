@@ -185,6 +185,10 @@ def write_report(given: argparse.Namespace) -> None:
     settings = _read_settings(given)
     model_arguments.check_policies(model_names)
     prompts = read_prompts(given.prompts, given.n) if model_names else []
+    arguments = {}  # to record in the reports
+    for name, value in vars(given).items():
+        if name != "run":
+            arguments[name] = str(value) if isinstance(value, Path) else value
     # Sample with each model, and write its report.
     for name in model_names:
         opened = model_arguments.load_policy(name, given)
@@ -198,9 +202,7 @@ def write_report(given: argparse.Namespace) -> None:
                 plain=given.plain,
                 progress=bar,
             )
-        built = sampling_report.build(
-            opened.name, _collect_arguments(given), prompts, settings, answers
-        )
+        built = sampling_report.build(opened.name, arguments, prompts, settings, answers)
         file = _find_free_path(given.out, sampling_report.shorten_name(opened.name), reports)
         sampling_report.write(file, json.dumps(built, ensure_ascii=False, indent=1) + "\n")
         reports[str(file)] = built
@@ -214,15 +216,6 @@ def write_report(given: argparse.Namespace) -> None:
         ),
     )
     print(page)
-
-
-def _collect_arguments(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the command-line arguments to record in the report, keyed by name."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(given).items()
-        if name != "run"
-    }
 
 
 def _find_free_path(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:

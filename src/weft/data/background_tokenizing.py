@@ -630,13 +630,10 @@ class BackgroundTokenTable:
         for row in rows:
             self._pickled[row] = b""
         if last:
-            self._begin_finish()
-
-    def _begin_finish(self) -> None:
-        """Start a thread that joins all chunks, so that training does not wait for the join."""
-        thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+            # Join all chunks in a thread, so that training does not wait for the join.
+            thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _finish(self) -> None:
         try:

@@ -148,15 +148,6 @@ class GroupRearrangement:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def format_part_name(part: Mapping[str, Any]) -> str:
-    """Return the id of a part of a group, in the form `id[first:stop]`.
-
-    A group is a prompt with several completions. `part` is the metadata of the part: `id` is the id
-    of the group, and `first` and `stop` are the range of completions in the part.
-    """
-    return f"{part['id']}[{part['first']}:{part['stop']}]"
-
-
 def split_groups(
     ids: Sequence[str],
     lengths: Mapping[str, Ints],
@@ -209,9 +200,8 @@ def split_groups(
             for key, start in first.items():
                 span = (0, 1) if key in shared else (low, high)
                 chosen[key].append(np.arange(start + span[0], start + span[1], dtype=np.int64))
-    return _build_rearrangement(
-        tuple(map(format_part_name, parts)), rows, chosen, {PART: tuple(parts)}
-    )
+    names = tuple(f"{part['id']}[{part['first']}:{part['stop']}]" for part in parts)
+    return _build_rearrangement(names, rows, chosen, {PART: tuple(parts)})
 
 
 def join_groups(
@@ -281,12 +271,6 @@ def concatenate(arrays: Sequence[Array]) -> Array:
     )
 
 
-def take_rows(array: Array, rows: npt.NDArray[np.int64]) -> Array:
-    """Return the rows of `array` at the indices `rows`, on the device of `array`."""
-    xp = array_api_compat.array_namespace(array)
-    return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
-
-
 def concatenate_ranges(
     starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
@@ -311,7 +295,9 @@ def take_segments(
         return array[:0]
     if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
         return array[int(starts[index[0]]) : int(starts[index[-1] + 1])]
-    return take_rows(array, concatenate_ranges(starts[index], starts[index + 1] - starts[index]))
+    rows = concatenate_ranges(starts[index], starts[index + 1] - starts[index])
+    xp = array_api_compat.array_namespace(array)
+    return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
 
 
 def split_rows(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:

@@ -162,7 +162,10 @@ class RandomWindow:
         mask = np.asarray([False] * len(encoded.prompt) + list(encoded.masks[0]))
         if len(ids) <= self.size or draw.random() >= self.probability:
             return encoded
-        head = self._count_head(ids)
+        # Keep the leading ids that are also in `self.head`, else a leading BOS, before the window.
+        head = count_common_prefix(self.head, ids.tolist()) or int(
+            self.bos_id is not None and ids[0] == self.bos_id
+        )
         room = self.size - head
         if room < 2:
             return encoded
@@ -182,14 +185,4 @@ class RandomWindow:
             prompt=ids[:first].tolist(),
             completions=[ids[first:last].tolist()],
             masks=[mask[first:last].tolist()],
-        )
-
-    def _count_head(self, ids: np.ndarray) -> int:
-        """Return the number of leading ids to keep in front of the window.
-
-        These are the leading ids that the sequence has in common with `self.head`. If there are
-        none, only a leading BOS is kept.
-        """
-        return count_common_prefix(self.head, ids.tolist()) or int(
-            self.bos_id is not None and ids[0] == self.bos_id
         )

@@ -138,9 +138,11 @@ def _normalize_message(message: Any, number: int) -> Message:
     role = ROLES.get(str(given_role).lower())
     if role is None:
         close = find_nearest(str(given_role).lower(), ROLES)
-        raise DataError(
-            f"message {number} has the unknown role {given_role!r}; {_build_hint(close)}"
-        )
+        if close:
+            hint = f"did you mean {' or '.join(close)}?"
+        else:
+            hint = f"known: {', '.join(sorted(ROLES))}"
+        raise DataError(f"message {number} has the unknown role {given_role!r}; {hint}")
     normalized: Message = {"role": role}
     # Tool calls, under one of two keys or as the role `function_call`.
     content: Any = _find_first(message, "content", "value")
@@ -258,12 +260,6 @@ def _find_first(message: Mapping[Any, Any], *keys: str) -> Any:
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _build_hint(close: Sequence[str]) -> str:
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(sorted(ROLES))}"
-
-
 def _split_parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
     """Split a message content that is a list of parts into (text, reasoning, tool calls).
 
@@ -364,18 +360,14 @@ class ConversationAdditions:
         """
         conversation = list(messages)
         if self.tags:
-            conversation = [
-                each
-                for message in conversation
-                for each in (*self._build_tag(message, draw), message)
-            ]
+            conversation = []
+            for message in messages:
+                if message["role"] == "assistant":
+                    tag = format_tag(message, draw, self.dropout, length=self.length)
+                    if tag:
+                        conversation.append({"role": "system", "content": tag})
+                conversation.append(message)
         return conversation if self.prefix is None else prepend_prefix(conversation, self.prefix)
-
-    def _build_tag(self, message: Message, draw: np.random.Generator | None) -> list[Message]:
-        if message["role"] != "assistant":
-            return []
-        text = format_tag(message, draw, self.dropout, length=self.length)
-        return [{"role": "system", "content": text}] if text else []
 
 
 def prepend_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:

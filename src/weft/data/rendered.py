@@ -107,11 +107,13 @@ def find_lost_fields(
     try:
         marked_text = render([message for message, _ in marked], tools, prompt)
     except DataError:  # the template refuses marks: search the text for the messages themselves
-        return lost + [
-            (i, field)
-            for i, message in enumerate(messages)
-            for field in _list_missing_fields(text, message)
-        ]
+        for index, message in enumerate(messages):
+            if not has_content(text, message["content"]):
+                lost.append((index, "content"))
+            calls = message.get("tool_calls") or ()
+            if not all(call["function"]["name"] in text for call in calls):
+                lost.append((index, "tool_calls"))
+        return lost
     # Collect the fields whose marks are missing.
     for index, (_, marks) in enumerate(marked):
         missing = {path for path, mark in marks.items() if mark not in marked_text}
@@ -255,14 +257,6 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
         "tool_calls" in fields
         or held <= fields
         or ("content" in fields and "tool_calls" not in held)
-    )
-
-
-def _list_missing_fields(text: str, message: Message) -> list[str]:
-    """Return the fields of a message that the rendered text does not contain."""
-    named = all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
-    return ([] if has_content(text, message["content"]) else ["content"]) + (
-        [] if named else ["tool_calls"]
     )
 
 

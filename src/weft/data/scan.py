@@ -116,7 +116,9 @@ def iterate_answers(row: Row) -> Iterator[str]:
 def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
     if isinstance(value, str):
         if not messages:
-            yield from _iterate_dialogue(value)
+            # A text that is not a dialogue is one answer.
+            spans = columns.find_assistant_spans(value) or [(0, len(value))]
+            yield from (value[start:stop] for start, stop in spans)
     elif isinstance(value, Mapping):
         content = value.get("content", value.get("value"))
         if value.get("role", value.get("from")) in ASSISTANTS and not value.get("tool_calls"):
@@ -124,12 +126,6 @@ def _iterate_replies(value: Any, *, messages: bool) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for entry in value:
             yield from _iterate_replies(entry, messages=messages)
-
-
-def _iterate_dialogue(text: str) -> Iterator[str]:
-    """Iterate over the assistant's turns of a dialogue, or yield the whole text if it has none."""
-    spans = columns.find_assistant_spans(text)
-    yield from (text[a:b] for a, b in spans) if spans else (text,)
 
 
 def _iterate_parts(content: Any) -> Iterator[str]:

@@ -182,25 +182,28 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         place = _download_from_hub(path)
     if not place.is_dir():
         check_file(place, path, DataError)
-    below = []
+    files = []
     for f in iterate_files(place, path, DataError):
-        if f.name.endswith(SUFFIXES):
-            below.append(f)
-    files = sorted(f for f in below if f.exists() and not _is_hidden(f.relative_to(place)))
+        is_hidden = any(part.startswith(".") for part in f.relative_to(place).parts)
+        if f.name.endswith(SUFFIXES) and f.exists() and not is_hidden:
+            files.append(f)
+    files.sort()
     if any(f.name.endswith(ARROW) for f in files):
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     # Select the files of the split.
+    splits = {f: _find_split(f.relative_to(place)) for f in files}
     if split:
-        selected = []
-        for f in files:
-            if _find_split(f.relative_to(place)) == _normalize_split(split):
-                selected.append(f)
+        low = split.lower()
+        wanted = next((name for name, spellings in SPLITS.items() if low in spellings), low)
+        selected = [f for f in files if splits[f] == wanted]
+    elif "train" in splits.values():
+        selected = [f for f in files if splits[f] == "train"]
     else:
-        selected = _choose_default_split(place, files)
+        selected = files
     if not selected:
-        split_names = sorted({name for f in files if (name := _find_split(f.relative_to(place)))})
+        split_names = sorted({name for name in splits.values() if name})
         raise DataError(
             f"{path}: no files of the split {split!r}; it has "
             f"{', '.join(split_names) or 'no named splits'}"
@@ -418,10 +421,6 @@ def check_available(path: str, option: str = "") -> None:
         hub.check_dataset(option, path, "check the spelling")
 
 
-def _is_hidden(file: Path) -> bool:
-    return any(part.startswith(".") for part in file.parts)
-
-
 def _find_split(file: Path) -> str | None:
     """Return the split that is named in a file's path, or None if no split is named.
 
@@ -432,16 +431,3 @@ def _find_split(file: Path) -> str | None:
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),
         None,
     )
-
-
-def _normalize_split(split: str) -> str:
-    return next(
-        (name for name, spellings in SPLITS.items() if split.lower() in spellings), split.lower()
-    )
-
-
-def _choose_default_split(place: Path, files: list[Path]) -> list[Path]:
-    named = {f: _find_split(f.relative_to(place)) for f in files}
-    if "train" in named.values():
-        return [f for f in files if named[f] == "train"]
-    return files

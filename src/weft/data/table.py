@@ -174,7 +174,11 @@ class TokenTable:
         `rows` are the row numbers of the samples. The keys of the table are those of the first
         sample.
         """
-        kinds = _list_keys(encoded[0]) if encoded else ("prompt",)
+        kinds = ["prompt"]
+        if encoded:
+            if encoded[0].completions:
+                kinds += ["completion", "loss_mask"]
+            kinds += encoded[0].values
         seqlens = {}
         for key in kinds:
             seqlens[key] = [_list_lengths(row, key) for row in encoded]
@@ -226,11 +230,6 @@ def cast_to_edge_dtypes(sample: SequenceSample) -> SequenceSample:
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )
-
-
-def _list_keys(row: EncodedSample) -> tuple[str, ...]:
-    answers = ("completion", "loss_mask") if row.completions else ()
-    return ("prompt", *answers, *row.values)
 
 
 def _list_lengths(row: EncodedSample, key: str) -> list[int]:

@@ -25,10 +25,11 @@ from weft.data.messages import (
     normalize_tools,
     prepend_prefix,
 )
-from weft.data.spec import TokenizerSpec
+from weft.data.spec import TEMPLATES, TokenizerSpec
 from weft.data.tokenizer_checks import find_template_problem, limit_time
+from weft.data.tokenizer_files import format_option
 from weft.data.turns import TemplateFunctions, find_leading_token
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, NoTemplate, UserError
 from weft.reading import explain_read_errors
 from weft.writing import write
 
@@ -90,14 +91,17 @@ class Tokenizer:
                 path, trust_remote_code, option, own=spec.path is None
             )
         added_from = tokenizer_files.apply_spec(hf, spec, path, option)
+        bos = hf.bos_token_id
         if spec.add_bos_token is None:
-            add_bos = tokenizer_files.has_leading_bos(hf)
+            add_bos = bos is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [bos]
         else:
             add_bos = spec.add_bos_token
-        if spec.add_bos_token:
-            tokenizer_files.require_bos(hf, path, option)
-        if spec.add_bos_token is not None:
-            tokenizer_files.set_add_bos(hf, spec.add_bos_token)
+            if add_bos and bos is None:
+                raise ConfigError(
+                    f"{option}.add_bos_token=true, but {path} has no BOS token; set "
+                    f"{option}.bos_token"
+                )
+            tokenizer_files.set_add_bos(hf, add_bos)
         stops = tokenizer_files.read_stop_ids(model_path or path)
         return cls(hf, add_bos, bool(spec.add_bos_token), stops, added_from, option)
 
@@ -440,13 +444,21 @@ class Tokenizer:
     def require_eos(self) -> int:
         """Return the id of EOS. Raises `UserError` if the tokenizer has no EOS."""
         if self.eos_id is None:
-            raise tokenizer_files.build_no_eos_error(self._added_tokens, self.option)
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, and completions need one to end with; "
+                f"set {self.option}.eos_token to a token of its vocabulary (its special tokens: "
+                f"{', '.join(self._added_tokens[:8]) or 'none'})"
+            )
         return self.eos_id
 
     def require_chat_template(self) -> str:
         """Return the chat template. Raises `UserError` if the tokenizer has no template."""
         if self.chat_template is None:
-            raise tokenizer_files.build_no_template_error(self.option)
+            raise NoTemplate(
+                "the tokenizer has no chat template, and message lists need one; write "
+                f"{format_option(self.option, 'chat_template')}=zephyr (or another of "
+                f"{', '.join(TEMPLATES)}, or a jinja file), or use text columns"
+            )
         return self.chat_template
 
     def check_template(self) -> None:

@@ -23,7 +23,7 @@ from weft.data import hub, spm
 from weft.data.rows import RowTooLong
 from weft.data.spec import TEMPLATES, TokenizerSpec, read_template_text
 from weft.data.tokenizer_checks import check_growth, find_template_problem
-from weft.errors import ConfigError, DataError, NoTemplate, UserError, find_nearest
+from weft.errors import ConfigError, DataError, UserError, find_nearest
 from weft.reading import (
     check_file,
     check_folder,
@@ -341,16 +341,6 @@ def apply_spec(
     return added_from
 
 
-def build_no_template_error(option: str) -> NoTemplate:
-    """Return the error to raise if messages need a chat template but the tokenizer has none."""
-    return NoTemplate(
-        "the tokenizer has no chat template, and message lists need one; "
-        f"write {format_option(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or "
-        f"a jinja file), or use text "
-        "columns"
-    )
-
-
 def encode_text(
     hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
@@ -449,18 +439,6 @@ def build_bad_template_error(name: str, fault: str, option: str) -> UserError:
     )
 
 
-def build_no_eos_error(added: Sequence[str], option: str = "tokenizer") -> UserError:
-    """Return the error to raise for a tokenizer that has no EOS token.
-
-    `added` lists the tokenizer's special tokens, for the message.
-    """
-    return UserError(
-        f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
-        f"{option}.eos_token to a token "
-        f"of its vocabulary (its special tokens: {', '.join(added[:8]) or 'none'})"
-    )
-
-
 def list_added_tokens(
     given: Sequence[str], template: str | None, option: str = "tokenizer"
 ) -> list[str]:
@@ -544,19 +522,6 @@ def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenize
         core.pre_tokenizer = apart
     else:
         core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, apart])
-
-
-def has_leading_bos(hf: PreTrainedTokenizerBase) -> bool:
-    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [
-        hf.bos_token_id
-    ]
-
-
-def require_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
-    if hf.bos_token_id is None:
-        raise ConfigError(
-            f"{option}.add_bos_token=true, but {path} has no BOS token; set {option}.bos_token"
-        )
 
 
 def compute_fingerprint(hf: PreTrainedTokenizerBase, *settings: Any) -> str:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import Field, asdict, dataclass, field, replace
@@ -368,7 +368,11 @@ def assign_ids(
     problems: list[Problem] = []
     seen: dict[str, int] = {}
     for row, own in own_ids:
-        id = own if own is not None else _number_row(row, given)
+        id = own
+        if id is None:
+            id = str(row)
+            while id in given:
+                id = f"row-{id}"
         first = seen.setdefault(id, row)
         if first != row:
             problems.append(
@@ -380,17 +384,6 @@ def assign_ids(
             )
         ids.append(id)
     return ids, problems
-
-
-def _number_row(row: int, given: Set[str]) -> str:
-    """Return an id for a row that has none, made from the row number.
-
-    The prefix `row-` is added until the id is not one of the ids in `given`.
-    """
-    id = str(row)
-    while id in given:
-        id = f"row-{id}"
-    return id
 
 
 def format_reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:

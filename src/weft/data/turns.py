@@ -287,7 +287,7 @@ def _replace_words(message: Message) -> Message:
 
 def _find_changed_span(text: str, other: str) -> Span:
     """Return the span of `text` in which it differs from `other`."""
-    stop = len(text) - count_common_end(text, other)
+    stop = len(text) - count_common_start(text[::-1], other[::-1])
     return min(count_common_start(text, other), stop), stop
 
 
@@ -541,8 +541,3 @@ def count_common_start(one: str, other: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
-
-
-def count_common_end(one: str, other: str) -> int:
-    """Return the number of trailing characters that two texts have in common."""
-    return count_common_start(one[::-1], other[::-1])

@@ -178,7 +178,11 @@ def _load_entries(files: Sequence[str]) -> dict[str, CatalogueEntry]:
     """
     entries: dict[str, CatalogueEntry] = dict(_load_shipped())
     for name in named_datasets.list_names():
-        entries[name] = _parse_registered(name, named_datasets.get(name))
+        value = named_datasets.get(name)
+        if isinstance(value, CatalogueEntry):
+            entries[name] = replace(value, name=name)
+        else:
+            entries[name] = CatalogueEntry.parse(name, value, "register_named_dataset")
     for file in files:
         entries |= read_entries(Path(file).expanduser())
     aliases = {}
@@ -197,12 +201,6 @@ def _load_shipped() -> Mapping[str, CatalogueEntry]:
         assert not twice, f"{file.name}: {', '.join(twice)} are in another file too"
         shipped_entries |= entries
     return shipped_entries
-
-
-def _parse_registered(name: str, value: Any) -> CatalogueEntry:
-    if isinstance(value, CatalogueEntry):
-        return replace(value, name=name)
-    return CatalogueEntry.parse(name, value, "register_named_dataset")
 
 
 def _build_language_pair(entry: CatalogueEntry, name: str) -> CatalogueEntry:

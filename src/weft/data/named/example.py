@@ -47,15 +47,6 @@ PHRASES = (
 )
 
 
-def find_unwanted_phrase(text: str) -> str | None:
-    """Return an unwanted phrase that a text contains, or None if it contains none.
-
-    The phrases are listed in `PHRASES`, and the first one found is returned. Case is ignored.
-    """
-    low = text.lower()
-    return next((phrase for phrase in PHRASES if phrase in low), None)
-
-
 TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type of its rows
 
 
@@ -140,7 +131,7 @@ class ReaderContext:
         Unwanted phrases, such as "as an AI language model", reveal that a text was copied from a
         model.
         """
-        if any(find_unwanted_phrase(text) for text in texts):
+        if any(phrase in text.lower() for text in texts for phrase in PHRASES):
             self.skip("unwanted phrases")
             return False
         return True

@@ -133,7 +133,10 @@ class PairReader:
             lang=lang,
         )
         columns = {}
-        for name, path in self._list_kept_columns().items():
+        keep = options.get("keep", {})
+        if not isinstance(keep, dict):
+            keep = {name: name for name in keep}
+        for name, path in keep.items():
             columns[name] = to_json_value(pick_value(path, row, random))
         return Example(
             turns,
@@ -157,12 +160,6 @@ class PairReader:
         if not more or none or (options.get("input_once") and low in question.lower()):
             return question
         return question + random.choice(options.get("join", ["\n"])) + more
-
-    def _list_kept_columns(self) -> dict[str, str]:
-        keep = self.options.get("keep", {})
-        if isinstance(keep, dict):
-            return dict(keep)
-        return {name: name for name in keep}
 
 
 def _fill_conversations(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict, Unpack
 
 from weft.data import columns
 from weft.data.messages import REASONING, Message, normalize_messages
@@ -101,15 +101,11 @@ def _build_comparison(
     else:
         use.cut["tool calls of a reply"] += any("tool_calls" in reply for reply in nonempty_replies)
         use.cut["thoughts of a reply"] += any(REASONING in reply for reply in nonempty_replies)
-        yield Example(context, nonempty_replies, group=group or _find_opening(context))
-
-
-def _find_opening(context: Sequence[Message]) -> str:
-    """Return the first user message, which identifies a conversation.
-
-    System messages are ignored, since many rows have the same system message.
-    """
-    return str(next(message["content"] for message in context if message["role"] == "user"))
+        if not group:
+            # The first user message identifies a conversation; many share a system message.
+            prompts = (message["content"] for message in context if message["role"] == "user")
+            group = str(next(prompts))
+        yield Example(context, nonempty_replies, group=group)
 
 
 @register_reader("hh")
@@ -321,7 +317,7 @@ def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
     `augmented` lists the bad replies.
     """
     for index, row in enumerate(rows):
-        if _is_for_training(row) != use.training:
+        if (row.get("split", "train") == "train") != use.training:
             continue
         replies = list(check_list(row["responses"], "responses"))
         bad = check_list(row.get("augmented") or [], "augmented")
@@ -332,7 +328,3 @@ def augmented(rows: Iterable[Row], use: ReaderContext) -> Iterator[Example]:
             [make_assistant_message(reply) for reply in replies],
             use,
         )
-
-
-def _is_for_training(row: Mapping[str, Any]) -> bool:
-    return row.get("split", "train") == "train"
