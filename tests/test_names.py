@@ -33,6 +33,9 @@ _find_opening _find_started_run _format_paragraphs _is_for_training _is_hidden _
 _iterate_stated_languages _list_files _list_keys _list_missing_fields _list_nested_groups
 _normalize_split _parse_registered build_no_eos_error build_no_template_error count_common_end
 find_unwanted_phrase format_part_name has_leading_bos require_bos take_rows
+_accepts_text _build_timeout_trouble _build_word_pattern _build_yaml_error _collect_texts
+_escape_label _find_first_option _find_names _format_address _format_numbers _is_head_norm
+_is_metrics_mapping
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

@@ -315,7 +315,8 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
         value = value.unparsed.read_as(hint)
     if isinstance(value, CommandLineValue):
         null = value.value is None and type(None) in arguments
-        value = value.text if _accepts_text(hint) and not null else value.value
+        accepts_text = hint is str or str in arguments
+        value = value.text if accepts_text and not null else value.value
     # Any value, unions and literals.
     if hint is Any or isinstance(hint, TypeVar):
         return to_plain(value)
@@ -331,11 +332,8 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
             return value
         if isinstance(value, Mapping):
             return read(hint(), value, f"{name}.")
-        raise _build_error(
-            name,
-            value,
-            f"is a group of options; set one of them, such as {_find_first_option(hint, name)}",
-        )
+        first = next(iterate_options(hint(), f"{name}.")).name
+        raise _build_error(name, value, f"is a group of options; set one of them, such as {first}")
     container = origin or hint
     if isinstance(container, type) and issubclass(container, Mapping):
         return _coerce_mapping(value, arguments[1] if arguments else Any, name)
@@ -446,14 +444,6 @@ def _get_hints(cls: type[Any]) -> Mapping[str, Any]:
     if cls not in _HINTS:
         _HINTS[cls] = types.MappingProxyType(typing.get_type_hints(cls))
     return _HINTS[cls]
-
-
-def _accepts_text(hint: Any) -> bool:
-    return hint is str or str in typing.get_args(hint)
-
-
-def _find_first_option(cls: type, name: str) -> str:
-    return next(leaf.name for leaf in iterate_options(cls(), f"{name}."))
 
 
 def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:

@@ -313,18 +313,12 @@ def parse_yaml(
                     _check_size(node, what, kind)
                 return (None if node is None else loader.construct_document(node)), node
             except yaml.MarkedYAMLError as error:
-                raise _build_yaml_error(error, text, what, kind) from error
+                line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+                cause = _explain_missing_colon(error, text)
+                cause = cause or f"is not YAML: {error.problem or error}"
+                raise kind(f"{what}{line}: {cause}") from error
     finally:
         loader.dispose()
-
-
-def _build_yaml_error(
-    error: yaml.MarkedYAMLError, text: str, what: str, kind: type[UserError]
-) -> UserError:
-    line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-    return kind(
-        f"{what}{line}: {_explain_missing_colon(error, text) or f'is not YAML: {error.problem or error}'}"
-    )
 
 
 def _explain_missing_colon(error: yaml.MarkedYAMLError, text: str) -> str | None:

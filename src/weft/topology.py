@@ -309,7 +309,10 @@ def compute_tensor_slice(
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     split = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
-    if split is None or t == 1 or _is_head_norm(own, shape, config):
+    # Every tensor rank stores a norm over the dimensions of an attention head in full.
+    is_attention_norm = own.startswith("attention.") and "_norm." in own
+    is_head_norm = is_attention_norm and shape[-1] == config.head_dim
+    if split is None or t == 1 or is_head_norm:
         return build_whole_slice(shape)
     what, dim = split
     cut = list(build_whole_slice(shape))
@@ -520,15 +523,6 @@ def _group_by_storage(names: Iterable[str]) -> Iterator[list[str]]:
 def _count_elements(part: slice) -> int:
     size: int = part.stop - part.start
     return size
-
-
-def _is_head_norm(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
-    """Return whether a parameter is a norm over the dimensions of an attention head.
-
-    Every tensor rank stores such a norm in full. `own` is the parameter's name without the block
-    prefix, such as `attention.q_norm.weight`.
-    """
-    return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 
 
 def _multiply_slice(part: slice, size: int) -> slice:

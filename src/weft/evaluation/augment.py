@@ -190,7 +190,10 @@ def _augment_part(
     part, and `number` is the part's index. `rows` are the input rows of all parts, because some
     kinds of bad replies are taken from other rows.
     """
-    chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
+    chosen = []
+    for row in chunk:
+        key = randomness.derive_key(plan.seed, "augmented", id=row.id)
+        chosen.append(float(randomness.draw_uniforms(key, [0])[0]) < plan.share)
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
     sampled = iter(
         _sample_weak_replies(drawn, plan, weak, number)
@@ -291,11 +294,4 @@ def _build_prompt(row: PromptReplies) -> EvaluationPrompt:
     """
     return EvaluationPrompt(
         row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages
-    )
-
-
-def _draw(row: PromptReplies, seed: int) -> float:
-    """Return a random number in [0, 1) that depends only on the seed and the row's id."""
-    return float(
-        randomness.draw_uniforms(randomness.derive_key(seed, "augmented", id=row.id), [0])[0]
     )

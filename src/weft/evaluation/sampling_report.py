@@ -182,6 +182,7 @@ def render_page(reports: Sequence[Report]) -> str:
     """
     columns = _name_columns(reports)
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
+    prompts = dict.fromkeys(row["prompt"] for report in reports for row in report["prompts"])
     return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
         title=escape(
             ", ".join(dict.fromkeys(shorten_name(report["model_name"]) for report in reports))
@@ -192,7 +193,7 @@ def render_page(reports: Sequence[Report]) -> str:
             f'<label><input type="checkbox" checked data-column="{index}"> {escape(name)}</label>'
             for index, name in enumerate(columns)
         ),
-        prompts="".join(_render_prompt(text, reports, columns) for text in _collect_texts(reports)),
+        prompts="".join(_render_prompt(text, reports, columns) for text in prompts),
         css=(HERE / "sampling_report.css").read_text(encoding="utf-8"),
         js=script,
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -232,10 +233,6 @@ def _name_column(reports: Sequence[Report], index: int, setting: str) -> str:
         if shorten_name(report["model_name"]) == name:
             same.append(other)
     return f"{name if len(same) == 1 else f'{name} ({same.index(index) + 1})'} / {setting}"
-
-
-def _collect_texts(reports: Sequence[Report]) -> list[str]:
-    return list(dict.fromkeys(row["prompt"] for report in reports for row in report["prompts"]))
 
 
 def _render_models(reports: Sequence[Report]) -> str:

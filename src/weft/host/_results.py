@@ -53,11 +53,14 @@ class RewardResultCheck:
         `InvalidRewardResult` for anything else.
         """
         metrics: dict[str, float] = {}
-        if isinstance(result, tuple) and len(result) == 2 and _is_metrics_mapping(result[1]):
-            result, metrics = (
-                result[0],
-                {name: _validate_metric(name, value) for name, value in result[1].items()},
-            )
+        if (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and isinstance(result[1], Mapping)
+            and all(isinstance(name, str) for name in result[1])
+        ):
+            result, given = result
+            metrics = {name: _validate_metric(name, value) for name, value in given.items()}
         if isinstance(result, (str, bytes, Mapping)) or not (
             isinstance(result, Sized) and isinstance(result, Iterable)
         ):
@@ -113,10 +116,6 @@ class RewardResultCheck:
                 )
             step_rewards[end] = number
         return step_rewards
-
-
-def _is_metrics_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def _validate_metric(name: str, value: Any) -> float:

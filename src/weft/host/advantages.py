@@ -117,7 +117,10 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
             discount=self.options.discount,
             lam=self.options.gae_lambda,
         )
-        advantages, returns = (_scatter(each, trained) for each in estimates)
+        advantages = np.zeros(len(trained))
+        advantages[trained] = estimates[0]
+        returns = np.zeros(len(trained))
+        returns[trained] = estimates[1]
         # Record metrics, and normalise returns and advantages.
         context.record("advantage_std", float(np.std(estimates[0])) if len(estimates[0]) else 0.0)
         context.record("return", float(np.mean(estimates[1])) if len(estimates[1]) else 0.0)
@@ -214,13 +217,6 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.controller.load_state_dict(state["controller"])
         self.normalizer.load_state_dict(state["normalizer"])
-
-
-def _scatter(values: Vector, where: npt.NDArray[np.bool_]) -> Vector:
-    """Return a vector with `values` at the positions where `where` is true, and 0 elsewhere."""
-    out = np.zeros(len(where))
-    out[where] = values
-    return out
 
 
 def _find_last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -381,7 +377,7 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
                 np.array([*self.options.part_weights, 1.0]),
                 group,
             )
-        rewards = self._shape_rewards(raw, finished, context) + overlong - charged
+        rewards = shape_rewards(self.options, raw, finished, context) + overlong - charged
         given = (
             self._compute_baseline_rewards(rows, context)
             if self.options.baseline == "given"
@@ -408,12 +404,8 @@ class GroupAdvantagesFunction(ConfiguredHostFunction):
         finished = rows.read_sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
         lengths = rows.batch.lengths["baseline_completion"].astype(np.int64)
-        return self._shape_rewards(raw, finished, HostContext()) + self._compute_overlong_penalty(
-            lengths[rows.group]
-        )
-
-    def _shape_rewards(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
-        return shape_rewards(self.options, rewards, finished, context)
+        shaped = shape_rewards(self.options, raw, finished, HostContext())
+        return shaped + self._compute_overlong_penalty(lengths[rows.group])
 
     def _compute_overlong_penalty(self, lengths: npt.NDArray[np.int64]) -> Vector:
         """Return DAPO's soft overlong penalty (0 or negative) for the given lengths [S]."""

@@ -85,7 +85,11 @@ def pack(
             raws.append(np.ascontiguousarray(tensor, dtype).tobytes())
             entries.append(json.dumps(entry | {"parameters": {"binary_data_size": len(raws[-1])}}))
         else:
-            entries.append(_append_entry(entry, "data", f"[{_format_numbers(tensor.ravel())}]"))
+            # Encode the numbers in chunks, so that other threads can run in between.
+            flat = tensor.ravel()
+            chunks = (flat[start : start + PART] for start in range(0, len(flat), PART))
+            numbers = ", ".join(json.dumps(chunk.tolist())[1:-1] for chunk in chunks)
+            entries.append(_append_entry(entry, "data", f"[{numbers}]"))
     text = _append_entry(header, key, f"[{', '.join(entries)}]").encode()
     return b"".join([text, *raws]), len(text) if raws else None
 
@@ -96,15 +100,6 @@ def _append_entry(values: Mapping[str, Any], key: str, text: str) -> str:
     `text` is the value of `key`. It is already encoded as JSON and is inserted unchanged.
     """
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
-
-
-def _format_numbers(tensor: Tensor) -> str:
-    """Return the numbers of a one-dimensional array as a JSON list without its brackets.
-
-    The numbers are encoded in chunks, so that other threads can run between chunks.
-    """
-    parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
-    return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
 
 
 def compute_header_size(body: bytes, header_length: int | None) -> int:

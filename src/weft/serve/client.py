@@ -368,7 +368,11 @@ class HTTPTransport:
         try:
             response = self._client.request(method, url, **more)
         except httpx.TimeoutException:
-            return _build_timeout_trouble(self._timeout_s)
+            return RequestFailure(
+                f"no answer within service.timeout_s={self._timeout_s:g} seconds",
+                "raise it, lower service.rows, or check that the server works",
+                True,
+            )
         except httpx.HTTPError as error:
             return RequestFailure(
                 type(error).__name__,
@@ -393,14 +397,6 @@ class HTTPTransport:
             response_text,
             http.parse_retry_after(response.headers.get("Retry-After")),
         )
-
-
-def _build_timeout_trouble(timeout_s: float) -> RequestFailure:
-    return RequestFailure(
-        f"no answer within service.timeout_s={timeout_s:g} seconds",
-        "raise it, lower service.rows, or check that the server works",
-        True,
-    )
 
 
 def _build_reply_trouble(place: ServiceAddress) -> RequestFailure:

@@ -277,13 +277,10 @@ class ServerMetrics:
                     lines += [*_format_head(name, "counter"), f"{name} {self.counts[name]}"]
         lines += _format_head("weft_load", "gauge")
         for model, load in loads.items():
-            lines.append(f'weft_load{{model="{_escape_label(model)}"}} {load}')
+            label = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+            lines.append(f'weft_load{{model="{label}"}} {load}')
         return "\n".join(lines) + "\n"
 
 
 def _format_head(name: str, kind: str) -> list[str]:
     return [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
-
-
-def _escape_label(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -270,7 +270,13 @@ class GRPCTransport:
             )
         else:
             self._channel = grpc.insecure_channel(place.address, options)
-        self._calls = {name: self._build_call(name) for name in ("ModelMetadata", "ModelInfer")}
+        self._calls = {}
+        for name in ("ModelMetadata", "ModelInfer"):
+            self._calls[name] = self._channel.unary_unary(
+                f"/{SERVICE}/{name}",
+                request_serializer=lambda request: request.SerializeToString(),
+                response_deserializer=get_message_class(f"{name}Response").FromString,
+            )
         if place.token is not None:
             self._metadata = [("authorization", f"Bearer {place.token}")]
         else:
@@ -309,13 +315,6 @@ class GRPCTransport:
 
     def close(self) -> None:
         self._channel.close()
-
-    def _build_call(self, name: str) -> Any:
-        return self._channel.unary_unary(
-            f"/{SERVICE}/{name}",
-            request_serializer=lambda request: request.SerializeToString(),
-            response_deserializer=get_message_class(f"{name}Response").FromString,
-        )
 
     def _send(self, name: str, request: Any) -> Any:
         try:

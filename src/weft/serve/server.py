@@ -153,7 +153,8 @@ class Server:
             time.sleep(0.01)
         self._servers.append(server)
         self._threads.append(thread)
-        self.urls[name] = f"http://{_format_address(listening.getsockname())}"
+        host, number = listening.getsockname()[:2]
+        self.urls[name] = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
 
     def _start_grpc(self, app: ServerApp, port: int) -> None:
         from weft.serve.grpc_server import build_grpc_server
@@ -204,8 +205,3 @@ def _open_socket(option: str, host: str, port: int) -> socket.socket:
             f"{option}={port} on --host={host}: {error}; choose another, or port 0 for a free one"
         ) from None
     return listener
-
-
-def _format_address(address: Any) -> str:
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -314,16 +314,12 @@ class _ExpressionParser:
             (token := self._peek())
             and token not in ENDS
             and token not in "*("
-            and not _is_function(token)
+            and token.lstrip("\\") not in FUNCTIONS
         ):
             if token == "/":
                 raise _ExpressionSyntaxError  # ambiguous: it divides the function or its argument
             parts.append((1, self._parse_power(depth + 1)))
         return parts[0][1] if len(parts) == 1 else ("product", *parts)
-
-
-def _is_function(token: str) -> bool:
-    return token.lstrip("\\") in FUNCTIONS
 
 
 def _split_letters(token: str) -> list[str]:

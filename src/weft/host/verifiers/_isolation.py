@@ -223,7 +223,8 @@ def enter(wanted: IsolationSettings) -> None:
     if sys.platform == "linux":
         set_death_with_parent()  # again, since changing the user resets it
         _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
-        _drop_capabilities()
+        # Drop all capabilities.
+        _call_system("capset", struct.pack("<Ii", 0x20080522, 0), bytes(24))
     if "seccomp" in wanted.protections:
         _refuse_calls()
     # Limits of resources
@@ -342,11 +343,6 @@ def _restrict_file_access(work: str) -> None:
     _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
     _call_system("landlock_restrict_self", rules, 0)
     os.close(rules)
-
-
-def _drop_capabilities() -> None:
-    header = struct.pack("<Ii", 0x20080522, 0)
-    _call_system("capset", header, bytes(24))
 
 
 def _refuse_calls() -> None:

@@ -215,7 +215,8 @@ def _run_tests(given: dict[str, Any], channel: int, out: int) -> None:
         _define_helpers(prompt, names)
         names.pop(entry_point, None)
     # Import modules, and get the program's functions.
-    wanted = [name for name in _find_names(tests) if name not in names]
+    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    wanted = sorted(used - names.keys())
     modules, plain, own = _sort_names(tests, wanted)
     for name in modules:
         with contextlib.suppress(ImportError):
@@ -241,10 +242,6 @@ def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
         exec(compile(prompt, "prompt.py", "exec"), names)
     except Exception:  # plain text, or code that continues in the completion
         return
-
-
-def _find_names(tests: str) -> list[str]:
-    return sorted({node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)})
 
 
 def _sort_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:

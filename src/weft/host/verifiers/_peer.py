@@ -272,7 +272,10 @@ class ObjectPeer:
                         changed[index] = now
             self._send(["!", value, self._print(), changed])
         except BaseException as error:  # the other side raises it
-            text = [self.encode(arg) if _is_plain(arg) else str(arg)[:1000] for arg in error.args]
+            text = []
+            for arg in error.args:
+                is_plain = isinstance(arg, str | int | float | None)
+                text.append(self.encode(arg) if is_plain else str(arg)[:1000])
             own = type(error).__module__ != "builtins"
             kind = {"r": self._register_object(type(error))} if own else None
             self._send(["x", _find_base_name(type(error)), self._print(), text, kind])
@@ -504,10 +507,6 @@ def _replace(old: Any, new: Any) -> None:
     else:
         old.clear()
         (old.extend if isinstance(old, (bytearray, collections.deque)) else old.update)(new)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, type(None)))
 
 
 def _find_base_name(kind: type) -> str:

@@ -336,8 +336,8 @@ class _TreeCalculator:
                 return Fraction(top, bottom)
         number = self._to_rounded(number)
         if degree == 2:
-            if isinstance(number, self._mp.mpc) or number < 0:
-                self._check_no_letters()
+            if self._real and (isinstance(number, self._mp.mpc) or number < 0):
+                raise _UndecidedValue
             return self._mp.sqrt(number)
         n = _to_integer(degree)
         if isinstance(number, self._mp.mpc) or n == 0 or (number < 0 and n % 2 == 0):
@@ -345,10 +345,6 @@ class _TreeCalculator:
         if number >= 0:
             return self._mp.root(number, n)
         return -self._mp.root(-number, n)
-
-    def _check_no_letters(self) -> None:
-        if self._real:
-            raise _UndecidedValue
 
     def _power(self, base: Number, exponent: Number) -> Number:
         if isinstance(exponent, Fraction) and exponent.denominator == 1:

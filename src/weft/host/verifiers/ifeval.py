@@ -223,11 +223,6 @@ def count_sentences(text: str) -> int:
     return sum(1 for part in parts if re.search(r"\w", part))
 
 
-def count_words(text: str) -> int:
-    """Return the number of words in a text. A word is a run of letters, digits and underscores."""
-    return len(WORD.findall(text))
-
-
 def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
     """Return whether `count` is "at least" or "less than" `bound`, as `relation` specifies.
 
@@ -322,10 +317,6 @@ def _count_occurrences(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text, re.IGNORECASE))
 
 
-def _build_word_pattern(word: str) -> str:
-    return rf"\b{re.escape(word)}\b"
-
-
 # Responses of which `constrained_response` requires one
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -338,7 +329,7 @@ CHECKS: Mapping[str, Check] = {
         _count_occurrences(re.escape(a["keyword"]), t), a["relation"], a["frequency"]
     ),
     "keywords:forbidden_words": lambda t, a: (
-        not any(_count_occurrences(_build_word_pattern(word), t) for word in a["forbidden_words"])
+        not any(_count_occurrences(rf"\b{re.escape(word)}\b", t) for word in a["forbidden_words"])
     ),
     "keywords:letter_frequency": lambda t, a: satisfies_relation(
         t.lower().count(str(a["letter"]).lower()), a["let_relation"], a["let_frequency"]
@@ -349,7 +340,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "length_constraints:number_paragraphs": _check_paragraphs,
     "length_constraints:number_words": lambda t, a: satisfies_relation(
-        count_words(t), a["relation"], a["num_words"]
+        len(WORD.findall(t)), a["relation"], a["num_words"]
     ),
     "length_constraints:nth_paragraph_first_word": _check_nth_paragraph,
     "detectable_content:number_placeholders": lambda t, a: (
