@@ -107,7 +107,7 @@ def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None
     observer = RunObserver(tmp_path, view=quiet())
     with observer.time_span("save"):
         pass
-    observer.add_span("actor_gen", "roles/actor", 1e9, 2.0, step=3)
+    observer.timeline.add("actor_gen", "roles/actor", 1e9, 2.0, step=3)
     spans = {span.name: span for span in read_spans(tmp_path / "timeline.json")}
     assert (spans["save"].group, spans["save"].lane) == ("run", "save")
     assert (spans["actor_gen"].group, spans["actor_gen"].seconds, spans["actor_gen"].step) == (

@@ -47,13 +47,13 @@ class RunObserver:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self._sinks = list(sinks)
-        self._view = view or make_view("", progress=False)
+        self.view = view or make_view("", progress=False)
         self._every = log_freq_steps
         self._memory = memory
         self._metrics = StepFile(directory / METRICS)
         self._samples = StepFile(directory / SAMPLES)
         self.timeline = Timeline(directory / TIMELINE)
-        self._renewal = ReportRenewal(directory, self.note)
+        self.report = ReportRenewal(directory, self.note)
         self._closed = False
 
     @classmethod
@@ -121,15 +121,11 @@ class RunObserver:
                     earlier.append(row)
         else:
             earlier = []
-        self._view.expect(
+        self.view.expect(
             total_steps,
             done,
             [{name: value for name, value in row.items() if is_finite(value)} for row in earlier],
         )
-
-    @property
-    def view(self) -> ProgressView:
-        return self._view
 
     def record_step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Record the metrics of a completed step and return the line written to metrics.jsonl.
@@ -146,8 +142,8 @@ class RunObserver:
                 numbers[name] = float(value)
         step = int(line["step"])
         is_shown = step % self._every == 0
-        for text in self._view.record_step(numbers, is_shown=is_shown):
-            self._log(text)
+        for text in self.view.record_step(numbers, is_shown=is_shown):
+            self.log(text)
         if is_shown:
             for sink in self._sinks:
                 sink.log(step, {name: value for name, value in numbers.items() if name != "step"})
@@ -179,7 +175,7 @@ class RunObserver:
                 self._samples.append({"step": step, **row})
         written = [row for row in rows if not is_dataset_row(row)]
         if written:
-            self._view.show_sample(step, written[0])
+            self.view.show_sample(step, written[0])
         if written and step % self._every == 0:
             for sink in self._sinks:
                 sink.log_samples(step, written)
@@ -193,35 +189,16 @@ class RunObserver:
         the phase in the timeline.
         """
         with (
-            self._view.show_activity(name),
+            self.view.show_activity(name),
             self.timeline.time_span(name, track or f"{RUN}/{name}", **args),
         ):
             yield
 
-    def add_span(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Add a completed span, which was measured elsewhere, to the timeline.
-
-        `began` is in seconds since the epoch, and `seconds` is the span's duration.
-        """
-        self.timeline.add(name, track, began, seconds, **args)
-
     def note(self, line: str) -> None:
         """Write a line to log.txt and the terminal, with secrets redacted."""
         line = redact(line)
-        self._log(line)
-        self._view.print_note(line)
-
-    def log(self, line: str) -> None:
-        """Write a line to log.txt only, with secrets redacted."""
-        self._log(line)
-
-    def show_stop_request(self, line: str) -> None:
-        """Show that the run has been asked to stop. Called from a signal handler."""
-        self._view.show_stop_request(line)
-
-    def renew_report(self) -> None:
-        """Rebuild report.html if the last build was long enough ago. Called after each step."""
-        self._renewal.renew_if_due()
+        self.log(line)
+        self.view.print_note(line)
 
     def truncate(self, step: int) -> None:
         """Remove the lines of steps after `step` from metrics.jsonl and samples.jsonl.
@@ -241,23 +218,20 @@ class RunObserver:
         if self._closed:
             return
         self._closed = True
-        self._renewal.stop()
+        self.report.stop()
         algorithm = str(read_json(self.directory / RECORD).get("algorithm") or "") or None
         diagnosis = diagnose(self.directory, algorithm) if status in OUTCOMES else None
-        for line in self._view.close(
+        for line in self.view.close(
             status, flagged=diagnosis is not None and not diagnosis.is_sound
         ):
-            self._log(line)
+            self.log(line)
         for line in [*([] if diagnosis is None else [f"check: {diagnosis.summary}"]), *last]:
             self.note(line)
         for sink in self._sinks:
             sink.close()
 
-    def build_last_report(self, status: str) -> None:
-        """Build the final report.html, which shows `status` as the outcome of the run."""
-        self._renewal.finish(status)
-
-    def _log(self, line: str) -> None:
+    def log(self, line: str) -> None:
+        """Write a line to log.txt only, with secrets redacted."""
         with self._explain_write_errors(LOG):
             append(self.directory, redact(line))
 

@@ -263,7 +263,9 @@ class FiringRecorder:
         else:
             track = f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
-        self._observer.add_span(firing.node, track, outcome.start_time, outcome.seconds, **about)
+        self._observer.timeline.add(
+            firing.node, track, outcome.start_time, outcome.seconds, **about
+        )
         if firing.node == self._step_node:
             self._seen_samples = outcome.seen_samples
 

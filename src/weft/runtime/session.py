@@ -181,7 +181,7 @@ class Session:
             self._observer.log(f"error: {name}{error}")
         self._observer.close(status, self._parts.ending_lines if status == "finished" else ())
         # before the status, so that a run killed here is resumed and ends with a report
-        self._observer.build_last_report(status)
+        self._observer.report.finish(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
 
@@ -274,7 +274,7 @@ class Session:
         with (
             self._profiling.write_on_exit(lambda: self.step, lambda: self._running_step),
             self._signals.handle_signals(
-                lambda: self._running_step, self._observer.show_stop_request
+                lambda: self._running_step, self._observer.view.show_stop_request
             ),
         ):
             if self.step == 0:
@@ -366,7 +366,7 @@ class Session:
         assert self._observer is not None and self._recorder is not None, "the session is open"
         self._observer.record_step(line)
         self._observer.record_samples(self.step, self._recorder.rows)
-        self._observer.renew_report()
+        self._observer.report.renew_if_due()
 
     def _evaluate(self) -> dict[str, float]:
         evaluator = self._parts.evaluator

@@ -153,8 +153,8 @@ class Server:
             time.sleep(0.01)
         self._servers.append(server)
         self._threads.append(thread)
-        host, number = listening.getsockname()[:2]
-        self.urls[name] = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
+        host, port = listening.getsockname()[:2]
+        self.urls[name] = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _start_grpc(self, app: ServerApp, port: int) -> None:
         from weft.serve.grpc_server import build_grpc_server
