@@ -86,7 +86,6 @@ def test_options_of_a_file_and_of_a_mixture(
         ["demo", "--fileroot", "URL"],
         ["examples", "write", "URL"],
         ["convert", "merge", "--base", "a", "--adapter", "b", "--output", "URL"],
-        ["convert", "triton", "a", "URL", "--triton_mode", "rm"],
         ["eval", "rm", "URL", "x.jsonl"],
         ["eval", "rm", "a", "x.jsonl", "--out", "URL"],
         ["sample", "report", "URL", "--prompts", "p.txt"],

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.test_stages import contents, llama
-from weft.compat.scripts import COMMANDS, build_command, find_triton_model, run
+from weft.compat.scripts import COMMANDS, build_command, run
+from weft.compat.triton_command import find_triton_model
 from weft.errors import ConfigError
 from weft.scripts import transform_to_pipe_ckpt
 

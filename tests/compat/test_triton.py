@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.evaluation.test_answers_rewards import make_scorer
 from tests.roundings import assert_computed
@@ -156,28 +155,6 @@ def test_what_cannot_be_converted(root: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CheckpointError, match=r"differs from the network by 0\.5"):
         triton.write(str(root / "reward"), root / "x", "rm")
     assert not (root / "x").exists()
-
-
-def test_a_stack_of_sections_names_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_scorer(tmp_path / "rm")
-    (tmp_path / "configs").mkdir()
-    section = {"mine": {"rank_config": {"is_reward_model": True, "model_name": str(model)}}}
-    (tmp_path / "configs" / "own.yaml").write_text(yaml.safe_dump(section))
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(
-            ["convert", "triton", "store", "--configs", "defaults_rlhf,mine", "--triton_mode", "rm"]
-        )
-        == 0
-    )
-    assert (tmp_path / "store" / "rm" / "config.pbtxt").is_file()
-    assert (
-        main(["convert", "triton", "--configs", "defaults_rlhf", "mine", "--triton_mode", "rm"])
-        == 0
-    )
-    assert (tmp_path / ".triton_models" / "model_store_rm" / "rm" / "config.pbtxt").is_file()
 
 
 def test_a_reward_model_is_one_to_the_store(tmp_path: Path) -> None:

@@ -15,9 +15,6 @@ from weft.data import spm
 from weft.errors import CheckpointError, ConfigError
 from weft.reading import make_folder
 
-STORE_PREFIX = (
-    ".triton_models/model_store_"  # Open-Assistant's path of model stores; rm or sft is appended
-)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -35,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` if the input cannot be converted.
     """
     parser = CommandParser(prog="weft convert", description=__doc__)
+    parser.set_defaults(complete=None)  # fills in arguments that depend on others
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     # One subcommand per conversion.
     llama = kinds.add_parser(
@@ -83,40 +81,14 @@ def main(argv: Sequence[str]) -> int:
         help="directory to write; must not exist or be empty",
     )
     stages.set_defaults(run=_partition)
-    triton = kinds.add_parser(
-        "triton",
-        help="write a model store for NVIDIA Triton: a TorchScript module and its configuration",
-    )
-    triton.add_argument(
-        "model", nargs="?", metavar="MODEL", help="model directory, run or hub name"
-    )
-    triton.add_argument(
-        "--configs",
-        nargs="+",
-        metavar="NAME",
-        help="sections that name the model, in place of MODEL",
-    )
-    triton.add_argument(
-        "output",
-        metavar="OUT",
-        type=Path,
-        nargs="?",
-        help=f"directory to write; must not exist or be empty (default: {STORE_PREFIX}rm, or sft)",
-    )
-    triton.add_argument(
-        "--triton_mode",
-        required=True,
-        choices=("rm", "sft"),
-        help="rm: rewards of a reward model; sft: log-probs and logits of a policy",
-    )
-    triton.add_argument(
-        "--name", help="the model's name in the store (default: the name of its directory)"
-    )
-    triton.set_defaults(run=_write_triton_store)
+    for name in dialects.CONVERSIONS:
+        dialect = dialects.load(name) if argv[:1] == [name] else dialects.find(name)
+        if dialect is not None:
+            dialect.add_command(kinds)
     # Refuse a full output directory before any model is read.
     arguments = parser.parse_args(argv)
-    if arguments.kind == "triton":
-        _set_output(arguments)
+    if arguments.complete is not None:
+        arguments.complete(arguments)
     run: Callable[[argparse.Namespace], None] = arguments.run
     _check_empty(arguments.output)
     run(arguments)
@@ -285,31 +257,6 @@ def _find_adapter(given: Path) -> Path:
     if (place / "adapter" / ADAPTER).is_file():
         return place / "adapter"
     return place
-
-
-def _set_output(arguments: argparse.Namespace) -> None:
-    """Fill in the model and the output directory of `weft convert triton`.
-
-    The positional arguments are the model and the output directory. With `--configs`, the model
-    comes from config sections, and a single positional argument is the output directory. By
-    default, the output directory is the path of Open-Assistant's model store. Raises `ConfigError`
-    unless exactly one of the model and `--configs` is given.
-    """
-    if arguments.configs is not None and arguments.output is None and arguments.model is not None:
-        arguments.model, arguments.output = None, Path(arguments.model)
-    if (arguments.model is None) == (arguments.configs is None):
-        raise ConfigError(
-            "weft convert triton: name a MODEL, or --configs with sections that name it"
-        )
-    if arguments.output is None:
-        arguments.output = Path(f"{STORE_PREFIX}{arguments.triton_mode}")
-
-
-def _write_triton_store(arguments: argparse.Namespace) -> None:
-    names = [name for word in arguments.configs or () for name in word.split(",") if name]
-    dialects.load("triton").write_from_sections(
-        arguments.model, names, arguments.output, arguments.triton_mode, arguments.name
-    )
 
 
 def _find_tokenizer(adapter: Path, base: Path) -> Path | None:

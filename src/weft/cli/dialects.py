@@ -19,9 +19,11 @@ DIALECTS = {
     "spellings": ("weft.compat.spellings", "option names of other programs"),
     "open_assistant": ("weft.compat.open_assistant.sections", "Open-Assistant's config sections"),
     "deepspeed": ("weft.compat.deepspeed", "DeepSpeed's configuration files"),
-    "triton": ("weft.compat.triton", "model stores for NVIDIA Triton"),
+    "triton": ("weft.compat.triton_command", "model stores for NVIDIA Triton"),
     "scripts": ("weft.compat.scripts", "the command lines of other programs' scripts"),
 }
+# dialects that add a subcommand of their name to `weft convert`
+CONVERSIONS = ("triton",)
 
 
 @cache

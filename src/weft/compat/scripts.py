@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.checkpoints.names import find_newest_run
 from weft.compat.open_assistant.key_mapping import VALID_SPLIT
+from weft.compat.triton_command import find_triton_model
 from weft.errors import ConfigError, find_nearest
 from weft.redaction import mask_words
 
@@ -233,38 +234,6 @@ def _translate_triton(words: list[str], environment: Mapping[str, str]) -> list[
                 names.append(name)
     model = find_triton_model(names, mode or "", assigned)
     return ["convert", "triton", model, "--triton_mode", str(mode), *done.rest]
-
-
-def find_triton_model(
-    names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
-) -> str:
-    """Return the path of the reward model or the SFT model in the given config sections.
-
-    `mode` is "rm" for the reward model, or "sft" for the SFT model, from which PPO starts.
-    `assigned` are assignments that override the sections, and `folders` are additional folders of
-    sections. Raises `ConfigError` if the sections do not name the model.
-    """
-    from weft import registry
-    from weft.cli import overrides
-    from weft.cli.sections import SectionLibrary
-    from weft.cli.stack import read_stack
-
-    if mode not in ("rm", "sft"):
-        raise ConfigError(f"--triton_mode {mode}: must be rm or sft")
-    if not names:
-        raise ConfigError("--configs: needs names of sections, such as --configs pythia_rlhf")
-    base = registry.quickstarts.get("ppo")()
-    stack = read_stack(
-        names, SectionLibrary.from_folders(folders), base, overrides.parse(list(assigned))
-    )
-    wanted = {"rm": "rew.path", "sft": "actor.path"}[mode]
-    model: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
-    if not isinstance(model, str):
-        key = {"rm": "rank_config", "sft": "sft_config"}[mode]
-        raise ConfigError(
-            f"--configs {' '.join(names)}: no section names a model in {key}.model_name"
-        )
-    return model
 
 
 def _translate_chat(

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from weft import writing
 from weft.checkpoints import config_file, hf_io
-from weft.checkpoints.names import SCORERS, ModelQuery, find_model
-from weft.compat.scripts import find_triton_model
-from weft.data.spec import TokenizerSpec
-from weft.data.tokenizer import Tokenizer
-from weft.engine.backends.common import find_skipped_padding
 from weft.engine.hf.imported import hide_library_output
-from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError
-from weft.observe.jsonl import POLICIES, build_served_name
+from weft.observe.jsonl import build_served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
@@ -105,22 +99,6 @@ def write(
         CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)),
     )
     return folder
-
-
-def write_from_sections(
-    model: str | None, sections: list[str], output: Path, mode: Mode, name: str | None
-) -> None:
-    """Write the store of `model` or, without it, of the model that config sections name.
-
-    A reward model ignores padding as in its tokenizer. Raises `UserError` as `write` does.
-    """
-    model = model or find_triton_model(sections, mode)
-    model = find_model(model, ModelQuery("MODEL", SCORERS if mode == "rm" else POLICIES)).path
-    padding = None
-    if mode == "rm":
-        spec = ModelSpec(path=model, head="score")
-        padding = find_skipped_padding(Tokenizer.load(TokenizerSpec(), model), spec)
-    write(model, output, mode, name, padding)
 
 
 class TracedRewardModel(nn.Module):
