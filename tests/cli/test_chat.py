@@ -576,29 +576,6 @@ def test_without_history_every_message_stands_alone(chat_model: Path) -> None:
     )
 
 
-def test_open_assistants_form_of_a_model_that_was_trained_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = make_llama(tmp_path / "model", chat=False)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|prompter|>", "<|prefix_begin|>", "<|prefix_end|>"]}
-    )
-    tokenizer.save_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model)
-    network.resize_token_embeddings(len(tokenizer))
-    network.save_pretrained(model)
-    seen: list[str | None] = []
-    monkeypatch.setattr(
-        Conversation,
-        "run_until_end",
-        lambda chat: seen.append(
-            chat.tokenizer.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-        ),
-    )
-    assert main(["chat", "--model_path", str(model), "--format", "v2"]) == 0
-    assert seen == ["<|prompter|>Hi</s><|assistant|>"]
-    assert main(["chat", str(model), "--model_path", str(model)]) == 2
+def test_a_model_is_named_once(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(chat_model), "--model_path", str(chat_model)]) == 2
     assert "name one model" in capsys.readouterr().err

@@ -84,6 +84,10 @@ def test_the_table_names_modules_that_are_there() -> None:
             "model stores for NVIDIA Triton: this installation of weft lacks the package",
         ),
         (
+            ["chat", "configs", "--format", "v2"],
+            "the command lines of other programs' scripts: this installation of weft lacks the package",
+        ),
+        (
             ["data", "counts", "--datasets", "gsm8k", "datasets.gsm8k.fraction=0.5"],
             "Open-Assistant's config sections: this installation of weft lacks the package",
         ),

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.test_stages import contents, llama
+from tests.tiny import make_llama
+from weft.cli.conversation import Conversation
+from weft.cli.main import main
 from weft.compat.scripts import COMMANDS, build_command, run
 from weft.compat.triton_command import find_triton_model
 from weft.errors import ConfigError
@@ -230,3 +233,29 @@ def test_reals_script_writes_a_file_for_each_stage(here: Path) -> None:
     assert transform_to_pipe_ckpt.main([*words, str(here / "b")]) == 0
     assert contents(here / "b") == contents(here / "m")
     assert len(list((here / "b").glob("model-*.safetensors"))) == 3
+
+
+def test_open_assistants_form_of_a_model_that_was_trained_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = make_llama(tmp_path / "model", chat=False)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|prompter|>", "<|prefix_begin|>", "<|prefix_end|>"]}
+    )
+    tokenizer.save_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    network.resize_token_embeddings(len(tokenizer))
+    network.save_pretrained(model)
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        Conversation,
+        "run_until_end",
+        lambda chat: seen.append(
+            chat.tokenizer.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        ),
+    )
+    assert main(["chat", "--model_path", str(model), "--format", "v2"]) == 0
+    assert seen == ["<|prompter|>Hi</s><|assistant|>"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.checkpoints.names import ModelQuery, find_model, find_newest_run
-from weft.cli import model_arguments
+from weft.cli import dialects, model_arguments
 from weft.cli.conversation import HELP as HELP_OF_ONE
 from weft.cli.conversation import LABELS, AnswerDisplay, ChatView, Conversation, is_printable
 from weft.cli.parsing import CommandParser
@@ -24,8 +24,6 @@ from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError, RunError, UserError
 from weft.evaluation.models import open_policy
 from weft.options import validate
-
-FORMATS: Mapping[str, str | None] = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,11 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name of a template or a jinja file (default: the model's own)",
     )
-    forms.add_argument(
-        "--format",
-        choices=FORMATS,
-        help="Open-Assistant's formats v2 and v2.5, or the model's own template (the default)",
-    )
+    scripts = dialects.find("scripts")
+    if scripts is None:
+        forms.add_argument("--format", help=argparse.SUPPRESS)
+    else:
+        forms.add_argument("--format", choices=scripts.FORMATS, help=scripts.FORMATS_HELP)
     parser.add_argument(
         "--plain", action="store_true", help="continue the text without the chat template"
     )
@@ -106,8 +104,11 @@ def main(argv: Sequence[str]) -> int:
             "or two: weft chat A B"
         )
     spec = _build_generation_spec(given)
+    template = given.chat_template or None
+    if given.format is not None:
+        template = dialects.load("scripts").FORMATS[given.format]
     located_models = [find_model(find_newest_run(name), ModelQuery("MODEL_DIR")) for name in named]
-    models = [_build_model_spec(each.path, given) for each in located_models]
+    models = [_build_model_spec(each.path, given, template) for each in located_models]
 
     view = ChatView()
     chats = []
@@ -130,8 +131,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _build_model_spec(path: str, given: argparse.Namespace) -> ModelSpec:
-    template = given.chat_template or FORMATS[given.format or "template"]
+def _build_model_spec(path: str, given: argparse.Namespace, template: str | None) -> ModelSpec:
     model = ModelSpec(
         path=path,
         backend=given.backend,

@@ -21,6 +21,9 @@ OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
 UNQUOTED_VALUE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
 HISTORY = ("--no-history", "--no_history")
+# value of --format -> chat template, None for the model's own
+FORMATS = {"v2": "oasst", "v2.5": "oasst_v25", "template": None}
+FORMATS_HELP = "Open-Assistant's formats v2 and v2.5, or the model's own template (the default)"
 UNUSED = {  # chat flags without effect -> reason
     "--cache_dir": "models are read from the hub's cache; set HF_HOME to move it",
     "--bot_name": "answers are printed without a name before them",
