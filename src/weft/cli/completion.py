@@ -17,7 +17,7 @@ from weft import registry
 from weft.cli.help import shorten_to_clause
 from weft.cli.main import COMMANDS, GLOBAL_FLAGS, run_command
 from weft.cli.parsing import CommandParser, print_help_if_empty
-from weft.cli.quickstart import FLAGS
+from weft.cli.quickstart import list_flags
 from weft.data.spec import TEMPLATES
 from weft.errors import UserError
 from weft.observe.run_list import find_runs
@@ -105,7 +105,9 @@ def _complete_quickstart(words: list[str], current: str) -> Iterator[Word]:
             names.append(word)
     name = next((word for word in names if word in _list_quickstart_names(words)), None)
     if before in ("--config", "--import", "--config-dir") or current.startswith("-"):
-        yield from (list_paths(current) if not current.startswith("-") else _list_flags(FLAGS))
+        yield from (
+            list_paths(current) if not current.startswith("-") else _list_flags(list_flags())
+        )
     elif before == "--cfg":
         yield "job", "print the configuration"
     elif name is None:

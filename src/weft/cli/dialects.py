@@ -24,6 +24,8 @@ DIALECTS = {
 }
 # dialects that add a subcommand of their name to `weft convert`
 CONVERSIONS = ("triton",)
+# flags of `weft quickstart` that name a file with another program's options -> dialect of the file
+FILE_FLAGS = {"--deepspeed": "deepspeed"}
 
 
 @cache
@@ -36,6 +38,11 @@ def find(name: str) -> Any:
         if not f"{module}.".startswith(f"{error.name}."):  # a mistake within the package
             raise
         return None
+
+
+def can_read(flag: str) -> bool:
+    """Return whether a flag needs no dialect, or one that is installed."""
+    return flag not in FILE_FLAGS or find(FILE_FLAGS[flag]) is not None
 
 
 def load(name: str) -> Any:

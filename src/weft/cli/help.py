@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from weft.cli import dialects
 from weft.cli.aliases import map_spellings
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, find_nearest
@@ -302,7 +303,8 @@ class OptionSheet:
 
     def format_flags(self, group: str) -> Iterator[str]:
         for flag, what in FLAGS.items():
-            yield from self._format_entry(flag, what.format(group=group), 18)
+            if dialects.can_read(flag.split(" ")[0]):
+                yield from self._format_entry(flag, what.format(group=group), 18)
         yield ""
         yield from textwrap.wrap(GRAMMAR, self.width, break_on_hyphens=False)
         yield ""

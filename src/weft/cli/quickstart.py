@@ -27,7 +27,7 @@ from weft.redaction import mask_values, redact
 from weft.runtime.processes import SupervisorPipe
 
 if TYPE_CHECKING:
-    from weft.cli.stack import SectionStack
+    from weft.cli.stack import OptionFile, SectionStack
     from weft.experiment import Experiment
 
 CONFIG = "config"  # --dry-run=config
@@ -44,7 +44,6 @@ FLAGS = (
     "--debug",
     "--resume_from_checkpoint",
     "--print-script",
-    "--deepspeed",
 )
 
 
@@ -66,7 +65,8 @@ class QuickstartCommandLine:
     verbose: bool = False
     dry_run: str | None = None  # "" reads the data, "config" does not
     print_script: bool = False
-    deepspeed: str | None = None  # a file, "" for the flag alone
+    # (dialect, path) of another program's file of options, "" for its flag alone
+    option_file: tuple[str, str] | None = None
     help: str | None = None  # a group of options or "all"; "" for common options
 
 
@@ -90,11 +90,11 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         raise ConfigError(
             "--config-dir: is a folder of sections, and none is named; add --configs NAME"
         )
-    taken: Any = None  # what a DeepSpeed file sets
     if not words.configs:
-        if words.deepspeed is not None and isinstance(base, RunConfig):
-            deepspeed = dialects.load("deepspeed")
-            taken = deepspeed.read_overrides(words.deepspeed, base, values)
+        taken: OptionFile | None = None
+        if words.option_file is not None and isinstance(base, RunConfig):
+            dialect, path = words.option_file
+            taken = dialects.load(dialect).read_overrides(path, base, values)
             print_notes(taken.notes)
             values = [*taken.assignments, *values]
         return _run(words, base, values, argv, taken, supervise=supervise)
@@ -111,12 +111,12 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 def read_section_stack(
     words: QuickstartCommandLine, base: Config, values: Sequence[overrides.Override]
-) -> tuple[SectionStack, Any]:
-    """Merge the config sections, the command line and the DeepSpeed file.
+) -> tuple[SectionStack, OptionFile | None]:
+    """Merge the config sections, the command line and another program's file of options.
 
     `base` is the default configuration, and `values` are the assignments on the command line. The
-    command line overrides the sections, and the sections override the DeepSpeed file. Returns the
-    merged options, and what the DeepSpeed file sets, or None if `--deepspeed` is not given.
+    command line overrides the sections, and the sections override the file. Returns the merged
+    options, and what the file sets, or None if no flag such as `--deepspeed` is given.
     """
     from weft.cli.sections import SectionLibrary
     from weft.cli.stack import read_stack
@@ -127,12 +127,13 @@ def read_section_stack(
         )
     library = SectionLibrary.from_folders(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)
-    if words.deepspeed is None:
+    if words.option_file is None:
         return stack, None
-    taken = dialects.load("deepspeed").read_overrides(
-        words.deepspeed or stack.deepspeed or "", base, stack.overrides
+    dialect, path = words.option_file
+    taken: OptionFile = dialects.load(dialect).read_overrides(
+        path or stack.option_file or "", base, stack.overrides
     )
-    stack = read_stack(words.configs, library, base, values, taken.assignments)
+    stack = read_stack(words.configs, library, base, values, taken)
     stack.notes = [*taken.notes, *stack.notes]
     return stack, taken
 
@@ -142,7 +143,7 @@ def _run(
     base: Any,
     values: Sequence[overrides.Override],
     argv: Sequence[str],
-    taken: Any,
+    taken: OptionFile | None,
     *,
     supervise: bool,
 ) -> int:
@@ -354,10 +355,9 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
             words.assignments.append(
                 f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}"
             )
-        elif flag in ("--deepspeed", "deepspeed") and (flag != word or word.startswith("--")):
-            words.deepspeed = attached or (
-                rest.pop(0) if rest and rest[0].endswith(".json") else ""
-            )
+        elif (name := f"--{flag.removeprefix('--')}") in dialects.FILE_FLAGS and word != name[2:]:
+            path = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
+            words.option_file = (dialects.FILE_FLAGS[name], path)
         elif flag == "--configs":
             words.configs += _take_section_names(attached, rest)
         elif flag in ("--import", "--config", "--cfg", "--config-dir"):
@@ -373,12 +373,17 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
     return words
 
 
+def list_flags() -> list[str]:
+    """Return the flags of `weft quickstart`, with those of the installed dialects."""
+    return [*FLAGS, *filter(dialects.can_read, dialects.FILE_FLAGS)]
+
+
 def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
     """Return the error for an unknown flag.
 
     If the flag could be an option, the message shows it in the form `key=value`.
     """
-    close = find_nearest(word, FLAGS)
+    close = find_nearest(word, list_flags())
     if close:
         return ConfigError(f"unknown flag {word!r}; did you mean {close[0]}?")
     name = word.lstrip("-").replace("-", "_")
@@ -389,7 +394,7 @@ def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
     if name.replace(".", "_").isidentifier():
         return ConfigError(f"unknown flag {word!r}; options are written key=value: {name}={value}")
     return ConfigError(
-        f"unknown flag {word!r}; options are written key=value; flags: {', '.join(FLAGS)}"
+        f"unknown flag {word!r}; options are written key=value; flags: {', '.join(list_flags())}"
     )
 
 

@@ -68,8 +68,8 @@ class SectionStack:
         origins: For each option, the key in the user's spelling, and a `StackedValue` that states
             where the key is set.
         notes: Notes for the user.
-        deepspeed: DeepSpeed file named in the sections, or None. It is used if the flag
-            `--deepspeed` is given without a file.
+        option_file: Another program's file of options that is named in the sections, or None. It
+            is used if its flag, such as `--deepspeed`, is given without a file.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class SectionStack:
     # option -> (the key that sets it, the place)
     origins: dict[str, tuple[str, StackedValue]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    deepspeed: str | None = None  # default file of --deepspeed
+    option_file: str | None = None
 
     def format_lines(self) -> list[str]:
         """Return a line for each option, with the place where it is set as a comment.
@@ -122,21 +122,22 @@ def read_stack(
     library: SectionLibrary,
     base: RunConfig,
     given: Iterable[Override] = (),
-    below: Iterable[Override] = (),
+    below: OptionFile | None = None,
 ) -> SectionStack:
-    """Merge config sections with assignments from the command line and from a DeepSpeed file.
+    """Merge config sections with assignments from the command line and from another program's file.
 
-    Later values override earlier ones, in this order: the assignments of the DeepSpeed file
-    (`below`), the sections `names` one after the other, and the assignments on the command line
-    (`given`). Raises `ConfigError` for unknown sections and keys, and for settings that weft does
-    not support. The message gives the file and line of an invalid key, and suggests similar names.
+    Later values override earlier ones, in this order: the assignments of the file (`below`), the
+    sections `names` one after the other, and the assignments on the command line (`given`). Raises
+    `ConfigError` for unknown sections and keys, and for settings that weft does not support. The
+    message gives the file and line of an invalid key, and suggests similar names.
     """
     own = OptionReader(base)
     dialect = dialects.find("open_assistant")
     reader: StackReader = own if dialect is None else dialect.OpenAssistantReader(own)
     sections = reader.choose_sections(names, library)
-    for override in below:
-        own.values[override.name] = StackedValue(override.value, "--deepspeed", "", -1)
+    if below is not None:
+        for override in below.assignments:
+            own.values[override.name] = StackedValue(override.value, below.place, "", -1)
     for rank, section in enumerate(sections):
         reader.read_section(section, rank)
     if own.problems:
@@ -165,11 +166,29 @@ class ForeignOption:
 
 @dataclass(frozen=True)
 class ForeignOptions:
-    """Options that another program's keys set, with notes and the DeepSpeed file that they name."""
+    """Options that another program's keys set, with notes and the file of options that they name."""
 
     options: Mapping[str, ForeignOption] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    deepspeed: str | None = None
+    option_file: str | None = None
+
+
+class OptionFile(Protocol):
+    """Weft's options that another program's file sets.
+
+    `place` names the file in messages, and `notes` tell the user how it is read.
+    """
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def assignments(self) -> Sequence[Override]: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    def describe_autos(self, config: RunConfig) -> list[str]: ...
 
 
 class StackReader(Protocol):
@@ -293,7 +312,7 @@ def _resolve_options(own: OptionReader, foreign: ForeignOptions, stack: SectionS
     an earlier one. Raises `ConfigError` if two keys in one section, or two on the command line, set
     the same option.
     """
-    stack.deepspeed = foreign.deepspeed
+    stack.option_file = foreign.option_file
     sets = dict(own.values)
     keys = {name: name for name in sets}
     for name, option in foreign.options.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from weft.cli.aliases import build_translation, count_data_ranks
 from weft.cli.help import format_value as shown_value
@@ -79,6 +79,7 @@ class DeepSpeedOverrides:
     user how the file was interpreted.
     """
 
+    place: ClassVar[str] = "--deepspeed"  # where the options are set, for messages
     flag: str  # the flag as it was written
     mapped_config: MappedDeepSpeedConfig
     assignments: list[Override]
