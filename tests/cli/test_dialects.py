@@ -109,6 +109,28 @@ def test_a_script_that_is_not_there_is_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: the command lines of other")
 
 
+HELPS = """
+from contextlib import suppress
+from weft.cli.main import main
+from weft.cli.sections import list_example_sections
+for command in ("", "quickstart", "quickstart sft", "chat", "convert", "config", "data", "data counts", "eval"):
+    with suppress(SystemExit):
+        main([*command.split(), "--help", *["all"] * command.endswith("sft")])
+sys.exit(main(["config", "show", *list_example_sections(), "learning_rate=2e-6"]))
+"""
+
+
+def test_help_promises_no_dialect_that_is_not_there(tmp_path: Path) -> None:
+    done = run(HELPS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert (
+        "weft config cp sft-tldr-pythia-1b configs/mine.yaml" in said and "--print-script" in said
+    )
+    for word in ("oasst_export_eu", " pythia-1b", "--deepspeed", "triton  ", "v2.5"):
+        assert word not in said, word
+
+
 def test_what_needs_no_dialect_works(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "a.yaml").write_text("ours: {learning_rate: 1e-5, model.path: m}\n")

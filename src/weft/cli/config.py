@@ -20,6 +20,7 @@ from weft.cli.sections import (
     SectionFile,
     SectionLibrary,
     find_shipped_file,
+    list_example_sections,
     list_yaml_files,
     read_file,
 )
@@ -40,10 +41,10 @@ QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen"
 MAX_SHOWN_KEYS = 6  # number of keys listed per section
 EPILOG = """examples:
   weft config ls grpo
-  weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
-  weft config cp pythia-1b configs/mine.yaml
+  weft config show {run} learning_rate=2e-6
+  weft config cp {model} configs/mine.yaml
   weft config validate configs/mine.yaml
-  weft config validate defaults oasst_export_eu pythia-1b learning_rate=2e-6"""
+  weft config validate {run} learning_rate=2e-6"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="weft config", description=__doc__, epilog=EPILOG)
+    shipped = list_example_sections()
+    epilog = EPILOG.format(run=" ".join(shipped), model=shipped[-1])
+    parser = CommandParser(prog="weft config", description=__doc__, epilog=epilog)
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
     listing = commands.add_parser(
         "ls", help="list the recipes with their purpose, and the sections with the keys they set"

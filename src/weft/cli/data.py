@@ -18,6 +18,7 @@ from weft.cli.data_options import (
     read_command_line,
 )
 from weft.cli.parsing import CommandParser
+from weft.cli.sections import list_example_sections
 from weft.data.sources import check_available
 from weft.data.spec import DatasetSpec, TokenizerSpec, list_source_specs
 from weft.errors import ConfigError, DataError, NoTemplate
@@ -45,7 +46,7 @@ examples:
   weft data inspect pairs.jsonl --type preference --tokenizer MODEL_DIR -n 2
   weft data counts a.jsonl b.parquet --type prompt_answer --tokenizer MODEL_DIR
   weft data counts --config runs/E/T/config.yaml
-  weft data counts --configs defaults oasst_export_eu
+  weft data counts --configs {sections}
   weft data counts --datasets oasst_export data_path=trees.jsonl.gz
   weft data scan chats.json --type chat --tokenizer MODEL_DIR dataset.max_seqlen=2048"""
 
@@ -77,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="weft data", description=__doc__, epilog=EPILOG)
+    epilog = EPILOG.replace("{sections}", " ".join(list_example_sections()[:2]))
+    parser = CommandParser(prog="weft data", description=__doc__, epilog=epilog)
     commands = parser.add_subparsers(
         dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}"
     )
@@ -107,7 +109,7 @@ def _build_parser() -> argparse.ArgumentParser:
         ),
     )
     for name, run, help in parts:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG)
+        command = commands.add_parser(name, help=help, description=help, epilog=epilog)
         command.add_argument(
             "words",
             nargs="*",

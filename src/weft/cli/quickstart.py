@@ -438,9 +438,13 @@ def _take_section_names(attached: str, rest: list[str]) -> list[str]:
             if name:
                 names.append(name)
     if not names:
+        from weft.cli.sections import list_example_sections
+
+        settings, *_, model = list_example_sections() * 2
+        example = " ".join(dict.fromkeys((settings, model)))
         raise ConfigError(
-            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft "
-            "config ls lists them"
+            f"--configs: needs names of sections, such as --configs {example}; weft "
+            f"config ls lists them"
         )
     return names
 

@@ -279,6 +279,12 @@ def find_recipe_file(path: str) -> str:
     return path
 
 
+def list_example_sections() -> tuple[str, ...]:
+    """Return built-in sections for the examples in help texts: one run, the model's section last."""
+    dialect = dialects.find("open_assistant")
+    return ("sft-tldr-pythia-1b",) if dialect is None else dialect.EXAMPLE_SECTIONS
+
+
 def _read_shipped() -> Iterator[SectionFile]:
     dialect = dialects.find("open_assistant")
     for path in () if dialect is None else sorted(dialect.RECIPES.glob("*.yaml")):

@@ -38,6 +38,8 @@ PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always rea
 # top-level groups in files of trlX's configuration
 TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
 # that decide what is read
+# sections that together make a run, for examples in help texts: settings, data, model
+EXAMPLE_SECTIONS = ("defaults", "oasst_export_eu", "pythia-1b")
 DATA_KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 
