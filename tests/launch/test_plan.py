@@ -56,6 +56,22 @@ def config(
     return made
 
 
+def test_rows_have_completions_where_only_some_are_sampled(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"actor.path={folder / 'model'}", f"teacher.path={folder / 'model'}", "device=cpu"]
+    words += [f"dataset.path={folder / 'rows.jsonl'}", "dataset.train_bs_n_seqs=4"]
+    words += [
+        "dataset.max_seqlen=96",
+        "dataset.max_prompt_len=40",
+        "distill.on_policy=0.5",
+        "distill.gen.max_new_tokens=16",
+    ]
+    assert main(["quickstart", "distill", *words, "--dry-run=config"]) == 0
+    said = capsys.readouterr().out
+    assert "memory is that of rows of 40 + 56 tokens" in said and "fits: the device" in said
+
+
 def test_the_lines_are_those_of_the_run_and_no_weights_are_read(folder: Path) -> None:
     sft = config(
         SFTConfig,

@@ -92,7 +92,11 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     """
     written = experiment.config.get("dataset") or {}
     search = experiment.config.get("search") or {}
-    samples = any(call.method == "generate" for call in experiment.graph.list_model_calls())
+    # Calls that sample a share of the completions also read the rows' own completions.
+    samples = any(
+        call.method == "generate" and "share" not in call.args
+        for call in experiment.graph.list_model_calls()
+    )
     most = written.get("max_seqlen")
     total = most if isinstance(most, int) else DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
     prompt = (
