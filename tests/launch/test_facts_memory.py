@@ -23,10 +23,16 @@ from weft import kernels
 from weft.engine.spec import LoRASpec
 from weft.experiments import DPOConfig, SFTConfig
 from weft.launch import run
-from weft.launch.facts import forecast, measure_held_memory
+from weft.launch.facts import (
+    find_missing_packages,
+    forecast,
+    make_peak_formatter,
+    measure_held_memory,
+)
 from weft.observe.memory import measure_file_pages_gb, measure_peak_memory_gb
 from weft.observe.progress import DisplayOptions
 from weft.planner import memory
+from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast
 from weft.planner.memory import NetworkShape, RoleMemory
 
@@ -288,12 +294,29 @@ def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
         assert measure_file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
         assert measure_held_memory(cpu) == pytest.approx(before, abs=0.01)
-        assert alone.compute_needed(measure_peak_memory_gb()) == pytest.approx(
-            measure_peak_memory_gb() - measure_file_pages_gb() - before
-        )
-        assert apart.compute_needed(2.0) == 2.0 - before, (
+        assert alone.compute_needed(
+            measure_peak_memory_gb(), measure_file_pages_gb()
+        ) == pytest.approx(measure_peak_memory_gb() - measure_file_pages_gb() - before)
+        assert apart.compute_needed(2.0, measure_file_pages_gb()) == 2.0 - before, (
             "of other processes these pages say nothing"
         )
+
+
+def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
+    held = RoleMemory(int(GIB), 0, 0, 0, 0, 0, 0)
+    tell = make_peak_formatter(MemoryForecast({"actor": held}, "cuda", (), 1.0), int(100 * GIB))
+    assert tell(10.9)[1] is False and tell(11.1)[1] is True
+    assert (
+        tell(3.0)[0]
+        == "memory: 3.00 GB at most, of which this run needed 2.00 GiB; 1.00 GiB were expected (200%)"
+    )
+
+
+def test_packages_of_options_are_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_missing_packages() == {"bitsandbytes", "torchao"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert find_missing_packages() == set()
 
 
 def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
     part = MemoryForecast({"actor": role}, "cuda", ("actor",), 0.0)
     assert list(whole.format_lines())[-1] == "memory: about 1.00 GiB at most"
     assert list(part.format_lines())[-1] == "memory: about 1.00 GiB without activations of actor"
-    assert part.format_comparison(2.0).endswith(
+    assert part.format_comparison(2.0, 2.0).endswith(
         "1.00 GiB without activations of actor were expected (200%)"
     )
-    assert whole.format_comparison(2.0).endswith("1.00 GiB were expected (200%)")
+    assert whole.format_comparison(2.0, 2.0).endswith("1.00 GiB were expected (200%)")
 
 
 def test_offloaded_memory_is_told_beside_its_role() -> None:

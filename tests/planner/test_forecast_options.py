@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from weft.extras import install
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
 from weft.planner.forecast import (
     ADAPTER_RANK,
+    EXTRAS,
     MemoryCase,
     MemoryOption,
     find_install_command,
@@ -40,7 +39,9 @@ SMALL = 10**-3  # of a pass of one token, and of what an embedding's gradient ta
 
 
 def size(case: MemoryCase, options: str) -> float:
-    return next(way.size for way in list_memory_options({"model": case}) if way.options == options)
+    return next(
+        way.size for way in list_memory_options({"model": case}, ()) if way.options == options
+    )
 
 
 def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
@@ -82,11 +83,11 @@ def test_the_smallest_gpu_that_leaves_the_driver_its_part() -> None:
 
 
 def test_lines_name_what_leads_to_a_smaller_gpu_and_nothing_else() -> None:
-    assert list(format_fit({"model": CASE}, "on a GPU: ")) == [
+    assert list(format_fit({"model": CASE}, "on a GPU: ", ())) == [
         "on a GPU: about 17.1 GiB, fits a GPU of 24 GB"
     ]
     large = replace(CASE, shape=replace(SHAPE, parameters=7 * BILLION, trainable=7 * BILLION))
-    first, *others = format_fit({"model": large}, "")
+    first, *others = format_fit({"model": large}, "", ())
     assert first == "about 117.7 GiB, fits a GPU of 141 GB"
     assert len(others) >= 4 and not any("141" in line for line in others), (
         "those that lead to a smaller one"
@@ -96,11 +97,11 @@ def test_lines_name_what_leads_to_a_smaller_gpu_and_nothing_else() -> None:
     )
     huge = replace(CASE, shape=replace(SHAPE, parameters=2000 * BILLION, trainable=2000 * BILLION))
     assert (
-        "more than a GPU of 141 GB" in next(format_fit({"model": huge}, ""))
-        and "layout=d16" in [*format_fit({"m": huge}, "")][-1]
+        "more than a GPU of 141 GB" in next(format_fit({"model": huge}, "", ()))
+        and "layout=d16" in [*format_fit({"m": huge}, "", ())][-1]
     )
     assert not list(
-        format_fit({"ref": replace(CASE, settings=replace(SETTINGS, trained=False))}, "")
+        format_fit({"ref": replace(CASE, settings=replace(SETTINGS, trained=False))}, "", ())
     )
 
 
@@ -108,42 +109,41 @@ def test_what_is_set_already_is_not_offered() -> None:
     options = [
         way.options
         for way in list_memory_options(
-            {"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))}
+            {"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))}, ()
         )
     ]
     assert options[1:3] == ["optimizer.offload=true", "lora.r=16"], "nothing is said twice"
     experts = replace(CASE, shape=replace(SHAPE, fused=False))
-    assert not any("lora" in way.options for way in list_memory_options({"m": experts}))
+    assert not any("lora" in way.options for way in list_memory_options({"m": experts}, ()))
     assert all(
-        " GiB" in line and "fits" in line for line in format_table(list_memory_options({"m": CASE}))
+        " GiB" in line and "fits" in line
+        for line in format_table(list_memory_options({"m": CASE}, ()))
     )
 
 
 def test_adapters_are_not_offered_with_products_of_8_bits_which_refuse_them() -> None:
     narrow = replace(CASE, settings=replace(SETTINGS, fp8=True))
-    assert not any("lora" in way.options for way in list_memory_options({"m": narrow}))
+    assert not any("lora" in way.options for way in list_memory_options({"m": narrow}, ()))
 
 
-def test_what_an_option_needs_is_named_where_it_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert (
-        find_install_command("optimizer.state_dtype=8bit", "fp8=true") == install("8bit,fp8")
-        and find_install_command("lora.r=16") == ""
+def test_what_an_option_needs_is_named_where_it_is_not_installed() -> None:
+    missing = {package for package, _ in EXTRAS.values()}
+    assert find_install_command(["optimizer.state_dtype=8bit", "fp8=true"], missing) == install(
+        "8bit,fp8"
     )
-    narrow = next(line for line in format_table(list_memory_options({"m": CASE})) if "8bit" in line)
+    assert find_install_command(["lora.r=16"], missing) == ""
+    table = format_table(list_memory_options({"m": CASE}, missing))
+    narrow = next(line for line in table if "8bit" in line)
     assert narrow.endswith(f"(needs {install('8bit')})")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert not any("needs" in line for line in format_table(list_memory_options({"m": CASE})))
+    assert not any("needs" in line for line in format_table(list_memory_options({"m": CASE}, ())))
 
 
 def test_what_holds_it_in_less_memory_than_it_takes() -> None:
-    lines = list(format_smaller_options({"m": CASE}, 8 * GIB))
+    lines = list(format_smaller_options({"m": CASE}, 8 * GIB, ()))
     assert [line.split(":")[0] for line in lines] == [
         "with gradient_checkpointing=true optimizer.offload=true",
         "with gradient_checkpointing=true lora.r=16",
         "with gradient_checkpointing=true layout=d4",
         "with gradient_checkpointing=true layout=d8",
     ]
-    assert next(iter(format_smaller_options({"m": CASE}, 0.0))).startswith("the least is 1.9")
+    assert next(iter(format_smaller_options({"m": CASE}, 0.0, ()))).startswith("the least is 1.9")

@@ -23,7 +23,7 @@ from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast
 from weft.planner.lengths import RunLength
 from weft.planner.memory import RoleMemory
-from weft.planner.run_plan import build_plan, make_peak_formatter
+from weft.planner.run_plan import build_plan
 
 ROOM = int(100 * GIB)
 NUMERICS = {
@@ -153,15 +153,6 @@ def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | No
     assert dict(made.rows).get("memory") == row
     assert any(line.startswith("memory: about ") for line in made.details), (
         "the log has it in any case"
-    )
-
-
-def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
-    tell = make_peak_formatter(forecast(grpo(Path(), "runs").build(), 1.0), ROOM)
-    assert tell(10.9)[1] is False and tell(11.1)[1] is True
-    assert (
-        tell(3.0)[0]
-        == "memory: 3.00 GB at most, of which this run needed 2.00 GiB; 1.00 GiB were expected (200%)"
     )
 
 

@@ -299,7 +299,7 @@ def print_memory_plan(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from weft.launch.facts import build_case, describe_planned_engine
+    from weft.launch.facts import build_case, describe_planned_engine, find_missing_packages
 
     # Describe the engine that the options ask for.
     tokens = arguments.tokens
@@ -327,10 +327,10 @@ def print_memory_plan(arguments: argparse.Namespace) -> None:
     )
     work = CallDemand(tokens=tokens, rows=tokens, backward=True, parts=2)
     cases = {"model": build_case(spec, facts, [work], gpu)}
-    print("\n".join(format_table(list_memory_options(cases))))
-    lacks = find_install_command(
-        *(["fp8=true"] if spec.fp8 else []), f"optimizer.state_dtype={state_dtype}"
-    )
+    missing = find_missing_packages()
+    print("\n".join(format_table(list_memory_options(cases, missing))))
+    needed = [*(["fp8=true"] if spec.fp8 else []), f"optimizer.state_dtype={state_dtype}"]
+    lacks = find_install_command(needed, missing)
     if lacks:
         print(f"these settings need {lacks}")
 

@@ -15,10 +15,10 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.device import format_hardware
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
-from weft.launch.facts import forecast
+from weft.launch.facts import forecast, make_peak_formatter
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.jsonl import shorten_path
-from weft.planner.run_plan import build_plan, make_peak_formatter
+from weft.planner.run_plan import build_plan
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup

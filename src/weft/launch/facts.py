@@ -4,8 +4,9 @@ that the calls need for the data.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -41,10 +42,17 @@ from weft.models.network.token_outputs import count_chunk_rows
 from weft.observe.memory import measure_file_pages_gb
 from weft.planner import memory
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
-from weft.planner.forecast import MIB, MemoryCase, MemoryForecast, find_offloaded, format_size
+from weft.planner.forecast import (
+    EXTRAS,
+    MIB,
+    MemoryCase,
+    MemoryForecast,
+    find_offloaded,
+    format_size,
+)
 from weft.planner.lengths import count_updates
 from weft.planner.memory import CallDemand, NetworkShape, build_settings
-from weft.planner.run_plan import name_engines
+from weft.planner.run_plan import LEAST_SHOWN_SHARE, name_engines
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
 
@@ -245,6 +253,28 @@ def measure_held_memory(device: torch.device) -> float:
     return int(resident.split()[1]) / MIB - measure_file_pages_gb()
 
 
+def find_missing_packages() -> set[str]:
+    """Return the packages that options with a lower memory need and that are not installed."""
+    packages = {package for package, _ in EXTRAS.values()}
+    return {package for package in packages if importlib.util.find_spec(package) is None}
+
+
+def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
+    """Return a function that formats the measured peak memory, in GiB, at the end of a run.
+
+    The function returns a line of text and a Boolean, which is true if the line should be shown
+    because the run needed a considerable part of the memory. `room` is the device's memory in
+    bytes.
+    """
+
+    def format_peak(most: float) -> tuple[str, bool]:
+        needed = expected.compute_needed(most, measure_file_pages_gb())
+        line = expected.format_comparison(most, needed)
+        return line, needed * GIB >= LEAST_SHOWN_SHARE * room
+
+    return format_peak
+
+
 def forecast(
     experiment: Experiment,
     facts: Mapping[str, Mapping[str, Any]],
@@ -306,7 +336,16 @@ def forecast(
         process = PROCESS
     else:
         process = 0.0
-    return MemoryForecast(roles, device.type, tuple(incomplete), baseline, limits, on_gpu, process)
+    return MemoryForecast(
+        roles,
+        device.type,
+        tuple(incomplete),
+        baseline,
+        limits,
+        on_gpu,
+        process,
+        find_missing_packages(),
+    )
 
 
 def _collect_works(

@@ -174,6 +174,6 @@ def _format_verdict(
         for name, case in expected.on_gpu.items():
             if name in worst.roles:
                 cases[name] = case
-        for line in format_smaller_options(cases, target.usable):
+        for line in format_smaller_options(cases, target.usable, expected.missing):
             lines.append(f"  {line}")
     return lines

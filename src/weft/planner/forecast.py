@@ -5,14 +5,12 @@ The memory of every alternative is estimated like that of the run itself (`weft.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from weft.engine.spec import ModelSpec
 from weft.extras import install
 from weft.graph.mfc import MFCDef, Offload
-from weft.observe.memory import measure_file_pages_gb
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
 from weft.planner.memory import (
     CallDemand,
@@ -71,6 +69,7 @@ class MemoryForecast:
     # cases for the same roles on a GPU
     on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
     process: float = 0.0  # bytes of a separate device process, or 0
+    missing: Collection[str] = ()  # packages of `EXTRAS` that are not installed
 
     @property
     def total(self) -> float:
@@ -107,7 +106,9 @@ class MemoryForecast:
             yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {format_size(part.total)} {part.scope}"
         if len(on) == 1 and not self.incomplete:
             yield from format_fit(
-                self.on_gpu, "" if self.device == "cuda" else "on a GPU in bfloat16: "
+                self.on_gpu,
+                "" if self.device == "cuda" else "on a GPU in bfloat16: ",
+                self.missing,
             )
 
     def select_roles(self, names: Sequence[str]) -> MemoryForecast:
@@ -131,19 +132,22 @@ class MemoryForecast:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
-    def compute_needed(self, most: float) -> float:
+    def compute_needed(self, most: float, file_pages: float) -> float:
         """Return the memory in GiB that the run itself needed; `most` is the measured peak.
 
         The memory used before the engines were built is subtracted. For a run in one process on a
-        CPU, memory mapped from files is subtracted, too. Most of it is library code, whose size
-        varies with the processor and which the system can drop from memory.
+        CPU, memory mapped from files, `file_pages`, is subtracted, too. Most of it is library code,
+        whose size varies with the processor and which the system can drop from memory.
         """
         alone = self.device == "cpu" and not self.process
-        return most - self.baseline - (measure_file_pages_gb() if alone else 0.0)
+        return most - self.baseline - (file_pages if alone else 0.0)
 
-    def format_comparison(self, most: float) -> str:
-        """Return a line that compares the measured peak `most`, in GiB, with the forecast."""
-        used = self.compute_needed(most) * GIB
+    def format_comparison(self, most: float, needed: float) -> str:
+        """Return a line that compares the measured peak with the forecast.
+
+        Of `most`, the peak in GiB, the run itself needed `needed` (see `compute_needed`).
+        """
+        used = needed * GIB
         scope = f" {self.scope}" if self.incomplete else ""
         return (
             f"memory: {most:.2f} GB at most, of which this run needed {format_size(used)}; "
@@ -207,13 +211,13 @@ class MemoryOption:
         return next((gb for gb, gib in GPU_SIZES if self.size / GIB <= gib - RESERVED_GIB), None)
 
 
-def list_memory_options(cases: Cases) -> list[MemoryOption]:
+def list_memory_options(cases: Cases, missing: Collection[str]) -> list[MemoryOption]:
     """Return the memory needed with the current settings and with alternatives that need less.
 
     Every alternative recomputes layers in the backward pass. Most combine this with one more
     change: 8-bit optimizer states, an offloaded optimizer, LoRA adapters or more GPUs. A change
     that is already made is left out. LoRA adapters are also left out if they are not supported, as
-    with fp8.
+    with fp8. `missing` are the packages of `EXTRAS` that are not installed.
     """
     option = "gradient_checkpointing=true"
     again = _change_trained(cases, lambda s: replace(s, recompute=1))
@@ -234,7 +238,9 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
         if changed != again:
             options.append(
                 MemoryOption(
-                    f"{before}{more}", _estimate_total(changed), lacks=find_install_command(more)
+                    f"{before}{more}",
+                    _estimate_total(changed),
+                    lacks=find_install_command([more], missing),
                 )
             )
     for count in () if any(case.shape.shards > 1 for case in cases.values()) else SHARDS:
@@ -243,20 +249,16 @@ def list_memory_options(cases: Cases) -> list[MemoryOption]:
     return options
 
 
-def find_install_command(*options: str) -> str:
+def find_install_command(options: Sequence[str], missing: Collection[str]) -> str:
     """Return the command that installs the packages for these options, or "" if none is missing."""
     extras = []
     for option in options:
-        if option in EXTRAS and not _is_installed(EXTRAS[option][0]):
+        if option in EXTRAS and EXTRAS[option][0] in missing:
             extras.append(EXTRAS[option][1])
     return install(",".join(extras)) if extras else ""
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def format_fit(cases: Cases, begin: str) -> Iterator[str]:
+def format_fit(cases: Cases, begin: str, missing: Collection[str]) -> Iterator[str]:
     """Yield a line that begins with `begin` and shows the smallest GPU on which the run fits.
 
     Further lines show options with which the run fits on smaller GPUs. If no GPU is large enough,
@@ -265,7 +267,7 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
     """
     if not any(case.settings.trained for case in cases.values()):
         return
-    first, *others = list_memory_options(cases)
+    first, *others = list_memory_options(cases, missing)
     yield f"{begin}about {format_size(first.size, 1)}, {_format_fit(first)}"
     best = first.smallest_gpu_gb or GPU_SIZES[-1][0] + 1
     smaller = [
@@ -280,13 +282,13 @@ def format_fit(cases: Cases, begin: str) -> Iterator[str]:
         yield f"  the least is {format_size(least.size, 1)} ({least.options}); shard it over more GPUs (layout=d16)"
 
 
-def format_smaller_options(cases: Cases, usable: float) -> Iterator[str]:
+def format_smaller_options(cases: Cases, usable: float, missing: Collection[str]) -> Iterator[str]:
     """Yield lines that suggest options with which the run needs at most `usable` bytes per GPU.
 
     There is one line for each suggestion. If no options reduce the memory enough, a single line
     shows those that need the least memory.
     """
-    others = list_memory_options(cases)[1:]
+    others = list_memory_options(cases, missing)[1:]
     fitting_options = [way for way in others if way.size <= usable]
     if fitting_options:
         for way in fitting_options:

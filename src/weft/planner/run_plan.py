@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.jsonl import shorten_path
 from weft.observe.progress import LINES, RunPlan
-from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast, format_size
 from weft.planner.lengths import RunLength
 from weft.topology import LETTERS, Layout, Mesh
@@ -296,19 +295,6 @@ def format_memory_row(
     most = "at least" if "without" in expected.scope else "at most"
     return f"{most} about {of}" + (
         "; it may not fit: weft plan memory shows what would" if need > room else ""
-    )
-
-
-def make_peak_formatter(expected: MemoryForecast, room: int) -> Callable[[float], tuple[str, bool]]:
-    """Return a function that formats the measured peak memory, in GiB, at the end of a run.
-
-    The function returns a line of text and a Boolean, which is true if the line should be shown
-    because the run needed a considerable part of the memory. `room` is the device's memory in
-    bytes.
-    """
-    return lambda most: (
-        expected.format_comparison(most),
-        expected.compute_needed(most) * GIB >= LEAST_SHOWN_SHARE * room,
     )
 
 
