@@ -62,6 +62,7 @@ NEIGHBOURS = {
     ("observe", "registry"),
     ("observe", "options"),
     ("observe", "reading"),
+    ("observe", "topology"),
     ("kernels", "errors"),
     ("algorithms", "errors"),
     ("algorithms", "registry"),

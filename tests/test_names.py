@@ -27,15 +27,14 @@ weight_policy_loss _compute_attention_width _mask_values _repeat_scales get_loss
 _choose_holder _drop_metadata hash_contents _build_dark_rules _get_capability _select_names
 _compute_mean _build_chart_data _cut_lines _embed_image _has_reward_instead _is_same_curve
 _read_id _render_cells _render_first_steps _render_log _render_option _render_section _render_tab
-_sort_ranked find_undescribed read_script render_log
-_build_conversation _build_hint _choose_default_split _collect_arguments _encode_lines
-_find_opening _find_started_run _format_paragraphs _is_for_training _is_hidden _iterate_dialogue
-_iterate_stated_languages _list_files _list_keys _list_missing_fields _list_nested_groups
-_normalize_split _parse_registered build_no_eos_error build_no_template_error count_common_end
-find_unwanted_phrase format_part_name has_leading_bos require_bos take_rows
-_accepts_text _build_timeout_trouble _build_word_pattern _build_yaml_error _collect_texts
-_escape_label _find_first_option _find_names _format_address _format_numbers _is_head_norm
-_is_metrics_mapping
+_sort_ranked find_undescribed read_script render_log _build_conversation _build_hint
+_choose_default_split _collect_arguments _encode_lines _find_opening _find_started_run
+_format_paragraphs _is_for_training _is_hidden _iterate_dialogue _iterate_stated_languages
+_list_files _list_keys _list_missing_fields _list_nested_groups _normalize_split _parse_registered
+build_no_eos_error build_no_template_error count_common_end find_unwanted_phrase format_part_name
+has_leading_bos require_bos take_rows _accepts_text _build_timeout_trouble _build_word_pattern
+_build_yaml_error _collect_texts _escape_label _find_first_option _find_names _format_address
+_format_numbers _is_head_norm _is_metrics_mapping _is_installed _choose_unit _iterate_sampling
 """
 DEFINED = re.compile(r"^ *(?:async )?(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", re.MULTILINE)
 COLUMNS = 100

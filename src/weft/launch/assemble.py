@@ -18,7 +18,8 @@ from weft.graph.mfc import MFCDef
 from weft.launch.facts import forecast, make_peak_formatter
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.jsonl import shorten_path
-from weft.planner.run_plan import build_plan
+from weft.observe.plan_table import build_plan
+from weft.planner.run_plan import describe_run
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.commands import BuildWorker
 from weft.runtime.device_group import DeviceGroup
@@ -89,7 +90,7 @@ def assemble(
             experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
         ),
         horizon=horizon,
-        plan=build_plan(experiment, horizon, facts, known, loaded, expected),
+        plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         hardware=hardware,
         ending_lines=build_next_lines(experiment, directory.path),
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),

@@ -39,20 +39,19 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.cluster import check_processes, get_device_kind
 from weft.models.network.token_outputs import count_chunk_rows
-from weft.observe.memory import measure_file_pages_gb
+from weft.observe.memory import MIB, format_size, measure_file_pages_gb
+from weft.observe.plan_table import LEAST_SHOWN_SHARE
 from weft.planner import memory
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import (
     EXTRAS,
-    MIB,
     MemoryCase,
     MemoryForecast,
     find_offloaded,
-    format_size,
 )
 from weft.planner.lengths import count_updates
 from weft.planner.memory import CallDemand, NetworkShape, build_settings
-from weft.planner.run_plan import LEAST_SHOWN_SHARE, name_engines
+from weft.planner.run_plan import name_engines
 from weft.runtime.split import split_minibatches
 from weft.topology import Mesh
 

@@ -17,10 +17,11 @@ from weft.data.sample import SequenceSample
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
+from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
-from weft.planner.run_plan import build_plan, group_roles_by_device
+from weft.planner.run_plan import describe_run, group_roles_by_device
 
 
 def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
@@ -38,7 +39,8 @@ def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
         numerics["memory"] = int(
             target.usable * (target.count if target.device.type == "cpu" else 1)
         )
-    return build_plan(experiment, data.horizon, facts, numerics, data.loaded, expected)
+    described = describe_run(experiment, data.horizon, facts, data.loaded, expected)
+    return build_plan(described, numerics)
 
 
 def build_plan_lines(
@@ -58,14 +60,14 @@ def build_plan_lines(
         notes = [note]
     facts = predict_facts(experiment, target.device, run.tokenizers)
     target, expected = _forecast(experiment, facts, batches, target)
-    plan = build_plan(
+    described = describe_run(
         experiment,
         None if data is None else data.horizon,
         facts,
-        {"hardware": target.description},
         None if data is None else data.loaded,
         expected,
     )
+    plan = build_plan(described, {"hardware": target.description})
     return [
         *_drop_memory_lines(plan).format_whole(width),
         *notes,

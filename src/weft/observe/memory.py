@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GIB = 2**30
+MIB = 2.0**20
 STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -65,3 +66,10 @@ def keep_freed_memory() -> None:
         with contextlib.suppress(AttributeError):  # another C library
             for option, value in HEAP.items():
                 ctypes.CDLL(None).mallopt(option, value)
+
+
+def format_size(number: float, digits: int = 2) -> str:
+    """Format a number of bytes, in GiB with `digits` decimals or in MiB with one less."""
+    if number >= 0.1 * GIB:
+        return f"{number / GIB:.{digits}f} GiB"
+    return f"{number / MIB:.{digits - 1}f} MiB"

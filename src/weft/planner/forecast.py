@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from weft.engine.spec import ModelSpec
 from weft.extras import install
 from weft.graph.mfc import MFCDef, Offload
+from weft.observe.memory import MIB, format_size
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB
 from weft.planner.memory import (
     CallDemand,
@@ -22,7 +23,6 @@ from weft.planner.memory import (
     list_adapted_sizes,
 )
 
-MIB = 2.0**20
 ADAPTER_RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
 # Requirements of options: (imported package, extra of weft that installs it).
@@ -177,13 +177,6 @@ def find_offloaded(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[str]:
     if trains and all("optimizer" in hooks for hooks in trains):
         offloaded_state.add("optimizer")
     return frozenset(offloaded_state)
-
-
-def format_size(number: float, digits: int = 2) -> str:
-    """Format a number of bytes, in GiB with `digits` decimals or in MiB with one less."""
-    if number >= 0.1 * GIB:
-        return f"{number / GIB:.{digits}f} GiB"
-    return f"{number / MIB:.{digits - 1}f} MiB"
 
 
 # -- options that need less memory

@@ -18,12 +18,13 @@ from weft.data.counts import SourceCount
 from weft.data.loader import LoadedData
 from weft.experiment import Experiment
 from weft.experiments import PPOConfig
+from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast
 from weft.planner.lengths import RunLength
 from weft.planner.memory import RoleMemory
-from weft.planner.run_plan import build_plan
+from weft.planner.run_plan import describe_run
 
 ROOM = int(100 * GIB)
 NUMERICS = {
@@ -56,14 +57,9 @@ def plan(
     loader: Any = Length(ids, 4)
     notes = tuple(note for count in counts for note in count.build_notes("max_seqlen=4"))
     data = LoadedData(loader, counts=counts, notes=notes)
-    return build_plan(
-        experiment,
-        RunLength.from_experiment(experiment, loader),
-        facts,
-        NUMERICS,
-        data,
-        forecast(experiment, gib),
-    )
+    horizon = RunLength.from_experiment(experiment, loader)
+    run = describe_run(experiment, horizon, facts, data, forecast(experiment, gib))
+    return build_plan(run, NUMERICS)
 
 
 def changed(config: PPOConfig, **more: Any) -> PPOConfig:
@@ -127,6 +123,8 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
 def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
     config = changed(ppo(Path(), "runs"), ppo__critic_warmup_epochs=1, max_steps=7)
     rows = dict(plan(config.build()).rows)
+    details = plan(config.build()).details
+    assert "actor_train: no optimizer step in the first epoch" in details
     length = "7 steps (max_steps=7, which overrides total_train_epochs=2)"
     assert rows["run"] == f"{length}, 6 optimizer steps of actor, 14 optimizer steps of critic"
     alone = dict(plan(grpo(Path(), "runs").build()).rows)
@@ -172,9 +170,8 @@ def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
     facts = {
         role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles
     }
-    made = build_plan(
-        experiment, None, facts, {"hardware": "a GPU of 80 GB"}, None, forecast(experiment, 60.0)
-    )
+    run = describe_run(experiment, None, facts, None, forecast(experiment, 60.0))
+    made = build_plan(run, {"hardware": "a GPU of 80 GB"})
     rows = dict(made.rows)
     assert (
         rows["data"] == "not read, so the number of steps is not known"
