@@ -26,7 +26,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     ): "a table: one case for each metric",
     **dict.fromkeys(
         [
-            ("function", "src/weft/cli/convert.py", "main"),
             ("function", "src/weft/cli/data.py", "_build_parser"),
             ("function", "src/weft/cli/serve.py", "build_parser"),
             ("function", "src/weft/cli/start.py", "main"),
