@@ -11,7 +11,7 @@ from tests.cli.test_help import page
 from weft.cli.aliases import map_spellings
 from weft.cli.main import main
 from weft.errors import ConfigError
-from weft.experiments import GRPOConfig, PPOConfig, SFTConfig
+from weft.experiments import GRPOConfig, OnlineDPOConfig, PPOConfig, SFTConfig
 from weft.experiments.common import RunConfig
 
 
@@ -29,6 +29,7 @@ from weft.experiments.common import RunConfig
         (SFTConfig, "report_to=tensorboard", "logger.tensorboard", True),
         (SFTConfig, "use_cpu=true", "device", "cpu"),
         (GRPOConfig, "max_completion_length=9", "grpo.gen.max_new_tokens", 9),
+        (OnlineDPOConfig, "max_completion_length=9", "online_dpo.gen.max_new_tokens", 9),
         (
             PPOConfig,
             "critic.parallel.use_sequence_parallel=false",

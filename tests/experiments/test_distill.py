@@ -172,7 +172,13 @@ def test_the_temperature_is_the_samplers_everywhere(material: Path) -> None:
 def test_the_learning_rate_is_that_of_supervised_methods_or_of_policies(material: Path) -> None:
     rates = [
         build(material, *words).roles["actor"].optimizer.lr
-        for words in ((), ("lora_r=4",), (REVERSE,), (REVERSE, "lora_r=4"), ("learning_rate=2e-6",))
+        for words in (
+            (),
+            ("actor.lora.r=4",),
+            (REVERSE,),
+            (REVERSE, "actor.lora.r=4"),
+            ("learning_rate=2e-6",),
+        )
     ]
     assert rates == [1e-5, 1e-5, 1e-6, 1e-5, 2e-6]
 
@@ -522,7 +528,7 @@ def test_a_teacher_that_is_the_student_without_adapters(material: Path, tmp_path
     In float64, the teacher's log-probs l are stored in float32, which is wrong by a sum of p |l|, at
     most the entropy of a vocabulary of 320, times the rounding.
     """
-    more = ("teacher.path=@student", "lora_r=4", "max_steps=2", "distill.sft_coef=1", *WIDE)
+    more = ("teacher.path=@student", "actor.lora.r=4", "max_steps=2", "distill.sft_coef=1", *WIDE)
     result = trained(material, tmp_path, *OFFLINE, *more)
     assert (
         abs(result.metrics[0]["actor_train/kl_exact"])

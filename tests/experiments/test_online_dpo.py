@@ -143,7 +143,7 @@ def test_every_loss_of_pairs_builds(material: Path, kind: str) -> None:
 def test_the_actor_is_trained_as_the_policies_of_other_methods_are(material: Path) -> None:
     rates = [
         build(material, *words).roles["actor"].optimizer.lr
-        for words in ((), ("lora_r=4",), ("learning_rate=2e-6",))
+        for words in ((), ("actor.lora.r=4",), ("learning_rate=2e-6",))
     ]
     assert rates == [1e-6, 1e-5, 2e-6]
     assert build(material).roles["actor"].optimizer.lr_scheduler_type == "constant"
@@ -231,7 +231,6 @@ def test_options_without_a_meaning_here_do_not_exist() -> None:
         ("loss_type=ipo", "loss_type", "ipo"),
         ("missing_eos_penalty=1.0", "missing_eos_penalty", 1.0),
         ("max_new_tokens=9", "gen.max_new_tokens", 9),
-        ("max_completion_length=9", "gen.max_new_tokens", 9),
         ("temperature=0.9", "gen.temperature", 0.9),
         ("num_generations=4", "samples_per_prompt", 4),
     ],
