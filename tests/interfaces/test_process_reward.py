@@ -12,8 +12,7 @@ from tests.bounds import rounded
 from tests.tiny import make_tokenizer
 from weft.data.sample import SequenceSample
 from weft.data.spec import TokenizerSpec
-from weft.data.steps import find_step_ends, find_step_tokens
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, find_step_ends, find_step_tokens
 from weft.engine.base import Engine
 from weft.errors import ConfigError
 from weft.interfaces.base import Model

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from weft.data.groups import PART
 from weft.data.sample import SequenceSample
-from weft.data.steps import find_step_tokens
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, find_step_tokens
 from weft.errors import ConfigError, DataError
 from weft.host._pool import Task
 from weft.host.spec import RewardPart, RewardTarget, locate, parse_reward

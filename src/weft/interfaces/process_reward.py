@@ -10,8 +10,7 @@ import numpy as np
 from weft.algorithms.advantages import compute_segment_sums
 from weft.algorithms.base import to_host_array
 from weft.data.sample import SequenceSample
-from weft.data.steps import find_step_ends, find_step_tokens
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import Tokenizer, find_step_ends, find_step_tokens
 from weft.errors import ConfigError
 from weft.host.base import HostContext
 from weft.host.reward import record_rewards
