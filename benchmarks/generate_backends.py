@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from inspect import signature
 from typing import Any
 
 from benchmarks.clock import Stopwatch
@@ -99,8 +100,10 @@ def continuous(settings: Settings, pause: Pause) -> dict[str, Any]:
         list(zip(settings["prompts"], settings["new_tokens"], strict=True)) * settings["samples"]
     )
     pages = sum(-(-(len(prompt) + count) // PAGE) + 1 for prompt, count in wanted)
+    known = signature(ContinuousBatchingConfig).parameters
+    size = "page_size" if "page_size" in known else "block_size"  # its name in transformers 5.17
     batching = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=pages, max_batch_tokens=MAX_BATCH_TOKENS
+        num_blocks=pages, max_batch_tokens=MAX_BATCH_TOKENS, **{size: PAGE}
     )
 
     def run() -> int:
