@@ -21,6 +21,7 @@ from tests.runtime.toy import Toy, timeless
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.jsonl import StepFile
 from weft.runtime import commands, directory
+from weft.runtime.checkpoints import RecoveryPointStore
 
 CONTROL = {
     "save_freq_steps": 2,
@@ -153,6 +154,20 @@ def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path, monkeypatch):
         and toy.weights() == whole.weights()
     )
     assert "the recovery point at step 5 is damaged" in (toy.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_cuts_beyond_the_one_that_is_taken_up_are_gone(tmp_path, monkeypatch, whole):
+    """Otherwise a kill before the next cut would take the run back to steps that it has left."""
+    points = RecoveryPointStore(stopped(tmp_path, monkeypatch).path / "recover")
+    *beyond, kept = [*points.list_points(), *([] if whole else [None])]
+    for point in beyond:
+        (point.directory / "master.bin").write_bytes(b"\0")
+    session = Toy(tmp_path, control=CONTROL).session()
+    session.open(resumes=True)
+    assert session.step == (kept.step if kept else 0)
+    assert points.list_points() == ([kept] if kept else [])
+    session.close("stopped")
 
 
 def test_without_any_whole_cut_the_run_begins_anew_unless_resume_is_demanded(tmp_path, monkeypatch):

@@ -55,6 +55,11 @@ def test_a_part_without_ids_has_no_say():
     assert merge_metrics([{"loss": 1.0}, {"loss": 9.0}], [4, 0])["loss"] == 1.0
 
 
+def test_a_part_that_lacks_a_metric_has_no_say_in_it():
+    parts = [{"own": 1.0}, {"own": 4.0}, {"loss": 3.0}]
+    assert merge_metrics(parts, [2, 1, 5]) == {"own": 2.0, "loss": 3.0}
+
+
 def test_outputs_come_in_the_order_of_the_batch():
     parts = [
         SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.arange(len(ids))})
