@@ -16,7 +16,9 @@ import pytest
 from tests.tiny import make_llama, prompt_answer_rows, write_jsonl
 from weft import registry
 from weft.cli import main as weft
+from weft.errors import ConfigError
 from weft.launch import slurm
+from weft.observe import sinks
 
 PROGRAMS = {
     "sbatch": 'cp "$2" submitted.sh; echo "7;cluster"',
@@ -281,3 +283,19 @@ def test_too_few_devices_are_refused(folder: Path) -> None:
         ValueError, match="the layouts need 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"
     ):
         slurm.start_job(config.build(), ["x"], print_only=True)
+
+
+def test_a_job_is_refused_where_its_run_would_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless it runs in a container, where other packages may be installed."""
+
+    def refuse(options: object) -> None:
+        raise ConfigError("logger.tensorboard: no")
+
+    start = sinks.LOGGERS["tensorboard"][1]
+    monkeypatch.setitem(sinks.LOGGERS, "tensorboard", (refuse, start))
+    words = sft("logger.tensorboard=true", "--print-script")
+    assert weft.main(words) == 2
+    assert "logger.tensorboard: no" in capsys.readouterr().err
+    assert weft.main([*words, "slurm.container=image.sif"]) == 0

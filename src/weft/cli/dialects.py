@@ -40,7 +40,7 @@ def find(name: str) -> Any:
         return None
 
 
-def can_read(flag: str) -> bool:
+def is_flag_available(flag: str) -> bool:
     """Return whether a flag needs no dialect, or one that is installed."""
     return flag not in FILE_FLAGS or find(FILE_FLAGS[flag]) is not None
 

@@ -303,7 +303,7 @@ class OptionSheet:
 
     def format_flags(self, group: str) -> Iterator[str]:
         for flag, what in FLAGS.items():
-            if dialects.can_read(flag.split(" ")[0]):
+            if dialects.is_flag_available(flag.split(" ")[0]):
                 yield from self._format_entry(flag, what.format(group=group), 18)
         yield ""
         yield from textwrap.wrap(GRAMMAR, self.width, break_on_hyphens=False)

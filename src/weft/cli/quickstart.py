@@ -356,6 +356,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
                 f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}"
             )
         elif (name := f"--{flag.removeprefix('--')}") in dialects.FILE_FLAGS and word != name[2:]:
+            # without dashes and path, the word is a name
             path = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
             words.option_file = (dialects.FILE_FLAGS[name], path)
         elif flag == "--configs":
@@ -375,7 +376,7 @@ def parse_command_line(argv: Sequence[str]) -> QuickstartCommandLine:
 
 def list_flags() -> list[str]:
     """Return the flags of `weft quickstart`, with those of the installed dialects."""
-    return [*FLAGS, *filter(dialects.can_read, dialects.FILE_FLAGS)]
+    return [*FLAGS, *filter(dialects.is_flag_available, dialects.FILE_FLAGS)]
 
 
 def _build_unknown_flag_error(word: str, rest: Sequence[str]) -> ConfigError:
@@ -440,8 +441,8 @@ def _take_section_names(attached: str, rest: list[str]) -> list[str]:
     if not names:
         from weft.cli.sections import list_example_sections
 
-        settings, *_, model = list_example_sections() * 2
-        example = " ".join(dict.fromkeys((settings, model)))
+        sections = list_example_sections()
+        example = " ".join(dict.fromkeys((sections[0], sections[-1])))
         raise ConfigError(
             f"--configs: needs names of sections, such as --configs {example}; weft "
             f"config ls lists them"

@@ -280,7 +280,10 @@ def find_recipe_file(path: str) -> str:
 
 
 def list_example_sections() -> tuple[str, ...]:
-    """Return built-in sections for the examples in help texts: one run, the model's section last."""
+    """Return built-in sections for the examples in help texts.
+
+    Together they make a run; that of the model comes last.
+    """
     dialect = dialects.find("open_assistant")
     return ("sft-tldr-pythia-1b",) if dialect is None else dialect.EXAMPLE_SECTIONS
 

@@ -335,16 +335,21 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
                 check_layout(spec, mesh.layout, configs[roles[name]])
             elif spec.backend == "hf":
                 check_replicated_layout(mesh.layout)
-            elif (
-                mesh.layout.num_devices > 1
-                and len(inspect.signature(backends.get(spec.backend)).parameters) < 3
-            ):
+            elif mesh.layout.num_devices > 1 and not _can_use_mesh(spec.backend):
                 raise ConfigError(
                     f"backend={spec.backend} runs on one device; write d1, or backend=torch"
                 )
         except ConfigError as error:
             rule = str(error).removeprefix("layout: ").removeprefix(f"layout={mesh.layout}: ")
             raise ConfigError(f"{name}.layout={mesh.layout}: {rule}") from None
+
+
+def _can_use_mesh(backend: str) -> bool:
+    """Return whether a backend builds engines on several devices: whether its third argument is a
+    mesh.
+    """
+    names = inspect.signature(backends.get(backend)).parameters
+    return len(names.keys() - {"tokenizer"}) > 2
 
 
 def check_longest_sequence(run: ResolvedRun, rows: int) -> None:

@@ -85,8 +85,10 @@ def run(
     finished and a recovery point is written.
     """
     # Configure, check, and download what is missing.
-    experiment, mode = _configure(config, mode, built=built)
-    check(experiment, mode)
+    experiment, mode = set_up_experiment(config, mode, built=built)
+    check_mode(mode)
+    check(experiment)
+    check_machine(experiment, mode)
     experiment = build_with_files(config, experiment)
     # Lock the run's directory.
     from weft.runtime.directory import RunDirectory, RunLock, admit
@@ -197,9 +199,18 @@ def dry_run(
     """
     # Configure, check, and download what is missing, as `run` does.
     config = mark_as_planned(config)
-    experiment, mode = _configure(config, mode)
-    check(experiment, mode)
+    experiment, mode = set_up_experiment(config, mode)
+    check_mode(mode)
+    check(experiment)
+    check_machine(experiment, mode)
     experiment = build_with_files(config, experiment, data=data)
+    return plan_checked(experiment, mode, data=data, width=width)
+
+
+def plan_checked(
+    experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
+) -> list[str]:
+    """Return the lines of `dry_run` for an experiment that is checked and whose files are there."""
     # Resolve, read the data and plan, as `prepare` does, but for devices that need not exist.
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import build_plan_lines
@@ -238,7 +249,7 @@ def mark_as_planned(config: ExperimentConfig | Experiment) -> ExperimentConfig |
     return cast(ExperimentConfig, replace(config, **models))
 
 
-def _configure(
+def set_up_experiment(
     config: ExperimentConfig | Experiment, mode: str | None, *, built: Experiment | None = None
 ) -> tuple[Experiment, str]:
     """Return the experiment and the mode; set its environment variables and import its user code.
@@ -249,27 +260,30 @@ def _configure(
     experiment = built or build_with_choices(config)
     if mode is None:
         mode = str(experiment.config.get("mode", "local"))
-    check_mode(mode)
     check_no_masks(experiment)
     os.environ.update(experiment.control.env)
     import_user_code(experiment.control.imports)
     return experiment, mode
 
 
-def check(experiment: Experiment, mode: str) -> None:
-    """Check all that needs neither torch nor files: the experiment, its devices and its loggers.
+def check(experiment: Experiment) -> None:
+    """Check the experiment and its loggers, for which torch is not needed.
 
     Options were checked before, when the experiment was built from its configuration
     (`experiments/checks.py`). What needs torch is checked by `resolve_run`.
     """
     experiment.check()
+    check_sinks(experiment.control.loggers)
+
+
+def check_machine(experiment: Experiment, mode: str) -> None:
+    """Raise `ConfigError` if the options name other machines or fewer devices than the run needs."""
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or "
             f"mode=slurm"
         )
     check_devices(experiment)
-    check_sinks(experiment.control.loggers)
 
 
 def build_with_files(

@@ -23,11 +23,16 @@ from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments.common import ExperimentConfig
 from weft.experiments.machines import SlurmSpec
-from weft.launch.run import build_with_choices, build_with_files, dry_run, mark_as_planned
+from weft.launch.run import (
+    build_with_files,
+    check,
+    mark_as_planned,
+    plan_checked,
+    set_up_experiment,
+)
 from weft.observe.jsonl import read_json
 from weft.options import read, validate
 from weft.redaction import mask_words
-from weft.registry import import_user_code
 from weft.writing import write
 
 FOLDER = "slurm"
@@ -131,19 +136,21 @@ def plan_job(
     job = f"{request.n_nodes} node{'' if request.n_nodes == 1 else 's'} with {count} {kind}"
     return [
         f"mode=slurm: a job of {job}{' each' if request.n_nodes > 1 else ''}, not submitted",
-        *dry_run(experiment, mode="ray", data=data, width=width),
+        *plan_checked(experiment, "ray", data=data, width=width),
     ]
 
 
 def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = True) -> Experiment:
-    """Build the experiment, and run the checks that do not need torch.
+    """Take the stages of `weft.launch.run` that precede the job: set_up_experiment, check and download.
 
     With `data`, the availability of tokenizers and datasets is checked too. The checks assume that
-    the nodes see the same files as this machine.
+    the nodes see the same files and, unless the job runs in a container, the same packages.
     """
-    experiment = build_with_choices(config)
-    import_user_code(experiment.control.imports)
-    experiment.check()
+    experiment, _ = set_up_experiment(config, "slurm")
+    if experiment.config.get("slurm", {}).get("container") is None:
+        check(experiment)
+    else:
+        experiment.check()
     return build_with_files(config, experiment, data=data)
 
 

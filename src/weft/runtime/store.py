@@ -324,8 +324,8 @@ class TensorLocations:
 
         Tensors that are already being sent to the rank are not requested. All keys of an id that
         come from the same rank are in one request. If both a device and the driver have a tensor,
-        it is requested from the device with the lowest rank. A key that no rank has is left out; an error is raised when
-        the key is read.
+        it is requested from the device with the lowest rank. A key that no rank has is left out; an
+        error is raised when the key is read.
         """
         transfers: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)

@@ -37,9 +37,9 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always reads
 # top-level groups in files of trlX's configuration
 TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
-# that decide what is read
 # sections that together make a run, for examples in help texts: settings, data, model
 EXAMPLE_SECTIONS = ("defaults", "oasst_export_eu", "pythia-1b")
+# keys that decide what data are read
 DATA_KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 

@@ -43,7 +43,8 @@ def hf_backend(
 ) -> TorchEngine:
     """Build an engine that runs the model directory `spec.path` with `transformers`.
 
-    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that cannot be read or run.
+    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that
+    cannot be read or run.
     """
     path = common.check_spec(spec)
     common.check_replicated_layout(layout)
