@@ -206,7 +206,7 @@ def _built(
     network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **options: Any
 ) -> Any:
     from weft.engine.backends import common
-    from weft.engine.backends.torch import _compute_cost
+    from weft.engine.backends.torch import compute_cost
     from weft.engine.spec import ModelSpec, Schedule
     from weft.engine.torch.engine import BuiltNetwork, TorchEngine
     from weft.models.network.transformer import compile_blocks
@@ -230,7 +230,7 @@ def _built(
     built = BuiltNetwork(
         network=network,
         save=_unsaved,
-        cost=_compute_cost(network, frozen=spec.has_adapters),
+        cost=compute_cost(network, frozen=spec.has_adapters),
         facts=facts,
     )
     return TorchEngine(built, spec, Layout(), where.device)

@@ -316,3 +316,14 @@ def test_optional_packages_have_one_home(package: str) -> None:
         if package in names:
             homes.append(str(path.relative_to(SRC)))
     assert len(homes) <= 1, homes
+
+
+def test_jax_is_imported_in_its_engine_alone() -> None:
+    """And where losses stop the gradient of JAX's arrays, which are there only with that engine."""
+    for path in sorted((SRC / "weft").rglob("*.py")):
+        names = {
+            target.split(".")[0]
+            for _, target in imported(path.read_text(), "weft.x", package=False)
+        }
+        if names & {"jax", "optax"} and path.parts[-2:] != ("algorithms", "base.py"):
+            assert path.parent == SRC / "weft" / "engine" / "jax", path

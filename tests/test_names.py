@@ -95,7 +95,7 @@ _all_to_all _binom _ceil _factorial _floor _negative _pair_with_local _power _ro
 activated_linear activation activity all_gather argmax at augmented auto_backend backward
 by_system checkpoint code comparisons config control denominators divemt do_GET dynamic_sampling
 each endings engine error exact exp_ratio extra fixed fused generating gpt4all grouped_linear
-gsm8k hf_backend hh holdings_of ifeval in_vectors inference init_random initial_setup items
+gsm8k hf_backend jax_backend hh holdings_of ifeval in_vectors inference init_random initial_setup items
 keymap kto_baseline kto_mismatch layer_types layer_windows length like linear llama_attention
 llama_ends llama_fields llama_keys llama_mlp llama_norms llama_values logsumexp main marked
 masked_mean math_answer messages meta metrics minibatches missing need norm null num_sequences

@@ -13,6 +13,7 @@ from weft.algorithms.dpo import LOSS_TYPES, REFERENCE_FREE, list_options
 from weft.algorithms.kl import ESTIMATORS
 from weft.algorithms.ppo import CORRECTIONS, METHODS
 from weft.algorithms.preferences import DIVERGENCES
+from weft.engine.backends.jax import REFUSED
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
 from weft.options import iterate_options
@@ -79,6 +80,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "host function": registry.functions.load_all(),
     "dataset form": registry.datasets.load_all(),
     "backend": registry.backends.load_all(),
+    "torch only": REFUSED,
     "family": registry.families.load_all(),
     "layout letter": LETTERS,
     "to host memory by": OFFLOADS,

@@ -154,6 +154,7 @@ def _check_size(value: Any, most: int) -> str | None:
 
 HF_BACKEND = "hf"  # backend for model types without a weft family
 TORCH_BACKEND = "torch"
+JAX_BACKEND = "jax"  # the networks of weft's families on JAX
 MEAN_POOLED = (
     # weft's own name, so that programs which know the transformers architectures refuse it
     "WeftMeanPooledRewardModel"

@@ -212,8 +212,8 @@ class ModelSpec:
     )
     backend: str = option(
         AUTO,
-        "torch (weft's own network), hf (the transformers module), null (a tokenizer alone); "
-        "auto: torch, else hf",
+        "torch (weft's own network), hf (the transformers module), jax (weft's network on JAX; "
+        "extra jax), null (a tokenizer alone); auto: torch, else hf",
     )
     gradient_checkpointing: bool = option(
         False, "recompute activations: less memory, a third more time to train"
@@ -377,8 +377,11 @@ class ModelSpec:
     def resolve_layout(self) -> Layout:
         """Return the layout that is set by the option `layout` or the options `parallel.*`.
 
-        Raises `ConfigError` if both are set and differ, or if `zero_stage` contradicts `layout`.
+        A role with `backend=jax` has one process, which divides its devices itself. Raises
+        `ConfigError` if both are set and differ, or if `zero_stage` contradicts `layout`.
         """
+        if self.backend == "jax":
+            return Layout()
         sizes = self.parallel
         sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
         named = Layout(

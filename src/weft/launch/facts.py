@@ -61,7 +61,7 @@ SLOT = 64  # initial tokens per cache slot; doubled as needed
 # process of a CPU device without a model: Python, torch and their libraries
 PROCESS = 0.4 * GIB
 # Modules with a function `planned`, by backend; each is imported when it is needed.
-MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf"}
+MODULES = {name: f"weft.engine.backends.{name}" for name in ("torch", "hf", "jax")}
 
 
 # -- devices

@@ -14,7 +14,12 @@ from functools import partial
 
 import torch
 
-from weft.checkpoints.config_file import HF_BACKEND, TORCH_BACKEND, prefix_option
+from weft.checkpoints.config_file import (
+    HF_BACKEND,
+    JAX_BACKEND,
+    TORCH_BACKEND,
+    prefix_option,
+)
 from weft.checkpoints.hf_io import read_config, read_raw
 from weft.data.datasets.prompt import read_fixed_prompts
 from weft.data.features import with_additions
@@ -23,6 +28,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import choose_backend
 from weft.engine.backends.common import check_replicated_layout, check_spec, with_dtype
+from weft.engine.backends.jax import check_options
 from weft.engine.device import GIGABYTE, resolve_device, set_deterministic, set_tf32
 from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
@@ -178,6 +184,12 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"does not have it "
             f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
         )
+    backend = experiment.roles[node.role].backend
+    if node.method == "generate" and backend == JAX_BACKEND:
+        raise ConfigError(
+            f"{node.role}.backend={backend}: node {node.name!r} samples, which backend=jax does "
+            f"not do; use backend=torch for this role"
+        )
     try:
         inspect.signature(cls).bind(**node.args)
     except TypeError as error:
@@ -226,10 +238,10 @@ def read_configs(experiment: Experiment) -> dict[str, TransformerConfig]:
     """
     configs = {}
     for role, spec in experiment.roles.items():
-        if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND):
+        if spec.path is None or spec.backend not in (TORCH_BACKEND, HF_BACKEND, JAX_BACKEND):
             continue
         with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
-            if spec.backend == TORCH_BACKEND:
+            if spec.backend != HF_BACKEND:
                 configs[role] = read_config(spec.path, spec.type)[1]
             else:
                 read_raw(spec.path)
@@ -333,6 +345,14 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
             if spec.backend == "torch":
                 check_spec(spec)
                 check_layout(spec, mesh.layout, configs[roles[name]])
+            elif spec.backend == JAX_BACKEND:
+                check_spec(spec)
+                check_options(spec)
+                if mesh.layout.num_devices > 1:
+                    raise ConfigError(
+                        "backend=jax divides the devices of a role by the role's own layout; "
+                        "leave that of the call out"
+                    )
             elif spec.backend == "hf":
                 check_replicated_layout(mesh.layout)
             elif mesh.layout.num_devices > 1 and not _can_use_mesh(spec.backend):

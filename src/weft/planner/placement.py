@@ -100,11 +100,11 @@ def allocate_layouts(
 
 
 def is_placed(spec: ModelSpec) -> bool:
-    """Return whether a role's layout is set, or its backend runs on one device only."""
+    """Return whether a role's layout is set, or its backend runs in one process only."""
     return (
         spec.layout is not None
         or spec.parallel != ParallelSpec()
-        or spec.backend in ("hf", *NO_NETWORK)
+        or spec.backend in ("hf", "jax", *NO_NETWORK)
     )
 
 

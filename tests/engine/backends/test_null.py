@@ -38,5 +38,5 @@ def test_a_role_of_a_tokenizer_alone_refuses_every_use(tmp_path: Path) -> None:
 def test_unknown_backends_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="torch"):
         backends.get("troch")
-    assert backends.list_shipped() == ["auto", "hf", "null", "service", "torch"]
+    assert backends.list_shipped() == ["auto", "hf", "jax", "null", "service", "torch"]
     assert Layout().num_devices == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models.common import tiny_config
-from weft.engine.backends.torch import _compute_cost
+from weft.engine.backends.torch import compute_cost
 from weft.models.network.transformer import Transformer
 
 
@@ -24,8 +24,8 @@ def test_what_the_last_layer_does_for_wanted_rows_alone(name: str, head: Any, la
     token is routed to.
     """
     network = Transformer(tiny_config(name), head)
-    assert _compute_cost(network, frozen=False).late == late
+    assert compute_cost(network, frozen=False).late == late
     if head == "value":
         assert (
-            _compute_cost(Transformer(tiny_config(name), "score", "mean"), frozen=False).late == 32
+            compute_cost(Transformer(tiny_config(name), "score", "mean"), frozen=False).late == 32
         ), "all tokens are read"

@@ -66,7 +66,7 @@ def torch_backend(
         compile_blocks(network, fp8=fp8)
     for each in {whole, network}:
         each.padding = common.find_skipped_padding(tokenizer, spec)
-    cost = _compute_cost(network, frozen=spec.has_adapters).split_over_ranks(layout.context)
+    cost = compute_cost(network, frozen=spec.has_adapters).split_over_ranks(layout.context)
     # Allocate and fill the weights.
     part = None
     if mesh is None:
@@ -85,7 +85,7 @@ def torch_backend(
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         saved_tokenizer = common.choose_padding(tokenizer, spec, network.pooling)
         saved_tokenizer.save(directory)
-        _save(directory, tensors, whole, spec, config, saved_tokenizer)
+        save_model(directory, tensors, whole, spec, config, saved_tokenizer)
 
     built = BuiltNetwork(
         network=network,
@@ -93,7 +93,7 @@ def torch_backend(
         cost=cost,
         facts={"family": family.name, **_describe_network(network, config, spec, layout, device)},
         aux_loss=aux_loss,
-        dropout=_uses_dropout(network, spec),
+        dropout=uses_dropout(network, spec),
         adapters_off=(lambda: lora.disable_adapters(network)) if spec.has_adapters else None,
         notes=common.list_padding_notes(tokenizer, spec, network.pooling),
         part=part,
@@ -162,7 +162,7 @@ def _describe_network(
         "shards": layout.fsdp,
         "copies_attention": _is_attention_copied(network, spec, device),
     }
-    quiet = not _uses_dropout(network, spec) and not choose_aux_loss_weight(
+    quiet = not uses_dropout(network, spec) and not choose_aux_loss_weight(
         config, spec.router_aux_loss_coef
     )
     return {
@@ -196,7 +196,7 @@ def _is_attention_copied(network: Transformer, spec: ModelSpec, device: torch.de
     return False
 
 
-def _uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
+def uses_dropout(network: Transformer, spec: ModelSpec) -> bool:
     """Return whether training uses dropout."""
     rates = (
         network.config.embed_dropout,
@@ -321,7 +321,7 @@ def compute_sizes(network: Transformer) -> dict[str, int]:
     }
 
 
-def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
+def compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     """Return the `TokenCost` of this rank's part of the network.
 
     With `frozen`, the matrices need no gradient, so a backward pass costs only as much as a forward
@@ -347,7 +347,7 @@ def _compute_cost(network: Transformer, *, frozen: bool) -> TokenCost:
     return TokenCost(matrices, attention, backward=1 if frozen else 2, late=late)
 
 
-def _save(
+def save_model(
     directory: Path,
     tensors: Mapping[str, Tensor],
     network: Transformer,

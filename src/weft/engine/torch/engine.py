@@ -84,6 +84,53 @@ def _build_empty_sample(want: frozenset[Output]) -> SequenceSample:
     )
 
 
+@torch.no_grad()
+def score(
+    network: nn.Module,
+    collectives: Collectives,
+    device: torch.device,
+    batch: SequenceSample,
+    want: frozenset[Output],
+    *,
+    temperature: float,
+    top: TopIds | None,
+    max_tokens: int,
+) -> SequenceSample:
+    """Return the outputs of a network for each id of a batch, as `TorchEngine.forward` does."""
+    how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
+    parts = split_batch(batch, max_tokens, "sequence")
+    work = ScoringProcessor(network, how, device)
+    outputs = []
+    for each in collectives.run(network, parts, work, trains=False):
+        if each is not None:
+            outputs.append(each)
+    return join_results(outputs, batch.ids) if outputs else _build_empty_sample(want)
+
+
+@torch.no_grad()
+def compute_loss(
+    collectives: Collectives, batch: SequenceSample, outputs: SequenceSample, loss: Loss
+) -> dict[str, float]:
+    """Return the loss of a batch and its metrics, as `TorchEngine.evaluate` does.
+
+    `outputs` has the network's outputs for the batch.
+    """
+    total = collectives.reduce_denominators(loss.denominators(batch))
+    own = MinibatchSums(0.0, [])
+    if batch.num_ids:
+        layout = PackLayout.from_sample(batch)
+        text = []
+        for key in ("prompt", "completion", "loss_mask"):
+            if key in batch.data:
+                text.append(key)
+        network = SampleRows(batch.select(keys=text).update(outputs), layout, HOST, torch.float32)
+        out: dict[str, Any] = {name: network[name] for name in loss.outputs}
+        value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
+        own = MinibatchSums(float(value), to_plain_stats([stats]))
+    done = MinibatchSums.join(collectives.gather_values(own))
+    return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
+
+
 @dataclass(frozen=True)
 class BuiltNetwork:
     """Network that a backend builds from a `ModelSpec`, with the data that the engine needs for it.
@@ -237,7 +284,6 @@ class TorchEngine:
 
     # -- scoring and training
 
-    @torch.no_grad()
     def forward(
         self,
         batch: SequenceSample,
@@ -265,14 +311,16 @@ class TorchEngine:
         for an output that the head doesn't provide, or for a sequence longer than `max_tokens`.
         """
         self.onload("weights")
-        how = PassSettings(want, temperature, extra=1 if "values" in want else 0, top=top)
-        parts = split_batch(batch, max_tokens, "sequence")
-        work = ScoringProcessor(self._network, how, self._device)
-        outputs = []
-        for each in self._collectives.run(self._network, parts, work, trains=False):
-            if each is not None:
-                outputs.append(each)
-        return join_results(outputs, batch.ids) if outputs else _build_empty_sample(want)
+        return score(
+            self._network,
+            self._collectives,
+            self._device,
+            batch,
+            want,
+            temperature=temperature,
+            top=top,
+            max_tokens=max_tokens,
+        )
 
     def train(
         self,
@@ -304,10 +352,10 @@ class TorchEngine:
             max_tokens,
             self._spec.on_nonfinite,
             temperature,
-            self._spec.seed if self._built.dropout else None,
-            self._built.aux_loss,
             self._rate,
             self._checked,
+            self._spec.seed if self._built.dropout else None,
+            self._built.aux_loss,
             self._masters.wait_for_copies,
         )
         done = []
@@ -321,7 +369,6 @@ class TorchEngine:
         self.version += 1
         return done
 
-    @torch.no_grad()
     def evaluate(
         self,
         batch: SequenceSample,
@@ -334,23 +381,8 @@ class TorchEngine:
 
         The loss is computed in float32 on the CPU. Raises the same errors as `forward`.
         """
-        total = self._collectives.reduce_denominators(loss.denominators(batch))
         outputs = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
-        own = MinibatchSums(0.0, [])
-        if batch.num_ids:
-            layout = PackLayout.from_sample(batch)
-            text = []
-            for key in ("prompt", "completion", "loss_mask"):
-                if key in batch.data:
-                    text.append(key)
-            network = SampleRows(
-                batch.select(keys=text).update(outputs), layout, HOST, torch.float32
-            )
-            out: dict[str, Any] = {name: network[name] for name in loss.outputs}
-            value, stats = loss(out, SampleRows(batch, layout, HOST, torch.float32), total)
-            own = MinibatchSums(float(value), to_plain_stats([stats]))
-        done = MinibatchSums.join(self._collectives.gather_values(own))
-        return {"loss": done.loss, **loss.summary(reduce_stats(done.stats))}
+        return compute_loss(self._collectives, batch, outputs, loss)
 
     @contextmanager
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:

@@ -258,9 +258,10 @@ class NetworkSource:
         """
         with torch.no_grad():
             for name, part in stored.items():
-                part.data.copy_(self._read_values(name, places.get(name)))
+                part.data.copy_(self.read_values(name, places.get(name)))
 
-    def _read_values(self, name: str, where: Slice | None) -> Tensor:
+    def read_values(self, name: str, where: Slice | None = None) -> Tensor:
+        """Return the initial values of a parameter, or a slice of them."""
         shape = self.shapes[name]
         if lora.is_adapter(name):
             values = lora.draw_initial_values(name, shape, self.spec.seed)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from weft.engine.rows import (
     list_sample_ids,
     split_batch,
 )
-from weft.engine.torch.optimizer import Optimizer
 from weft.engine.torch.prepare import PassSettings, mask_read_rows, prepare, prepare_filler
 from weft.errors import ConfigError, NotFinite
 from weft.kernels import put
@@ -215,6 +214,23 @@ class AuxLoss:
 NO_AUX_LOSS = AuxLoss()
 
 
+class StepOptimizer(Protocol):
+    """Interface of the optimizer of a step; `weft.engine.torch.optimizer.Optimizer` describes it."""
+
+    steps: int
+    attempts: int
+    loss_scale: float
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def parameters(self) -> list[nn.Parameter]: ...
+    def collect_gradients(self) -> dict[str, Tensor]: ...
+    def step(self, norm: Tensor) -> None: ...
+    def zero_grad(self) -> None: ...
+    def handle_overflow(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class OptimizerStep:
     """Callable that runs one optimizer step of a role on a minibatch.
@@ -224,18 +240,19 @@ class OptimizerStep:
     """
 
     network: nn.Module
-    optimizer: Optimizer
+    optimizer: StepOptimizer
     collectives: Collectives
     device: torch.device
     cost: TokenCost
     max_tokens: int
     on_nonfinite: str
     temperature: float
-    dropout_seed: int | None  # None without dropout
-    aux_loss: AuxLoss
     rate: BestMatmulRate
     checked: list[Loss]  # losses whose `by_row` declaration was verified; shared with the engine
-    ready: Callable[[], None]  # waits for pending copies of gradients and masters
+    dropout_seed: int | None = None  # None without dropout
+    aux_loss: AuxLoss = NO_AUX_LOSS
+    # waits for pending copies of gradients and masters
+    ready: Callable[[], None] = lambda: None
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
         """Accumulate the gradient of a minibatch, and update the weights unless a check fails.

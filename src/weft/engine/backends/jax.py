@@ -1,0 +1,205 @@
+"""Backend `jax`: the networks of weft's own families on the JAX devices of one process.
+
+What the engine does not compute is refused by name when the role's options are checked
+(`docs/support.md` lists it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoints import hf_io
+from weft.data.tokenizer import Tokenizer
+from weft.engine.backends import common
+from weft.engine.backends.torch import compute_cost, save_model, uses_dropout
+from weft.engine.spec import ModelSpec, ParallelSpec
+from weft.engine.torch import network_source
+from weft.engine.torch.engine import BuiltNetwork
+from weft.engine.torch.network_source import NetworkSource
+from weft.engine.torch.optimizer import list_decayed_names
+from weft.errors import ConfigError
+from weft.extras import install
+from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import find_canonical_parameters
+from weft.models.network.moe import choose_aux_loss_weight
+from weft.models.network.transformer import Transformer
+from weft.registry import register_backend
+from weft.topology import Layout, Mesh
+
+if TYPE_CHECKING:
+    from weft.engine.jax.engine import JaxEngine
+
+
+@register_backend("jax")
+def jax_backend(
+    spec: ModelSpec, layout: Layout, *, tokenizer: Tokenizer | None = None
+) -> JaxEngine:
+    """Build an engine that runs the model directory `spec.path` on JAX devices of this process.
+
+    `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that
+    cannot be read, and for options that only other backends have.
+    """
+    check_jax()
+    path = common.check_spec(spec)
+    check_options(spec)
+    from weft.engine.jax import engine
+    from weft.engine.jax.mesh import build_mesh, divide_rows
+    from weft.engine.jax.network import DecoderSettings
+    from weft.engine.jax.parameters import ParameterStacks
+
+    mesh = build_mesh(read_layout(spec), engine.find_devices(spec.device), trained=spec.trained)
+    spec = common.with_dtype(spec, path, torch.device("cpu"))
+    engine.allow_dtype(str(spec.dtype))
+    # Describe the network by torch's modules, without values.
+    family, config = hf_io.read_config(path, spec.type)
+    if tokenizer is None:
+        tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
+    config = network_source.adapt_config(spec, config, tokenizer)
+    source = NetworkSource(spec, path, config, tokenizer.added_from)
+    whole = source.build_network(None)
+    check_network(spec, whole)
+    # Put the values on the device.
+    parameters = find_canonical_parameters(whole)
+    stacks = ParameterStacks(parameters)
+    dtype = engine.DTYPES[str(spec.dtype)]
+    wide = engine.DTYPES["float64" if spec.dtype == "float64" else "float32"]
+    arrays = stacks.build_arrays(
+        source.read_values, lambda name: wide if name in stacks.trained else dtype, mesh
+    )
+    decoder = DecoderSettings(
+        config,
+        whole.kind,
+        whole.pooling,
+        dtype,
+        spec.lora.alpha / spec.lora.r if spec.lora.r else 1.0,
+        "nothing_saveable" if spec.recomputed_layers else None,
+        divide_rows(mesh) if mesh.size > 1 else None,
+    )
+    padding = common.find_skipped_padding(tokenizer, spec)
+    network = engine.JaxNetwork(decoder, stacks, arrays, padding)
+
+    def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
+        saved_tokenizer = common.choose_padding(tokenizer, spec, whole.pooling)
+        saved_tokenizer.save(directory)
+        save_model(directory, tensors, whole, spec, config, saved_tokenizer)
+
+    built = BuiltNetwork(
+        network=network,
+        save=save,
+        cost=compute_cost(whole, frozen=spec.has_adapters),
+        facts={
+            "family": family.name,
+            "vocab_size": config.vocab_size,
+            "num_layers": config.num_layers,
+        },
+        notes=common.list_padding_notes(tokenizer, spec, whole.pooling),
+    )
+    decayed = {stacks.places[name].array for name in list_decayed_names(whole)}
+    return engine.JaxEngine(built, stacks, spec, layout, frozenset(decayed))
+
+
+def read_layout(spec: ModelSpec) -> str | None:
+    """Return the mesh or layout of the options `layout` or `parallel.*`, or None for one device."""
+    if spec.layout is not None or spec.parallel == ParallelSpec():
+        return spec.layout
+    sizes = spec.parallel
+    stages, ranks, parts = (
+        sizes.pipeline_parallel_size,
+        sizes.data_parallel_size,
+        sizes.model_parallel_size,
+    )
+    return f"d{ranks}t{parts}p{stages}"
+
+
+def check_jax() -> None:
+    """Raise `ConfigError` if jax or optax is not installed."""
+    for name in ("jax", "optax"):
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"backend=jax: the package {name!r} is not installed; run: {install('jax')}"
+            )
+
+
+# Options of a role that only other backends have, with what to do instead.
+REFUSED = {
+    "dtype=float16": "write bfloat16 or float32",
+    "compile": "leave it out: every pass is compiled",
+    "fp8": "use backend=torch",
+    "quantize": "use backend=torch",
+    "offload": "use backend=torch",
+    "prefix.num_tokens": "use backend=torch",
+    "residual_dropout": "use backend=torch",
+    "recompute_every": "write gradient_checkpointing=true",
+    "optimizer.state_dtype": "use backend=torch",
+    "optimizer.offload": "use backend=torch",
+}
+
+
+def check_options(spec: ModelSpec) -> None:
+    """Raise `ConfigError` for an option of a role that the engine does not have."""
+    default = ModelSpec()
+    for option, advice in REFUSED.items():
+        name, _, value = option.partition("=")
+        own: Any = spec
+        usual: Any = default
+        for part in name.split("."):
+            own = getattr(own, part)
+            usual = getattr(usual, part)
+        if own == usual or (value and own != value) or (name == "recompute_every" and own == 1):
+            continue
+        text = str(own).lower() if isinstance(own, bool) else own
+        raise ConfigError(f"{name}={text}: backend=jax does not have it; {advice}")
+
+
+def check_network(spec: ModelSpec, network: Transformer) -> None:
+    """Raise `ConfigError` for a property of the network that the engine does not compute."""
+    config: TransformerConfig = network.config
+    if spec.trained and uses_dropout(network, spec):
+        raise ConfigError(
+            "backend=jax has no dropout, and this model or its adapters have it; write dropout=0 "
+            "(and lora.dropout=0)"
+        )
+    if choose_aux_loss_weight(config, spec.router_aux_loss_coef) and spec.trained:
+        raise ConfigError(
+            "router_aux_loss_coef: backend=jax does not balance experts; write "
+            "router_aux_loss_coef=0, or use backend=torch"
+        )
+    experts = config.experts
+    if experts is not None and experts.layers and not all(experts.layers):
+        raise ConfigError(
+            f"backend=jax has experts in all layers or in none, and {spec.path} has them in some; "
+            f"use backend=torch"
+        )
+
+
+def planned(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """Return a description of the engine, computed from config.json without jax and weights.
+
+    Activations are not estimated: the sizes that this needs are those of torch's engine.
+    """
+    path = common.check_spec(spec)
+    check_options(spec)
+    family, config = hf_io.read_config(path, spec.type)
+    if tokenizer is not None:
+        config = network_source.adapt_config(spec, config, tokenizer)
+    network = NetworkSource(spec, path, config).build_network(None)
+    check_network(spec, network)
+    parameters = find_canonical_parameters(network)
+    trained = sum(p.data.numel() for p in parameters.values() if p.requires_grad)
+    return {
+        "family": family.name,
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "num_parameters": sum(part.data.numel() for part in parameters.values()),
+        "num_trainable": trained,
+        "dtype": spec.dtype,
+        "notes": [],
+    }

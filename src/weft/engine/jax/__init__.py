@@ -1,0 +1,1 @@
+"""Engine on JAX, for TPUs, GPUs and CPUs. Only this package imports jax."""

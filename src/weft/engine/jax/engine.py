@@ -1,0 +1,460 @@
+"""Engine for the network of one role on a JAX device.
+
+It computes what `weft.engine.torch` computes. The network is a torch module on the outside, whose
+forward and backward passes are compiled functions of JAX: so the training step, the losses and the
+conversion of outputs are those of the torch engine. Outputs are small, one number per token, and are
+copied to the host, where the loss and its gradients by the outputs are computed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from torch import Tensor, nn
+
+from weft.algorithms.base import Loss, Output
+from weft.data.sample import SequenceSample
+from weft.engine import checkpoint
+from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
+from weft.engine.collectives import LocalCollectives
+from weft.engine.device import BestMatmulRate
+from weft.engine.jax.network import DecoderSettings, compute_outputs
+from weft.engine.jax.optimizer import JaxOptimizer
+from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
+from weft.engine.jax.parameters import ParameterStacks, to_torch
+from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.torch.engine import (
+    OPTIMIZER,
+    PARAMETERS,
+    STATE,
+    BuiltNetwork,
+    compute_loss,
+    score,
+)
+from weft.engine.torch.step import OptimizerStep, Veto
+from weft.errors import CheckpointError, ConfigError
+from weft.models.network.packed import Packed, SamplingSupport, TopIds
+from weft.models.network.transformer import OUTPUTS
+from weft.topology import Layout, Slice, build_whole_slice
+
+HOST = torch.device("cpu")
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
+T = TypeVar("T")
+
+
+def find_devices(name: str | None) -> list[Any]:
+    """Return the JAX devices of the kind of a torch device; None is the best kind there is.
+
+    If the name has an index, as `cuda:1` has, only this device is returned. Raises `ConfigError` if
+    JAX has no such device.
+    """
+    # Otherwise jax takes most of a GPU's memory at once, and roles of torch may share the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    kind, _, index = (name or "").partition(":")
+    platform = {"": None, "cuda": "gpu"}.get(kind, kind)
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device={name}: jax has no such device here ({str(error).splitlines()[0]}); install "
+            f"jax for it, or write another device"
+        ) from error
+    return [devices[int(index)]] if index else list(devices)
+
+
+def allow_dtype(name: str) -> None:
+    """Let JAX compute in a dtype: float64 must be switched on, for the whole process."""
+    if name == "float64":
+        jax.config.update("jax_enable_x64", True)
+
+
+class JaxNetwork(nn.Module):
+    """Network whose passes are compiled functions of JAX, called like `Transformer`.
+
+    Attributes:
+        arrays: Values of the parameters by the name of their array (`ParameterStacks`).
+        anchor: Parameter without a meaning, by which torch sees that outputs have gradients.
+        add_gradients: Function that gets the gradients of each backward pass, by array.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderSettings,
+        stacks: ParameterStacks,
+        arrays: dict[str, Array],
+        padding: int | None,
+    ) -> None:
+        super().__init__()
+        wide = torch.float64 if decoder.wide == jnp.float64 else torch.float32
+        self.anchor = nn.Parameter(torch.zeros((), dtype=wide))
+        self.arrays = arrays
+        self.add_gradients: Callable[[dict[str, Array]], None] | None = None
+        self._decoder = decoder
+        self._padding = padding
+        self._sizes = PassSizes()
+        self._trained = sorted(stacks.trained)
+        compute = partial(compute_outputs, decoder=decoder)
+        sizes = ("want", "num_scores")
+        self._compute = jax.jit(compute, static_argnames=sizes)
+
+        def compute_with_vjp(
+            trained: dict[str, Array], frozen: dict[str, Array], *inputs: Any, **static: Any
+        ) -> Any:
+            return jax.vjp(lambda own: compute({**frozen, **own}, *inputs, **static), trained)
+
+        self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=sizes)
+        self._pull_back = jax.jit(lambda pull_back, gradients: pull_back(gradients)[0])
+
+    def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
+        """Return False: a prefix that sequences share is computed for each of them."""
+        return False
+
+    def forward(
+        self,
+        x: Packed,
+        want: frozenset[Output],
+        temperature: float = 1.0,
+        support: SamplingSupport | None = None,
+    ) -> dict[Output, Tensor]:
+        """Return the outputs `want` in host memory, as `Transformer.forward` does."""
+        if not want <= OUTPUTS[self._decoder.head]:
+            raise ConfigError(
+                f"a network with a {self._decoder.head} head gives "
+                f"{', '.join(sorted(OUTPUTS[self._decoder.head]))}, not {', '.join(sorted(want))}"
+            )
+        if support is not None or isinstance(x.ids, TopIds):
+            what = "log-probs over the ids that sampling kept" if support else "the likeliest ids"
+            raise ConfigError(f"backend=jax does not compute {what}; use backend=torch")
+        pack = pack_rows(x, self._decoder, self._padding, self._sizes)
+        if self._decoder.row_sharding is not None:
+            pack = replace(pack, rows=jax.device_put(pack.rows, self._decoder.row_sharding))
+        if torch.is_grad_enabled() and self._trained:
+            names = sorted(want)
+            values = _JaxPass.apply(self.anchor, self, pack, temperature, names)
+            return dict(zip(names, values, strict=True))
+        outputs = self._compute(
+            self.arrays,
+            pack.rows,
+            pack.reads,
+            np.float32(temperature),
+            want=want,
+            num_scores=pack.num_scores,
+        )
+        return {key: to_torch(value)[: pack.outputs] for key, value in outputs.items()}
+
+    def compute_with_vjp(
+        self, pack: PackedRows, temperature: float, want: frozenset[Output]
+    ) -> tuple[dict[Output, Array], Any]:
+        """Return the outputs, and the function that maps their gradients to those of the arrays."""
+        trained: dict[str, Array] = {}
+        frozen: dict[str, Array] = {}
+        for name, value in self.arrays.items():
+            (trained if name in self._trained else frozen)[name] = value
+        outputs, pull_back = self._compute_with_vjp(
+            trained,
+            frozen,
+            pack.rows,
+            pack.reads,
+            np.float32(temperature),
+            want=want,
+            num_scores=pack.num_scores,
+        )
+        return outputs, pull_back
+
+    def run_backward(self, pull_back: Any, gradients: dict[Output, Array]) -> None:
+        """Add the gradients of a pass, given those by its outputs."""
+        assert self.add_gradients is not None, "a frozen role has no backward pass"
+        self.add_gradients(self._pull_back(pull_back, gradients))
+
+
+class _JaxPass(torch.autograd.Function):
+    """Autograd function around a forward and a backward pass of JAX.
+
+    The gradients of the parameters are not returned, but given to the network's `add_gradients`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        network: JaxNetwork,
+        pack: PackedRows,
+        temperature: float,
+        names: list[Output],
+    ) -> tuple[Tensor, ...]:
+        outputs, ctx.pull_back = network.compute_with_vjp(pack, temperature, frozenset(names))
+        ctx.network = network
+        ctx.shapes = {name: (outputs[name].shape, outputs[name].dtype) for name in names}
+        return tuple(to_torch(outputs[name])[: pack.outputs] for name in names)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        whole: dict[Output, Any] = {}
+        for (name, (shape, dtype)), own in zip(ctx.shapes.items(), gradients, strict=True):
+            values = np.zeros(shape, dtype)
+            if own is not None:
+                values[: len(own)] = own.numpy()
+            whole[name] = values
+        ctx.network.run_backward(ctx.pull_back, whole)
+        return None, None, None, None, None
+
+
+class _JaxCollectives(LocalCollectives):
+    """Communication of a layout of one device, with the gradient norm of JAX's arrays."""
+
+    def __init__(self, optimizer: JaxOptimizer | None) -> None:
+        self._optimizer = optimizer
+
+    def compute_gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        assert self._optimizer is not None
+        return self._optimizer.compute_norm()
+
+
+class JaxEngine:
+    """Implementation of `weft.engine.base.Engine` on one JAX device.
+
+    `built` has a `JaxNetwork`, whose arrays are on the device. `stacks` has the places of the
+    parameters in the arrays, and `decayed` the names of the arrays with weight decay.
+    """
+
+    def __init__(
+        self,
+        built: BuiltNetwork,
+        stacks: ParameterStacks,
+        spec: ModelSpec,
+        layout: Layout,
+        decayed: frozenset[str],
+    ) -> None:
+        network = built.network
+        assert isinstance(network, JaxNetwork)
+        self.layout = layout
+        self.version = 0
+        self._network = network
+        self._stacks = stacks
+        self._spec = spec
+        self._built = built
+        self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
+        self._is_written = False  # frozen weights have changed since they were read
+        self._rate = BestMatmulRate(lambda: _measure_matmul_rate(spec))
+        self._optimizer: JaxOptimizer | None = None
+        if spec.trained:
+            assert spec.schedule is not None, "the runtime gives every trained role a schedule"
+            self._optimizer = JaxOptimizer(
+                spec.optimizer, spec.schedule, stacks, network.arrays, decayed
+            )
+            network.add_gradients = self._optimizer.add_gradients
+        self._collectives = _JaxCollectives(self._optimizer)
+
+    # -- scoring and training
+
+    def forward(
+        self,
+        batch: SequenceSample,
+        want: frozenset[Output],
+        *,
+        temperature: float = 1.0,
+        top: TopIds | None = None,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> SequenceSample:
+        """Return the outputs named in `want` for each id; `TorchEngine.forward` describes them."""
+        return score(
+            self._network,
+            self._collectives,
+            HOST,
+            batch,
+            want,
+            temperature=temperature,
+            top=top,
+            max_tokens=max_tokens,
+        )
+
+    def train(
+        self,
+        minibatches: Sequence[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Veto | None = None,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> list[StepStats]:
+        """Run one optimizer step for each minibatch, as `TorchEngine.train` does."""
+        if self._optimizer is None:
+            raise ConfigError(
+                "this role is not trained: its weights are frozen and it has no optimizer"
+            )
+        step = OptimizerStep(
+            self._network,
+            self._optimizer,
+            self._collectives,
+            HOST,
+            self._built.cost,
+            max_tokens,
+            self._spec.on_nonfinite,
+            temperature,
+            self._rate,
+            self._checked,
+        )
+        done = [step(minibatch, loss, veto) for minibatch in minibatches]
+        self.version += 1
+        return done
+
+    def evaluate(
+        self,
+        batch: SequenceSample,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> dict[str, float]:
+        """Return the value of `loss` under the key "loss", and the metrics of its `summary`."""
+        outputs = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
+        return compute_loss(self._collectives, batch, outputs, loss)
+
+    def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
+        raise ConfigError("backend=jax does not sample; use backend=torch for this role")
+
+    def gather(self, own: T) -> list[T]:
+        """Return `own` in a list: there is one rank."""
+        return [own]
+
+    # -- parameters
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Names of the parameters that are trained."""
+        if not self._spec.trained:
+            return frozenset()
+        places = self._stacks.places.items()
+        return frozenset(name for name, place in places if place.array in self._stacks.trained)
+
+    def slices(self) -> Mapping[str, Slice]:
+        slices = {}
+        for name, place in self._stacks.places.items():
+            shape = self._network.arrays[place.array].shape
+            slices[name] = build_whole_slice(shape if place.index is None else shape[1:])
+        return slices
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
+        """Iterate over parameters, as (name, whole slice, values in host memory)."""
+        slices = self.slices()
+        for name, values in self._stacks.read(self._network.arrays, names):
+            yield name, slices[name], values
+
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0
+    ) -> None:
+        """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
+
+        `parts` contains (name, slice, values) of each parameter, and `version` is the version of
+        the new weights. Raises `ConfigError` for unknown names.
+        """
+        given = list(parts)
+        for name, _, _ in given:
+            if name not in self._stacks.places:
+                raise ConfigError(f"this network has no parameter {name!r}")
+        self._network.arrays.update(self._stacks.replace(self._network.arrays, given, eta))
+        self._is_written = True
+        self.version = version
+
+    def offload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Do nothing: `check_spec` refuses the option `offload` unless it would change nothing."""
+
+    def onload(self, what: Literal["weights", "optimizer"]) -> None:
+        """Do nothing, as `offload`."""
+
+    # -- on disk
+
+    def save_state(self, d: Path) -> None:
+        """Write the state needed to resume training, in the files of `TorchEngine.save_state`."""
+        values: dict[str, Any] = {"version": self.version}
+        names = self._stacks.places if self._is_written else self.trained_names
+        tensors = dict(self._stacks.read(self._network.arrays, names))
+        checkpoint.write_tensors(d / f"{PARAMETERS}.safetensors", tensors)
+        if self._optimizer is not None:
+            state = self._optimizer.collect_tensors()
+            checkpoint.write_tensors(d / f"{OPTIMIZER}.safetensors", state)
+            values["optimizer"] = self._optimizer.collect_values()
+        checkpoint.write_values(d / STATE, values)
+
+    def load_state(self, d: Path) -> None:
+        """Load the state that either engine wrote.
+
+        Raises `CheckpointError` if the state is damaged or belongs to another kind of role.
+        """
+        values = checkpoint.read_values(d / STATE)
+        if ("optimizer" in values) != (self._optimizer is not None):
+            raise CheckpointError(
+                f"{d}: the state belongs to a role that is "
+                f"{'' if self._optimizer is None else 'not '}trained"
+            )
+        saved = checkpoint.SavedTensors(d, PARAMETERS)
+        slices = self.slices()
+        unknown = [name for name in saved.names if name not in slices]
+        if unknown:
+            raise CheckpointError(f"{d}: the state has {unknown[0]!r}, which this role lacks")
+        parts = ((name, None, saved.read(name, slices[name])) for name in saved.names)
+        self._network.arrays.update(self._stacks.replace(self._network.arrays, parts, 1.0))
+        if self._optimizer is not None:
+            state = checkpoint.SavedTensors(d, OPTIMIZER)
+            tensors = {}
+            for key in state.names:
+                tensors[key] = state.read(key, slices.get(key.rsplit("/", 1)[0]))
+            self._optimizer.load(tensors, values["optimizer"])
+        self.version = values["version"]
+
+    def save_model(self, d: Path, tokenizer: Any) -> None:
+        """Write a Hugging Face directory that `transformers` can load, in the role's dtype."""
+        self._built.save(
+            d, dict(self._stacks.read(self._network.arrays, self._stacks.places)), tokenizer
+        )
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """Facts about the network, as `TorchEngine.description`."""
+        arrays = self._network.arrays
+        total = sum(math.prod(value.shape) for value in arrays.values())
+        trained = sum(math.prod(arrays[name].shape) for name in self._stacks.trained)
+        return {
+            **self._built.facts,
+            "num_parameters": total,
+            "num_trainable": trained,
+            "held_parameters": total,
+            "held_trainable": trained,
+            "flops_per_token": self._built.cost.flops_per_token,
+            "dtype": self._spec.dtype,
+            "device": _describe_devices(next(iter(arrays.values())).sharding.device_set),
+            "notes": list(self._built.notes),
+        }
+
+
+def _describe_devices(devices: Collection[Any]) -> str:
+    first = min(devices, key=lambda each: each.id)
+    return str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}"
+
+
+def _measure_matmul_rate(spec: ModelSpec) -> float:
+    """Return the operations per second of a large matrix product in the role's dtype."""
+    from time import perf_counter
+
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((size, size), DTYPES[spec.dtype or "float32"])
+    product = jax.jit(lambda x: x @ x)
+    product(x).block_until_ready()
+    best = math.inf
+    for _ in range(3):
+        start = perf_counter()
+        product(x).block_until_ready()
+        best = min(best, perf_counter() - start)
+    return 2.0 * size**3 / best

@@ -1,0 +1,460 @@
+"""The decoder of `weft.models.network` as pure functions of a dictionary of JAX arrays.
+
+The parameters have weft's canonical names, with one difference: the parameters of equal blocks are
+stacked, so that one compiled block serves all of them. `blocks.0:12.attention.q.weight` has the
+matrices of blocks 0 to 11 as [12, out, in] (`weft.engine.jax.parameters`).
+
+Tokens are in rows [R, L], each of which contains several sequences, one after the other, and
+padding at the end. A token attends to earlier tokens of its own sequence, which has the same number
+in `segments`; padding has the number 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft.algorithms.base import Output
+from weft.models.network.config import TransformerConfig
+from weft.models.network.transformer import Head, Pooling
+
+Parameters = Mapping[str, Array]
+QUERY_CHUNK = 1024  # queries whose attention scores are in memory at once
+CHUNK_CELLS = 1 << 24  # logits of a chunk of rows
+LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix
+MASKED = -1e30  # attention score of a key that a query cannot see; finite, so no row is all NaN
+
+# What the backward pass keeps of a block's forward pass, by EasyLM's names.
+REMATERIALIZATION: Mapping[str, Any] = {
+    "everything_saveable": jax.checkpoint_policies.everything_saveable,
+    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
+    "checkpoint_dots": jax.checkpoint_policies.checkpoint_dots,
+    "checkpoint_dots_with_no_batch_dims": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+
+
+class TokenRows(NamedTuple):
+    """Tokens of a pass in rows of equal length, as arrays of JAX or numpy.
+
+    Attributes:
+        tokens: Token ids, int32 [R, L].
+        positions: Position of each token in its sequence, int32 [R, L].
+        segments: Number of each token's sequence within its row, from 1; 0 for padding, int32 [R, L].
+        cos: Cosines of the rotation angles, [R, L, dim / 2], or None without rotation.
+        sin: Sines of the rotation angles, [R, L, dim / 2], or None without rotation.
+    """
+
+    tokens: Any
+    positions: Any
+    segments: Any
+    cos: Any
+    sin: Any
+
+
+class HeadInputs(NamedTuple):
+    """Rows of hidden states that a head reads, as arrays of JAX or numpy.
+
+    Attributes:
+        rows: Indices into the flattened tokens [R * L], int32 [N]. For scores that are averaged
+            over a sequence, the index of every token.
+        labels: Token whose log-prob is computed at each row, int32 [N]. For averaged scores, the
+            sequence of each token.
+        ids: Further ids whose log-probs are computed at each row, int32 [N, K], or None.
+    """
+
+    rows: Any
+    labels: Any
+    ids: Any = None
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """Architecture of a network, and how it is computed.
+
+    Attributes:
+        config: Sizes and variants of the network.
+        head: Kind of head.
+        dtype: dtype of the computation; log-probs, values and scores have at least float32.
+        adapter_scale: Factor of low-rank adapters.
+        policy: Key of `REMATERIALIZATION`, or None to keep all activations.
+        row_sharding: How hidden states [R, L, hidden] are divided over devices, or None.
+    """
+
+    config: TransformerConfig
+    head: Head
+    pooling: Pooling
+    dtype: Any
+    adapter_scale: float = 1.0
+    policy: str | None = None
+    row_sharding: NamedSharding | None = None
+
+    def divide(self, x: Array) -> Array:
+        """Return hidden states divided over the devices; the compiler divides the rest."""
+        if self.row_sharding is None:
+            return x
+        return lax.with_sharding_constraint(x, self.row_sharding)
+
+    def gather_table(self, table: Array) -> Array:
+        """Return an embedding matrix [V, width] of which each device has all rows.
+
+        Otherwise the compiler would gather all embeddings of a batch on every device.
+        """
+        if self.row_sharding is None:
+            return table
+        return lax.with_sharding_constraint(table, NamedSharding(self.row_sharding.mesh, P()))
+
+    @property
+    def wide(self) -> Any:
+        """dtype of log-probs, values, scores and norms' statistics."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+
+def compute_hidden(parameters: Parameters, rows: TokenRows, decoder: DecoderSettings) -> Array:
+    """Return the hidden states after the last norm, [R, L, width]."""
+    config = decoder.config
+    x = decoder.gather_table(parameters["embed.weight"])[rows.tokens].astype(decoder.dtype)
+    if config.embed_scale is not None:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
+    if "embed_in.weight" in parameters:
+        x = _apply_linear(parameters, "embed_in", x)
+    if config.learned_positions is not None:
+        table = parameters["positions.weight"].astype(x.dtype)
+        x = x + table[rows.positions + config.position_offset]
+    x = decoder.divide(x)
+    for layers, stack in group_stacks(parameters):
+        x = _run_stack(x, stack, layers, rows, decoder)
+    if config.final_norm:
+        x = _normalize(parameters, "norm", x, decoder)
+    if "embed_out.weight" in parameters:
+        x = _apply_linear(parameters, "embed_out", x)
+    return x
+
+
+def group_stacks(parameters: Parameters) -> list[tuple[range, dict[str, Array]]]:
+    """Return the stacks of equal blocks in order: their layers, and their parameters by name.
+
+    The names are those within a block, such as `attention.q.weight`.
+    """
+    stacks: dict[tuple[int, int], dict[str, Array]] = {}
+    for name, value in parameters.items():
+        if name.startswith("blocks."):
+            _, run, own = name.split(".", 2)
+            first, stop = run.split(":")
+            stacks.setdefault((int(first), int(stop)), {})[own] = value
+    return [(range(*run), stacks[run]) for run in sorted(stacks)]
+
+
+def _run_stack(
+    x: Array, stack: Mapping[str, Array], layers: range, rows: TokenRows, decoder: DecoderSettings
+) -> Array:
+    """Run equal blocks one after the other, with one compiled block for all of them."""
+    config = decoder.config
+    windows = []
+    scales = []
+    for layer in layers:
+        window = config.window(layer)
+        windows.append(config.max_positions + x.shape[1] if window is None else window)
+        scales.append(config.scale / (layer + 1 if config.layer_scaled_attention else 1))
+
+    def run(x: Array, layer: tuple[Parameters, Array, Array]) -> tuple[Array, None]:
+        own, window, scale = layer
+        return decoder.divide(_run_block(x, own, window, scale, rows, decoder)), None
+
+    if decoder.policy is not None:
+        run = jax.checkpoint(run, policy=REMATERIALIZATION[decoder.policy])
+    each = (dict(stack), jnp.asarray(windows, jnp.int32), jnp.asarray(scales, decoder.wide))
+    y, _ = lax.scan(run, x, each)
+    return y
+
+
+def _run_block(
+    x: Array,
+    own: Parameters,
+    window: Array,
+    scale: Array,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+) -> Array:
+    config = decoder.config
+
+    def attend(x: Array) -> Array:
+        return _attend(x, own, window, scale, rows, decoder)
+
+    def feed(x: Array) -> Array:
+        return _feed(x, own, decoder)
+
+    norm = partial(_normalize, own, decoder=decoder)
+    if config.parallel_residual:
+        return x + attend(norm("norm1", x)) + feed(norm("norm2", x))
+    match config.placement:
+        case "pre":
+            x = x + attend(norm("norm1", x))
+            return x + feed(norm("norm2", x))
+        case "post":
+            x = x + norm("norm1_post", attend(x))
+            return x + norm("norm2_post", feed(x))
+        case "both":
+            x = x + norm("norm1_post", attend(norm("norm1", x)))
+            return x + norm("norm2_post", feed(norm("norm2", x)))
+        case "after":
+            x = norm("norm1", x + attend(x))
+            return norm("norm2", x + feed(x))
+
+
+def _attend(
+    x: Array,
+    own: Parameters,
+    window: Array,
+    scale: Array,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+) -> Array:
+    """Return the output of self-attention, [R, L, hidden]."""
+    config = decoder.config
+    heads = {}
+    for name, count in (
+        ("q", config.num_heads),
+        ("k", config.num_kv_heads),
+        ("v", config.num_kv_heads),
+    ):
+        y = _apply_linear(own, f"attention.{name}", x, decoder)
+        if config.qk_norm == "full" and name != "v":
+            y = _normalize(own, f"attention.{name}_norm", y, decoder)
+        y = y.reshape(*y.shape[:-1], count, config.head_dim)
+        if config.qk_norm == "head" and name != "v":
+            y = _normalize(own, f"attention.{name}_norm", y, decoder)
+        heads[name] = y if name == "v" or rows.cos is None else _rotate(y, rows)
+    q, k, v = heads["q"], heads["k"], heads["v"]
+    q = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
+
+    def attend_chunk(chunk: tuple[Array, Array, Array]) -> Array:
+        q, segments, positions = chunk
+        scores = jnp.einsum("rqkgd,rskd->rkgqs", q, k, preferred_element_type=decoder.wide)
+        scores = scores * scale
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+        distance = positions[:, :, None] - rows.positions[:, None, :]
+        seen = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
+        seen &= (distance < window) & (segments[:, :, None] > 0)
+        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("rkgqs,rskd->rqkgd", weights, v)
+
+    length = q.shape[1]
+    if length <= QUERY_CHUNK:
+        mixed = attend_chunk((q, rows.segments, rows.positions))
+    else:  # rows are a power of two, or three times one, so chunks divide them
+        count = 1
+        while length // count > QUERY_CHUNK:
+            count *= 2
+        chunks = []
+        for each in (q, rows.segments, rows.positions):
+            parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
+            chunks.append(jnp.moveaxis(parts, 1, 0))
+        mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
+        mixed = jnp.moveaxis(mixed, 0, 1)
+    mixed = mixed.reshape(*x.shape[:2], -1)
+    return _apply_linear(own, "attention.o", mixed, decoder)
+
+
+def _rotate(heads: Array, rows: TokenRows) -> Array:
+    """Rotate the first dimensions of each head, [R, L, heads, head_dim]."""
+    cos, sin = rows.cos[:, :, None], rows.sin[:, :, None]
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(heads, [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def _feed(x: Array, own: Parameters, decoder: DecoderSettings) -> Array:
+    """Return the output of the MLP or of the experts, [R, L, hidden]."""
+    config = decoder.config
+    if config.experts is not None:
+        return _feed_experts(x.reshape(-1, x.shape[-1]), own, decoder).reshape(x.shape)
+    up = _apply_linear(own, "mlp.up", x, decoder)
+    if config.gated:
+        gate = _apply_linear(own, "mlp.gate", x, decoder)
+        inner = _activate(gate.astype(decoder.wide), config) * up.astype(decoder.wide)
+    else:
+        inner = _activate(up.astype(decoder.wide), config)
+    return _apply_linear(own, "mlp.down", inner.astype(x.dtype), decoder)
+
+
+def _feed_experts(x: Array, own: Parameters, decoder: DecoderSettings) -> Array:
+    """Return the weighted outputs of each token's experts, [T, hidden]. No token is dropped."""
+    experts = decoder.config.experts
+    assert experts is not None
+    logits = _apply_linear(own, "mlp.router", x, decoder)
+    weights, chosen = lax.top_k(jax.nn.softmax(logits.astype(decoder.wide), axis=-1), experts.top_k)
+    if experts.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    # Sort the pairs of token and expert by expert.
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    token = order // experts.top_k
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts.num).astype(jnp.int32)
+
+    def multiply(name: str, x: Array) -> Array:
+        def apply(which: str, x: Array) -> Array:
+            matrices = own[f"mlp.experts.{name}.{which}"].astype(x.dtype)
+            return lax.ragged_dot(x, matrices.swapaxes(1, 2), sizes)
+
+        y = apply("weight", x)
+        if f"mlp.experts.{name}.lora_a" in own:
+            y = y + apply("lora_b", apply("lora_a", x)) * decoder.adapter_scale
+        return y
+
+    gathered = x[token]
+    gate = multiply("gate", gathered)
+    inner = _activate(gate.astype(decoder.wide), decoder.config)
+    inner = (inner * multiply("up", gathered).astype(decoder.wide)).astype(x.dtype)
+    outputs = multiply("down", inner) * weights.reshape(-1)[order, None].astype(x.dtype)
+    return jnp.zeros_like(x).at[token].add(outputs)
+
+
+def _activate(x: Array, config: TransformerConfig) -> Array:
+    match config.activation:
+        case "silu":
+            return jax.nn.silu(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "relu":
+            return jax.nn.relu(x)
+
+
+def _apply_linear(
+    own: Parameters, name: str, x: Array, decoder: DecoderSettings | None = None
+) -> Array:
+    """Return x W^T + b, plus scale (x A^T) B^T if the matrix has a low-rank adapter."""
+    y = x @ own[f"{name}.weight"].astype(x.dtype).T
+    if (bias := own.get(f"{name}.bias")) is not None:
+        y = y + bias.astype(x.dtype)
+    if decoder is not None and (low := own.get(f"{name}.lora_a")) is not None:
+        high = own[f"{name}.lora_b"].astype(x.dtype)
+        y = y + (x @ low.astype(x.dtype).T) @ high.T * decoder.adapter_scale
+    return y
+
+
+def _normalize(own: Parameters, name: str, x: Array, decoder: DecoderSettings) -> Array:
+    """Return the RMS norm or layer norm over the last dimension, with statistics in float32."""
+    config = decoder.config
+    wide = x.astype(decoder.wide)
+    if config.norm == "layer":
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.norm_eps)
+    weight = own.get(f"{name}.weight")
+    if weight is not None:
+        offset = 1.0 if config.norm == "rms_plus_one" else 0.0
+        wide = wide * (weight.astype(wide.dtype) + offset)
+    if (bias := own.get(f"{name}.bias")) is not None:
+        wide = wide + bias.astype(wide.dtype)
+    return wide.astype(x.dtype)
+
+
+# -- heads
+
+
+def compute_outputs(
+    parameters: Parameters,
+    rows: TokenRows,
+    reads: HeadInputs,
+    temperature: Array,
+    *,
+    decoder: DecoderSettings,
+    want: frozenset[Output],
+    num_scores: int = 0,
+) -> dict[Output, Array]:
+    """Return the outputs `want` at the rows of `reads`, float32 or wider.
+
+    A language model gives `logprobs`, `entropy` and `top1` [N], and with `reads.ids`
+    `given_logprobs` [N, K + 1]; other heads give `values` or `scores` [N]. With mean pooling, there
+    are `num_scores` scores.
+    """
+    hidden = compute_hidden(parameters, rows, decoder)
+    hidden = hidden.reshape(-1, hidden.shape[-1])[reads.rows]
+    if decoder.head != "lm":
+        values = (hidden.astype(decoder.wide) @ parameters["score.weight"].astype(decoder.wide).T)[
+            :, 0
+        ]
+        if decoder.head == "score" and decoder.pooling == "mean":
+            sums = jax.ops.segment_sum(values, reads.labels, num_scores + 1)
+            counts = jax.ops.segment_sum(jnp.ones_like(values), reads.labels, num_scores + 1)
+            values = (sums / jnp.maximum(counts, 1))[:num_scores]
+        return {"scores" if decoder.head == "score" else "values": values}
+
+    def compute_chunk(chunk: tuple[Array, Array, Array | None]) -> dict[Output, Array]:
+        hidden, labels, ids = chunk
+        logits = compute_logits(parameters, hidden, decoder) / temperature
+        return _read_logits(logits, labels, ids, want)
+
+    count = _count_chunks(len(reads.labels), decoder.config.vocab_size)
+    chunks = []
+    for each in (hidden, reads.labels, reads.ids):
+        parts = None if each is None else each.reshape(count, -1, *each.shape[1:])
+        chunks.append(parts)
+    outputs = lax.map(jax.checkpoint(compute_chunk), tuple(chunks))
+    return {key: value.reshape(-1, *value.shape[2:]) for key, value in outputs.items()}
+
+
+def compute_logits(parameters: Parameters, hidden: Array, decoder: DecoderSettings) -> Array:
+    """Return logits [N, V], float32 or wider, not divided by a temperature."""
+    config = decoder.config
+    matrix = parameters["embed.weight" if config.tied else "head.weight"].astype(hidden.dtype)
+    logits = jnp.einsum("nw,vw->nv", hidden, matrix, preferred_element_type=decoder.wide)
+    if (bias := parameters.get("head.bias")) is not None:
+        logits = logits + bias.astype(logits.dtype)
+    if config.final_softcap is not None:
+        logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+    return logits
+
+
+def _read_logits(
+    logits: Array, labels: Array, ids: Array | None, want: frozenset[Output]
+) -> dict[Output, Array]:
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    outputs: dict[Output, Array] = {}
+    if "logprobs" in want:
+        outputs["logprobs"] = jnp.take_along_axis(logprobs, labels[:, None], axis=1)[:, 0]
+    if "entropy" in want:
+        outputs["entropy"] = -(jnp.exp(logprobs) * logprobs).sum(-1)
+    if "top1" in want:
+        outputs["top1"] = (logprobs.argmax(-1) == labels).astype(logprobs.dtype)
+    if "given_logprobs" in want:
+        assert ids is not None
+        own = jnp.take_along_axis(logprobs, ids, axis=1)
+        # log-prob of all other ids together
+        others = jnp.put_along_axis(logprobs, ids, -jnp.inf, axis=1, inplace=False)
+        rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+        outputs["given_logprobs"] = jnp.concatenate([own, rest], axis=1)
+    return outputs
+
+
+def _count_chunks(num_rows: int, vocab_size: int) -> int:
+    """Return the number of chunks whose logits are computed one after the other, a power of two.
+
+    Numbers of rows are a power of two, or three times one (`weft.engine.jax.packing`).
+    """
+    most = max(LEAST_CHUNK_ROWS, CHUNK_CELLS // vocab_size)
+    count = 1
+    while num_rows / count > most and num_rows % (2 * count) == 0:
+        count *= 2
+    return count
+
+
+def round_up(number: int, least: int = 1) -> int:
+    """Return the smallest power of two, or three times a power of two, from `number` and `least` on.
+
+    Arrays of few sizes are compiled for, each at most a half larger than needed.
+    """
+    number = max(number, least, 1)
+    power = 1 << math.ceil(math.log2(number))
+    return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power

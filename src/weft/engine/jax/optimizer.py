@@ -1,0 +1,217 @@
+"""Optimizer of one role's trained arrays: optax's update rules, with weft's schedule and clipping.
+
+The files of its state are those of `weft.engine.torch.optimizer`, so a run can continue with either
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import Tensor
+
+from weft.engine.jax.parameters import ParameterStacks
+from weft.engine.spec import OptimizerSpec, Schedule
+from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
+from weft.errors import CheckpointError
+
+# Arrays of each rule's state: field of optax's state -> name of the slot in files.
+SLOTS = {
+    "adamw": {"mu": "exp_avg", "nu": "exp_avg_sq"},
+    "lion": {"mu": "exp_avg"},
+    "sgd": {"trace": "momentum_buffer"},
+}
+
+
+def build_rule(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """Return the update rule, without learning rate, weight decay and clipping."""
+    if spec.type == "adamw":
+        return optax.scale_by_adam(spec.beta1, spec.beta2, spec.eps)
+    if spec.type == "lion":
+        return optax.scale_by_lion(spec.beta1, spec.beta2)
+    return optax.trace(spec.beta1)
+
+
+class JaxOptimizer:
+    """Update of the trained arrays of one role; implements `weft.engine.torch.step.StepOptimizer`.
+
+    `arrays` has all arrays of the role, and is changed in place. `decayed` are the names of the
+    arrays with weight decay.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        schedule: Schedule,
+        stacks: ParameterStacks,
+        arrays: dict[str, Array],
+        decayed: Collection[str],
+    ) -> None:
+        self.spec = spec
+        self.schedule = schedule
+        self.steps = 0
+        self.attempts = 0  # number of minibatches, skipped ones included
+        self.loss_scale = 1.0
+        self.gradients: dict[str, Array] | None = None  # sums over the micro-batches so far
+        self._stacks = stacks
+        self._arrays = arrays
+        self._rule = build_rule(spec)
+        self._state: Any = self._build_state()
+        decay = spec.weight_decay
+
+        def update(
+            trained: dict[str, Array],
+            state: Any,
+            gradients: dict[str, Array],
+            rate: Array,
+            divisor: Array,
+        ) -> tuple[dict[str, Array], Any]:
+            clipped = {name: g / divisor.astype(g.dtype) for name, g in gradients.items()}
+            directions, state = self._rule.update(clipped, state, trained)
+            new = {}
+            for name, value in trained.items():
+                step = rate.astype(value.dtype)
+                decayed_value = value * (1.0 - step * decay) if decay and name in decayed else value
+                new[name] = decayed_value - step * directions[name]
+            return new, state
+
+        self._update = jax.jit(update, donate_argnums=(0, 1))
+        self._add = jax.jit(
+            lambda sums, more: jax.tree.map(jnp.add, sums, more), donate_argnums=(0,)
+        )
+        self._norm = jax.jit(optax.tree.norm)
+
+    def _build_state(self) -> Any:
+        """Return the state before the first step, divided over devices like the arrays."""
+        trained = self.trained
+        state = jax.eval_shape(self._rule.init, trained)
+        shardings = {name: value.sharding for name, value in trained.items()}
+        mesh = cast(NamedSharding, next(iter(shardings.values()))).mesh
+        places = {}
+        for slot in state._fields:
+            own = getattr(state, slot)
+            places[slot] = shardings if isinstance(own, dict) else NamedSharding(mesh, P())
+        return jax.jit(self._rule.init, out_shardings=state._replace(**places))(trained)
+
+    @property
+    def trained(self) -> dict[str, Array]:
+        """Arrays that the optimizer updates, by name."""
+        return {name: self._arrays[name] for name in sorted(self._stacks.trained)}
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return compute_learning_rate(self.spec, self.schedule, self.steps)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """No parameters of torch: their gradients are summed by `add_gradients`."""
+        return []
+
+    def add_gradients(self, gradients: dict[str, Array]) -> None:
+        """Add the gradients of a micro-batch, by array."""
+        if self.gradients is None:
+            self.gradients = gradients
+        else:
+            self.gradients = self._add(self.gradients, gradients)
+
+    def collect_gradients(self) -> dict[str, Tensor]:
+        return {}
+
+    def compute_norm(self) -> Tensor:
+        """Return the L2 norm of the gradient, as a scalar tensor."""
+        if self.gradients is None:
+            return torch.zeros(())
+        return torch.tensor(float(self._norm(self.gradients)), dtype=torch.float64)
+
+    def step(self, norm: Tensor) -> None:
+        """Clip the gradient, whose norm is `norm`, and update the arrays."""
+        assert self.gradients is not None, "a step follows a backward pass"
+        divisor = 1.0
+        if self.spec.max_grad_norm > 0.0:
+            divisor = max(1.0, (float(norm) + CLIP_EPS) / self.spec.max_grad_norm)
+        new, self._state = self._update(
+            self.trained,
+            self._state,
+            self.gradients,
+            np.float64(self.learning_rate),
+            np.float64(divisor),
+        )
+        self._arrays.update(new)
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        self.gradients = None
+
+    def handle_overflow(self) -> bool:
+        """Return False: gradients are not scaled, so an overflow is an error."""
+        return False
+
+    # -- on disk
+
+    def collect_tensors(self) -> dict[str, Tensor]:
+        """Return the state as tensors named `{parameter}/{slot}`."""
+        tensors = {}
+        has_state = self.spec.type != "sgd" or self.spec.beta1 > 0.0
+        if self.steps and has_state:
+            names = [n for n, p in self._stacks.places.items() if p.array in self._stacks.trained]
+            for field, slot in SLOTS[self.spec.type].items():
+                for name, value in self._stacks.read(getattr(self._state, field), names):
+                    tensors[f"{name}/{slot}"] = value
+            if self.spec.type == "adamw":
+                for name in names:
+                    tensors[f"{name}/step"] = torch.tensor(float(self.steps))
+        return tensors
+
+    def collect_values(self) -> dict[str, float]:
+        """Return the state that consists of plain numbers, such as the step count."""
+        return {
+            "steps": self.steps,
+            "attempts": self.attempts,
+            "loss_scale": self.loss_scale,
+            "calm_steps": 0,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
+        """Load the results of `collect_tensors` and `collect_values` of either engine.
+
+        Raises `CheckpointError` for an unknown parameter, and for a state of another update rule.
+        """
+        slots = SLOTS[self.spec.type]
+        known = {*slots.values(), "step"}
+        by_slot: dict[str, dict[str, Tensor]] = {slot: {} for slot in known}
+        for key, value in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            place = self._stacks.places.get(name)
+            if place is None or place.array not in self._stacks.trained:
+                raise CheckpointError(
+                    f"the optimizer state contains {name!r}, which this role does not train"
+                )
+            if slot not in known:
+                raise CheckpointError(
+                    f"the optimizer state has {slot!r} of {name!r}, which backend=jax cannot "
+                    f"continue with optimizer.type={self.spec.type}; continue with backend=torch"
+                )
+            by_slot[slot][name] = value
+        state = self._build_state()
+        for field, slot in slots.items():
+            old = getattr(state, field)
+            parts: Iterable[tuple[str, Any, Tensor]] = (
+                (name, None, value) for name, value in by_slot[slot].items()
+            )
+            state = state._replace(**{field: {**old, **self._stacks.replace(old, parts, 1.0)}})
+        self.steps = int(values["steps"])
+        self.attempts = int(values["attempts"])
+        if "count" in state._fields:
+            count = np.asarray(self.steps, state.count.dtype)
+            state = state._replace(count=jax.device_put(count, state.count.sharding))
+        self._state = state

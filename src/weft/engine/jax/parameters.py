@@ -1,0 +1,147 @@
+"""Parameters of equal blocks as stacks, and their exchange with torch and with files.
+
+`ParameterStacks` maps weft's canonical names to places in stacks: `blocks.3.attention.q.weight` is
+element 3 of `blocks.0:12.attention.q.weight`. Blocks are equal if they have the same parameters and
+train the same ones, so frozen layers have stacks of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from jax.sharding import Mesh
+from torch import Tensor
+
+from weft.engine.jax.mesh import choose_sharding
+from weft.models.network.linear import StoredParameter
+
+
+@dataclass(frozen=True)
+class StackPlace:
+    """Place of a parameter: the name of its array, and its index if the array is a stack."""
+
+    array: str
+    index: int | None
+
+
+class ParameterStacks:
+    """Arrays in which a network's parameters are stored.
+
+    `parameters` maps canonical names to the parameters of a torch network, whose values are not
+    used. `places` maps the names to their places, and `trained` has the arrays that are trained.
+    """
+
+    def __init__(self, parameters: Mapping[str, StoredParameter]) -> None:
+        self.places: dict[str, StackPlace] = {}
+        self.trained: set[str] = set()
+        blocks: dict[int, dict[str, str]] = {}  # name within the block -> canonical name, by layer
+        for name in parameters:
+            if name.startswith("blocks."):
+                _, layer, own = name.split(".", 2)
+                blocks.setdefault(int(layer), {})[own] = name
+            else:
+                self.places[name] = StackPlace(name, None)
+
+        def describe(layer: int) -> list[tuple[str, bool]]:
+            names = blocks[layer]
+            return sorted((own, _is_trained(parameters[name])) for own, name in names.items())
+
+        for _, equal in groupby(sorted(blocks), key=describe):
+            run = list(equal)
+            for own in blocks[run[0]]:
+                stack = f"blocks.{run[0]}:{run[-1] + 1}.{own}"
+                for index, number in enumerate(run):
+                    self.places[blocks[number][own]] = StackPlace(stack, index)
+        for name, parameter in parameters.items():
+            if _is_trained(parameter):
+                self.trained.add(self.places[name].array)
+
+    def group_names(self) -> dict[str, list[str]]:
+        """Return the canonical names of each array's parameters, in the order of the stack."""
+        groups: dict[str, list[str]] = {}
+        for name, place in self.places.items():
+            groups.setdefault(place.array, []).append(name)
+        return groups
+
+    def build_arrays(
+        self, read: Callable[[str], Tensor], choose_dtype: Callable[[str], Any], mesh: Mesh
+    ) -> dict[str, Array]:
+        """Return all arrays on a mesh, with the values that `read` returns by canonical name.
+
+        `choose_dtype` maps the name of an array to its dtype. One array is in host memory at a
+        time.
+        """
+        arrays = {}
+        for array, names in self.group_names().items():
+            dtype = choose_dtype(array)
+            if self.places[names[0]].index is None:
+                values = to_numpy(read(names[0])).astype(dtype)
+            else:
+                values = np.stack([to_numpy(read(name)).astype(dtype) for name in names])
+            arrays[array] = jax.device_put(values, choose_sharding(mesh, array, values.shape))
+        return arrays
+
+    def read(
+        self, arrays: Mapping[str, Array], names: Iterable[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the canonical names and values of parameters, copied to host memory."""
+        for name in names:
+            yield name, to_torch(self._select(arrays, name))
+
+    def _select(self, arrays: Mapping[str, Array], name: str) -> Array:
+        place = self.places[name]
+        values = arrays[place.array]
+        return values if place.index is None else values[place.index]
+
+    def replace(
+        self, arrays: Mapping[str, Array], parts: Iterable[tuple[str, Any, Tensor]], eta: float
+    ) -> dict[str, Array]:
+        """Return new arrays in which slices of parameters are eta * value + (1 - eta) * old value.
+
+        `parts` has the canonical name, the slice of the parameter (None for all of it) and the
+        values. Arrays without new values are left out.
+        """
+        host: dict[str, np.ndarray[Any, Any]] = {}
+        for name, where, values in parts:
+            place = self.places[name]
+            if place.array not in host:
+                host[place.array] = np.array(arrays[place.array])
+            whole = host[place.array]
+            own = whole if place.index is None else whole[place.index]
+            own = own if where is None else own[where]
+            new = to_numpy(values)
+            if eta != 1.0:
+                wide = np.promote_types(np.float32, own.dtype)
+                new = eta * new.astype(wide) + (1.0 - eta) * own.astype(wide)
+            own[...] = new.astype(own.dtype)
+        return {
+            array: jax.device_put(values, arrays[array].sharding) for array, values in host.items()
+        }
+
+
+def _is_trained(parameter: StoredParameter) -> bool:
+    return parameter.parameter.requires_grad
+
+
+def to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's values as a numpy array; bfloat16 becomes that of `ml_dtypes`."""
+    values = values.detach().cpu().contiguous()
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.uint16).numpy().view(jnp.bfloat16)
+    return values.numpy()
+
+
+def to_torch(values: Any) -> Tensor:
+    """Return a JAX or numpy array's values as a tensor in host memory of its own."""
+    array = np.asarray(values)
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())

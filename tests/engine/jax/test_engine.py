@@ -1,0 +1,217 @@
+"""The JAX engine computes what the torch engine computes, in float64 to the last roundings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import layouts
+from tests.engine.common import EXACT, Nll, engine_of
+from tests.engine.layouts import Case
+from weft.checkpoints.weight_files import WeightFiles
+from weft.data.tokenizer import Tokenizer
+from weft.engine.spec import LoRASpec, OptimizerSpec, TokenizerSpec
+from weft.errors import CheckpointError, ConfigError
+from weft.models.network.packed import TopIds
+from weft.registry import families
+
+ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
+WANT = frozenset({"logprobs", "entropy", "top1"})
+# Every family compiles for itself, which takes seconds: the others are in the slow tier.
+FAMILIES = [
+    name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
+    for name in families.list_names()
+    if name != "qwen3_moe"
+]
+METRICS = ("loss", "grad_norm", "nll", "worst", "learning_rate", "num_tokens")
+
+
+def both(path: Path, **changes: Any) -> tuple[Any, Any]:
+    """The two engines of one model directory, in float64."""
+    changes = {"dtype": "float64", "dropout": 0.0, "optimizer": ADAMW, **changes}
+    return engine_of(path, **changes), engine_of(path, **changes, backend="jax")
+
+
+def parameters(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, _, value in engine.read(engine.slices())}
+
+
+def assert_equal_parameters(one: Any, other: Any) -> None:
+    theirs = parameters(other)
+    for name, value in parameters(one).items():
+        torch.testing.assert_close(theirs.pop(name), value, **EXACT)
+    assert not theirs
+
+
+def assert_equal_steps(one: Any, other: Any, *seeds: int) -> None:
+    minibatches = [layouts.batch(seed) for seed in seeds]
+    steps = one.train(minibatches, Nll())
+    for step, wanted in zip(other.train(minibatches, Nll()), steps, strict=True):
+        for key in METRICS:
+            assert step.metrics[key] == pytest.approx(wanted.metrics[key], rel=1e-10)
+    assert_equal_parameters(one, other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(family), tmp_path / "hf")
+    one, other = both(path)
+    want = one.forward(layouts.batch(0), WANT)
+    found = other.forward(layouts.batch(0), WANT)
+    for key in WANT:
+        torch.testing.assert_close(found.data[key], want.data[key], **EXACT)
+    assert_equal_steps(one, other, 0, 1, 2)
+    assert other.evaluate(layouts.batch(3), Nll()) == pytest.approx(
+        one.evaluate(layouts.batch(3), Nll()), rel=1e-10
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"lora": LoRASpec(r=3, alpha=6.0)},
+        {"freeze_layers": 1},
+        {"gradient_checkpointing": True},
+        {"optimizer": OptimizerSpec("lion", lr=1e-3, weight_decay=0.1)},
+        {"optimizer": OptimizerSpec("sgd", lr=1e-2, max_grad_norm=0.0)},
+    ],
+    ids=["scaled", "lora", "frozen", "recomputed", "lion", "sgd"],
+)
+def test_what_is_trained_and_how(options: dict[str, Any], tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    one, other = both(path, **options)
+    assert_equal_steps(one, other, 0, 1)
+    assert one.trained_names == other.trained_names
+    for key in ("num_parameters", "num_trainable", "family", "flops_per_token"):
+        assert one.description[key] == other.description[key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head", "pooling"), [("value", "last"), ("score", "last"), ("score", "mean")]
+)
+def test_other_heads(head: Any, pooling: str, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf", head)
+    one, other = both(path, head=head, pooling=pooling, trained=False)
+    key = "scores" if head == "score" else "values"
+    want = one.forward(layouts.batch(0), frozenset({key}))
+    found = other.forward(layouts.batch(0), frozenset({key}))
+    assert found.seqlens == want.seqlens
+    torch.testing.assert_close(found.data[key], want.data[key], **EXACT)
+
+
+def test_the_cut_into_micro_batches_changes_the_last_roundings_alone(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    one, other = (engine_of(path, dtype="float64", backend="jax") for _ in range(2))
+    whole = one.train([layouts.batch(0)], Nll())[0].metrics
+    cut = other.train([layouts.batch(0)], Nll(), max_tokens=layouts.MOST)[0].metrics
+    for key in METRICS:
+        assert cut[key] == pytest.approx(whole[key], rel=1e-10)
+    assert_equal_parameters(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [("torch", "jax"), ("jax", "torch"), ("jax", "jax")])
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd"])
+def test_a_run_goes_on_with_the_other_engine(kind: str, turn: Any, tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    options: dict[str, Any] = {
+        "dtype": "float64",
+        "optimizer": OptimizerSpec(kind, lr=1e-3, warmup_steps=3),
+    }
+    straight = engine_of(path, **options)
+    first, second = (engine_of(path, **options, backend=each) for each in turn)
+    straight.train([layouts.batch(seed) for seed in range(2)], Nll())
+    first.train([layouts.batch(seed) for seed in range(2)], Nll())
+    (tmp_path / "state").mkdir()
+    first.save_state(tmp_path / "state")
+    second.load_state(tmp_path / "state")
+    assert second.version == first.version
+    assert_equal_steps(straight, second, 2, 3)
+
+
+def test_a_state_that_it_cannot_continue_is_refused_by_name(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    first = engine_of(path, optimizer=OptimizerSpec("lion", lr=1e-3))
+    first.train([layouts.batch(0)], Nll())
+    (tmp_path / "state").mkdir()
+    first.save_state(tmp_path / "state")
+    second = engine_of(path, backend="jax", optimizer=OptimizerSpec("sgd", lr=1e-3))
+    with pytest.raises(CheckpointError, match=r"'exp_avg' of .* optimizer.type=sgd"):
+        second.load_state(tmp_path / "state")
+    frozen = engine_of(path, backend="jax", trained=False)
+    with pytest.raises(CheckpointError, match="belongs to a role that is trained"):
+        frozen.load_state(tmp_path / "state")
+
+
+def test_a_saved_model_is_that_of_torch(tmp_path: Path) -> None:
+    path = layouts.write_model(Case("mixtral"), tmp_path / "hf")
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
+    files = []
+    for backend in ("torch", "jax"):
+        engine = engine_of(path, backend=backend, trained=False, dtype="bfloat16")
+        engine.save_model(tmp_path / backend, tokenizer)
+        files.append({p.name: p.read_bytes() for p in (tmp_path / backend).iterdir()})
+    assert files[0] == files[1]
+    assert WeightFiles(tmp_path / "jax").dtype == torch.bfloat16
+
+
+def test_slices_are_written_and_averaged(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    engine: Any = engine_of(path, backend="jax", trained=False)
+    name = "blocks.1.mlp.up.weight"
+    before = parameters(engine)[name]
+    half = torch.full((3, before.shape[1]), 2.0)
+    engine.write([(name, (slice(1, 4), slice(0, before.shape[1])), half)], version=7, eta=0.25)
+    after = parameters(engine)[name]
+    assert engine.version == 7
+    assert torch.equal(after[1:4], 0.25 * half + 0.75 * before[1:4])
+    assert torch.equal(after[0], before[0]) and torch.equal(after[4:], before[4:])
+    with pytest.raises(ConfigError, match=r"no parameter 'blocks\.9"):
+        engine.write([("blocks.9.mlp.up.weight", (), half)], version=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype=float16: .* write bfloat16 or float32"),
+        ({"compile": True}, "compile=true: .* leave it out"),
+        ({"quantize": "8bit", "trained": False}, "quantize=8bit"),
+        ({"offload": True}, "offload=true: .* use backend=torch"),
+        ({"recompute_every": 2}, "recompute_every=2: .* gradient_checkpointing=true"),
+        ({"dropout": 0.1}, "no dropout"),
+        ({"optimizer": OptimizerSpec(state_dtype="bfloat16")}, "optimizer.state_dtype=bfloat16"),
+        ({"device": "cuda"}, "device=cuda: jax has no such device"),
+    ],
+)
+def test_what_it_lacks_is_refused_by_name(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=message):
+        engine_of(path, **options, backend="jax")
+
+
+def test_requests_that_it_lacks_are_refused(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    engine = engine_of(path, backend="jax", trained=False)
+    with pytest.raises(ConfigError, match="likeliest ids"):
+        engine.forward(layouts.batch(0), frozenset({"top_ids"}), top=TopIds(3))
+    with pytest.raises(ConfigError, match="a network with a lm head gives"):
+        engine.forward(layouts.batch(0), frozenset({"values"}))
+    with pytest.raises(ConfigError, match="not trained"):
+        engine.train([layouts.batch(0)], Nll())
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    monkeypatch.setattr("weft.engine.backends.jax.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"the package 'jax' is not installed; run: .*\[jax\]"):
+        engine_of(path, backend="jax")

@@ -1,0 +1,115 @@
+"""Meshes of eight devices that a CPU stands in for (`tests/environment.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tests.engine import layouts
+from tests.engine.common import Nll, engine_of
+from tests.engine.jax.test_engine import ADAMW, METRICS, assert_equal_parameters
+from tests.engine.layouts import Case
+from weft.engine.jax.mesh import AXES, build_mesh, choose_sharding, parse_mesh
+from weft.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (None, (1, 1, 1)),
+        ("1,-1,1", (1, 8, 1)),
+        ("-1,2,2", (2, 2, 2)),
+        ("1,1,8", (1, 1, 8)),
+        ("!2,-1,1", (2, 4, 1)),
+        ("dp:2,fsdp:-1,mp:2", (2, 2, 2)),
+        ("mp:8", (1, 1, 8)),
+        ("!mp:4,fsdp:2", (1, 2, 4)),
+        ("d8f8t1", (1, 8, 1)),
+        ("d4f2t2", (2, 2, 2)),
+        ("d2", (1, 2, 1)),
+        ("t4", (1, 1, 4)),
+    ],
+)
+def test_a_mesh_or_a_layout_gives_sizes(text: str | None, sizes: tuple[int, ...]) -> None:
+    assert parse_mesh(text, 8) == sizes
+
+
+def test_a_frozen_role_is_copied_by_d() -> None:
+    assert parse_mesh("d4", 8, trained=False) == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,-1,3", r"multiply to the 8 devices .* write 1,8,1"),
+        ("2,2,1", r"multiply to the 8 devices .* write 1,8,1"),
+        ("1,-1,16", r"multiply to the 8 devices .* write 1,1,8"),
+        ("1,2,12", r"write 1,2,4"),
+        ("d16", r"multiply to the 8 devices"),
+        ("-1,-1,1", r"one may be -1"),
+        ("0,8,1", r"at least 1"),
+        ("1,8", r"takes dp,fsdp,mp"),
+        ("dp:2,dp:4", r"takes dp,fsdp,mp"),
+        ("tp:8", r"takes dp,fsdp,mp"),
+        ("d2p2", r"use backend=torch for p, c and e"),
+        ("d2x", r"layout=d2x"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_nearest(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh(text, 8)
+
+
+def test_the_first_rule_that_matches_divides_an_array() -> None:
+    mesh = build_mesh("2,2,2", jax.devices("cpu"), trained=True)
+    assert mesh.axis_names == AXES and mesh.size == 8
+
+    def divided(name: str, *shape: int) -> tuple[Any, ...]:
+        return tuple(choose_sharding(mesh, name, shape).spec)
+
+    assert divided("embed.weight", 64, 32) == ("mp", "fsdp")
+    assert divided("embed.weight", 63, 32) == (None, "fsdp"), "63 rows are not divided by 2"
+    assert divided("blocks.0:4.attention.k.weight", 4, 16, 32) == (None, "mp", "fsdp")
+    assert divided("blocks.0:4.attention.o.weight", 4, 32, 16) == (None, "fsdp", "mp")
+    assert divided("blocks.0:4.mlp.down.weight", 4, 32, 64) == (None, "fsdp", "mp")
+    assert divided("blocks.0:4.mlp.experts.up.weight", 4, 8, 64, 32) == (None, None, "mp", "fsdp")
+    for name in ("norm.weight", "blocks.0:4.attention.q.bias", "blocks.0:4.mlp.up.lora_a"):
+        assert not any(divided(name, 4, 32))
+
+
+MESHES = ["2,2,2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("8,1,1", "1,8,1", "1,1,8"))]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "gemma2"))]
+)
+def test_a_mesh_computes_what_one_device_of_torch_does(
+    family: str, mesh: str, tmp_path: Path
+) -> None:
+    path = layouts.write_model(Case(family), tmp_path / "hf")
+    options: dict[str, Any] = {"dtype": "float64", "optimizer": ADAMW}
+    one = engine_of(path, **options)
+    other: Any = engine_of(path, **options, backend="jax", layout=mesh)
+    assert other.description["device"] == "8 x cpu" and other.layout.num_devices == 1
+    minibatches = [layouts.batch(seed) for seed in range(2)]
+    steps = one.train(minibatches, Nll())
+    for step, wanted in zip(other.train(minibatches, Nll()), steps, strict=True):
+        for key in METRICS:
+            assert step.metrics[key] == pytest.approx(wanted.metrics[key], rel=1e-10)
+    assert_equal_parameters(one, other)
+    # Parameters and optimizer states lie in parts, which a state on disk puts together.
+    name = next(n for n in other._network.arrays if n.endswith("attention.q.weight"))
+    if mesh == "2,2,2":
+        array = other._network.arrays[name]
+        assert array.addressable_shards[0].data.size == array.size // 4
+        moment = other._optimizer._state.mu[name]
+        assert moment.sharding == array.sharding
+    (tmp_path / "state").mkdir()
+    other.save_state(tmp_path / "state")
+    again = engine_of(path, **options)
+    again.load_state(tmp_path / "state")
+    assert_equal_parameters(one, again)

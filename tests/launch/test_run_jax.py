@@ -1,0 +1,82 @@
+"""Runs with `backend=jax` beside the same runs with torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.cases import dpo, options, ppo, prepare
+from weft.errors import ConfigError
+from weft.experiments import SFTConfig
+from weft.launch import run
+
+TIMES = ("seconds", "tokens_per_second", "mfu", "time", "memory")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jax")
+    prepare(folder)
+    return folder
+
+
+def sft(root: Path, name: str, backend: str, **more: Any) -> SFTConfig:
+    config = SFTConfig(**options(root, name, **{"max_steps": 3, "save_freq_steps": None, **more}))
+    config.model.path, config.model.backend = str(root / "model"), backend
+    config.model.dtype = "float64"
+    optimizer = config.model.optimizer  # the same for any number of steps
+    optimizer.lr_scheduler_type, optimizer.warmup_steps = "constant", 0
+    config.dataset.train_path = str(root / "sft.jsonl")
+    config.dataset.train_bs_n_seqs, config.dataset.valid_split = 4, 0.2
+    config.eval_freq_steps = 2
+    return config
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The metrics that are not times or sizes of this machine."""
+    found = []
+    for line in lines:
+        own = {}
+        for key, value in line.items():
+            if isinstance(value, float) and not any(part in key for part in TIMES):
+                own[key] = value
+        found.append(own)
+    return found
+
+
+@pytest.mark.slow
+def test_sft_is_that_of_torch_and_goes_on_with_either_engine(root: Path) -> None:
+    wanted = numbers(run(sft(root, "torch", "torch")).metrics)
+    found = numbers(run(sft(root, "jax", "jax")).metrics)
+    assert len(found) == 3
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    # A run that one engine began ends with the other.
+    for first, second in (("torch", "jax"), ("jax", "torch")):
+        name = f"{first}-{second}"
+        begun = run(sft(root, name, first, max_steps=2, recover_freq_steps=1))
+        ended = run(sft(root, f"{name}-2", second, resume_from=str(begun.directory)))
+        assert numbers(ended.metrics)[-1] == pytest.approx(wanted[-1], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_dpo_with_either_engine_for_either_role(root: Path) -> None:
+    wanted = None
+    for actor, ref in (("torch", "torch"), ("jax", "jax"), ("jax", "torch"), ("torch", "jax")):
+        config = dpo(root, f"dpo-{actor}-{ref}")
+        config.actor.backend, config.ref.backend = actor, ref
+        config.actor.dtype = config.ref.dtype = "float64"
+        config.actor.lora.dropout, config.max_steps = 0.0, 3
+        found = numbers(run(config).metrics)
+        wanted = wanted or found
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-6), "the reference's log-probs are float32"
+
+
+def test_a_role_that_samples_is_refused_before_anything_is_read(root: Path) -> None:
+    config = ppo(root, "samples")
+    config.actor.backend = "jax"
+    with pytest.raises(ConfigError, match=r"actor\.backend=jax: node 'actor_gen' samples"):
+        run(config)
