@@ -40,9 +40,13 @@ def parameters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_parameters(one: Any, other: Any) -> None:
+    """Attention does not depend on the bias of keys, whose gradient is 0 but for rounding. AdamW
+    divides it by eps: of 1e-16 it makes lr 1e-16 / eps = 1e-10 a step, and there are four at most.
+    """
     theirs = parameters(other)
     for name, value in parameters(one).items():
-        torch.testing.assert_close(theirs.pop(name), value, **EXACT)
+        bounds = {**EXACT, "atol": 4e-10} if name.endswith("k.bias") else EXACT
+        torch.testing.assert_close(theirs.pop(name), value, **bounds)
     assert not theirs
 
 
@@ -57,7 +61,9 @@ def assert_equal_steps(one: Any, other: Any, *seeds: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -> None:
-    path = layouts.write_model(Case(family), tmp_path / "hf")
+    # transformers reads no tokenizer beside a scaled config.json of phi3
+    changes = {"rope_scaling": None} if family == "phi3" else {}
+    path = layouts.write_model(Case(family, changes=changes), tmp_path / "hf")
     one, other = both(path)
     want = one.forward(layouts.batch(0), WANT)
     found = other.forward(layouts.batch(0), WANT)
@@ -101,7 +107,7 @@ def test_other_heads(head: Any, pooling: str, tmp_path: Path) -> None:
     key = "scores" if head == "score" else "values"
     want = one.forward(layouts.batch(0), frozenset({key}))
     found = other.forward(layouts.batch(0), frozenset({key}))
-    assert found.seqlens == want.seqlens
+    assert found.ids == want.ids and found.data.keys() == {key}
     torch.testing.assert_close(found.data[key], want.data[key], **EXACT)
 
 
