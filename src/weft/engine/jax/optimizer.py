@@ -88,7 +88,9 @@ class JaxOptimizer:
         self._add = jax.jit(
             lambda sums, more: jax.tree.map(jnp.add, sums, more), donate_argnums=(0,)
         )
-        self._norm = jax.jit(optax.tree.norm)
+        self._norm = jax.jit(
+            lambda gradients: jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
+        )
 
     def _build_state(self) -> Any:
         """Return the state before the first step, divided over devices like the arrays."""
