@@ -119,9 +119,10 @@ def test_grpo_with_urls_of_the_environment(
     assert "no weights are loaded here" in (made.directory / "log.txt").read_text()
     for one, other in zip(numbers(made.metrics), numbers(expected.metrics), strict=True):
         assert one.keys() == other.keys()
-        np.testing.assert_allclose(
-            list(one.values()), list(other.values()), rtol=2e-4, atol=1e-6
-        )  # shared prompts differ
+        # The reference computes shared prompts once here and for each completion there. Its
+        # log-probs then round differently by up to 2^-24 times logits of 16, 1e-6. Metrics are
+        # means of them; the smallest, a KL of 5e-3, has a relative error of 2e-4.
+        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=2e-4, atol=1e-6)
 
 
 def test_a_server_that_is_gone_ends_the_run_and_says_who(

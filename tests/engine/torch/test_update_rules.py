@@ -35,6 +35,10 @@ from weft.registry import backends
 from weft.topology import Mesh
 
 SPEC = OptimizerSpec(lr=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0)
+# A moment in 8 bits is wrong by 1/127 of its block's largest, so an element's update by lr / 127. With
+# errors of any sign, a loss whose gradient has the norm 1.7 changes by 6 times the standard
+# deviation at most.
+NARROW = 6 * 1.7 * 1e-2 / 127
 # whose matrices have states in 8 bits
 LARGE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160}
 in_8_bits = pytest.mark.skipif(
@@ -282,7 +286,7 @@ def test_states_go_on_in_another_dtype(tmp_path: Path) -> None:
             [each.train([batch_of(GROUPS, seed)], Nll())[0].metrics["loss"] for seed in (3, 4)]
             for each in (one, other)
         ]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3), (saved, taken)
+        assert losses[0] == pytest.approx(losses[1], rel=0.0, abs=NARROW), (saved, taken)
 
 
 def spread(
@@ -329,7 +333,8 @@ def test_states_of_sharded_masters_go_on_bit_for_bit_and_in_another_layout(
     alone = engine_of(path, optimizer=replace(SPEC, state_dtype=dtype))
     alone.load_state(folder)
     steps = alone.train([batch_of(GROUPS, seed) for seed in (2, 3)], Nll())
-    assert [each.metrics["loss"] for each in steps] == pytest.approx(saved[0][0][2:], rel=2e-3)
+    losses = [each.metrics["loss"] for each in steps]  # after two steps with other blocks
+    assert losses == pytest.approx(saved[0][0][2:], rel=0.0, abs=2 * NARROW)
 
 
 # -- what is refused
