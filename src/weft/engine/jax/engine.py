@@ -1,9 +1,9 @@
-"""Engine for the network of one role on a JAX device.
+"""Engine for the network of one role on JAX devices of this process.
 
 It computes what `weft.engine.torch` computes. The network is a torch module on the outside, whose
 forward and backward passes are compiled functions of JAX: so the training step, the losses and the
-conversion of outputs are those of the torch engine. Outputs are small, one number per token, and are
-copied to the host, where the loss and its gradients by the outputs are computed.
+conversion of outputs are those of the torch engine. Outputs are small, a few numbers per token.
+They are copied to the host, where the loss and its gradients by the outputs are computed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class JaxNetwork(nn.Module):
             self.arrays,
             pack.rows,
             pack.reads,
-            np.float32(temperature),
+            np.asarray(temperature, self._decoder.wide),
             want=want,
             num_scores=pack.num_scores,
         )
@@ -167,7 +167,7 @@ class JaxNetwork(nn.Module):
             frozen,
             pack.rows,
             pack.reads,
-            np.float32(temperature),
+            np.asarray(temperature, self._decoder.wide),
             want=want,
             num_scores=pack.num_scores,
         )
@@ -212,7 +212,7 @@ class _JaxPass(torch.autograd.Function):
 
 
 class _JaxCollectives(LocalCollectives):
-    """Communication of a layout of one device, with the gradient norm of JAX's arrays."""
+    """Communication of a role with one process, with the gradient norm of JAX's arrays."""
 
     def __init__(self, optimizer: JaxOptimizer | None) -> None:
         self._optimizer = optimizer
@@ -223,7 +223,7 @@ class _JaxCollectives(LocalCollectives):
 
 
 class JaxEngine:
-    """Implementation of `weft.engine.base.Engine` on one JAX device.
+    """Implementation of `weft.engine.base.Engine` on a mesh of JAX devices.
 
     `built` has a `JaxNetwork`, whose arrays are on the device. `stacks` has the places of the
     parameters in the arrays, and `decayed` the names of the arrays with weight decay.

@@ -2,8 +2,8 @@
 
 A mesh has three axes: `dp` (copies of the model), `fsdp` (parts of parameters, optimizer states and
 batches) and `mp` (parts of each matrix product). It is written `1,-1,8`, in which -1 stands for the
-devices that are left, or with names, `dp:1,fsdp:-1,mp:8`, as in EasyLM; or as weft's layout `d8f8t1`,
-which is `1,8,1`. After a leading `!`, devices are taken in the order of their numbers instead of
+devices that are left, or with names, `dp:1,fsdp:-1,mp:8`, as in EasyLM; or as weft's layout
+`d8f8t1`, which is `1,8,1`. After a leading `!`, devices are taken in the order of their numbers instead of
 one that suits the network between them.
 """
 
@@ -99,7 +99,10 @@ def build_mesh(text: str | None, devices: Sequence[Any], *, trained: bool) -> Me
 
 
 def choose_sharding(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
-    """Return how the array `name` is divided. A dimension that an axis does not divide stays whole."""
+    """Return how an array is divided over the mesh, by its name and shape.
+
+    A dimension that an axis does not divide stays whole.
+    """
     axes = next(axes for pattern, axes in RULES if re.search(pattern, name))
     spec: list[str | None] = [None] * len(shape)
     for place, axis in enumerate(axes, len(shape) - len(axes)):

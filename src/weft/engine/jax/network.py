@@ -48,7 +48,7 @@ class TokenRows(NamedTuple):
     Attributes:
         tokens: Token ids, int32 [R, L].
         positions: Position of each token in its sequence, int32 [R, L].
-        segments: Number of each token's sequence within its row, from 1; 0 for padding, int32 [R, L].
+        segments: Number of each token's sequence, from 1, and 0 for padding, int32 [R, L].
         cos: Cosines of the rotation angles, [R, L, dim / 2], or None without rotation.
         sin: Sines of the rotation angles, [R, L, dim / 2], or None without rotation.
     """
@@ -451,7 +451,7 @@ def _count_chunks(num_rows: int, vocab_size: int) -> int:
 
 
 def round_up(number: int, least: int = 1) -> int:
-    """Return the smallest power of two, or three times a power of two, from `number` and `least` on.
+    """Return the smallest power of two, or three times one, that is not below `number` and `least`.
 
     Arrays of few sizes are compiled for, each at most a half larger than needed.
     """

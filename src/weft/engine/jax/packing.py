@@ -90,9 +90,9 @@ def pack_rows(
 ) -> PackedRows:
     """Return a pack in rows, with what the head reads of them.
 
-    The rows can be divided over the decoder's devices. The arrays in `HeadInputs` have further elements at
-    the end, whose outputs are not used. `padding` is the token that scores are not read at. `sizes`
-    has the sizes of earlier passes.
+    The rows can be divided over the decoder's devices. The arrays in `HeadInputs` have further
+    elements at the end, whose outputs are not used. `padding` is the token that scores are not read
+    at. `sizes` has the sizes of earlier passes.
     """
     config = decoder.config
     lengths = to_numpy(x.attention.dense.lengths)
