@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine import layouts
-from tests.engine.common import EXACT, Nll, engine_of
+from tests.engine.common import EXACT, Nll, batch_of, engine_of, tiny
 from tests.engine.layouts import Case
 from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
@@ -221,3 +221,11 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setattr("weft.engine.backends.jax.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package 'jax' is not installed; run: .*\[jax\]"):
         engine_of(path, backend="jax")
+
+
+def test_batches_of_other_sizes_use_what_is_compiled(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "m")
+    engine: Any = engine_of(path, backend="jax")
+    for groups in ([(5, [9, 4])], [(3, [8])], [(6, [7, 5])], [(2, [11, 3, 1, 1])]):
+        engine.train([batch_of(groups)], Nll())
+    assert engine._network._compute_with_vjp._cache_size() == 1

@@ -84,7 +84,9 @@ class JaxOptimizer:
                 new[name] = decayed_value - step * directions[name]
             return new, state
 
-        self._update = jax.jit(update, donate_argnums=(0, 1))
+        # The results lie where the arguments lay, so the next pass is not compiled again.
+        places = jax.tree.map(lambda value: value.sharding, (self.trained, self._state))
+        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=places)
         self._add = jax.jit(
             lambda sums, more: jax.tree.map(jnp.add, sums, more), donate_argnums=(0,)
         )
