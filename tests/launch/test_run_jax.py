@@ -10,7 +10,7 @@ import pytest
 from tests.launch.cases import dpo, options, ppo, prepare
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
-from weft.launch import run
+from weft.launch import dry_run, run
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "time", "memory")
 
@@ -80,3 +80,19 @@ def test_a_role_that_samples_is_refused_before_anything_is_read(root: Path) -> N
     config.actor.backend = "jax"
     with pytest.raises(ConfigError, match=r"actor\.backend=jax: node 'actor_gen' samples"):
         run(config)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_option_of_torch_alone_is_refused_by_its_name(root: Path, planned: bool) -> None:
+    config = sft(root, "options", "jax")
+    config.model.compile = True
+    with pytest.raises(ConfigError, match=r"^model\.compile=true: backend=jax does not have it"):
+        dry_run(config) if planned else run(config)
+
+
+def test_a_call_has_the_devices_of_its_role(root: Path) -> None:
+    config = dpo(root, "call")
+    config.actor.backend, config.actor_train.layout = "jax", "d2"
+    config.actor.lora.dropout = 0.0
+    with pytest.raises(ConfigError, match=r"actor_train\.layout=.* by the role's own layout"):
+        dry_run(config)

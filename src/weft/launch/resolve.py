@@ -331,6 +331,12 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
     A layout describes how a model is distributed over devices. Roles and their calls can each have
     one. The message names the layout's option. `configs` has the networks' configurations by role.
     """
+    for role, spec in experiment.roles.items():
+        if spec.backend == JAX_BACKEND:
+            try:
+                check_options(spec)
+            except ConfigError as error:
+                raise ConfigError(f"{role}.{error}") from None
     wanted = dict(experiment.role_meshes)
     roles = {role: role for role in experiment.roles}
     for name, call in experiment.calls.items():
@@ -345,14 +351,11 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
             if spec.backend == "torch":
                 check_spec(spec)
                 check_layout(spec, mesh.layout, configs[roles[name]])
-            elif spec.backend == JAX_BACKEND:
-                check_spec(spec)
-                check_options(spec)
-                if mesh.layout.num_devices > 1:
-                    raise ConfigError(
-                        "backend=jax divides the devices of a role by the role's own layout; "
-                        "leave that of the call out"
-                    )
+            elif spec.backend == JAX_BACKEND and mesh.layout.num_devices > 1:
+                raise ConfigError(
+                    "backend=jax divides the devices of a role by the role's own layout; leave "
+                    "that of the call out"
+                )
             elif spec.backend == "hf":
                 check_replicated_layout(mesh.layout)
             elif mesh.layout.num_devices > 1 and not _can_use_mesh(spec.backend):

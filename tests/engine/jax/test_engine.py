@@ -111,6 +111,7 @@ def test_other_heads(head: Any, pooling: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found.data[key], want.data[key], **EXACT)
 
 
+@pytest.mark.slow
 def test_the_cut_into_micro_batches_changes_the_last_roundings_alone(tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     one, other = (engine_of(path, dtype="float64", backend="jax") for _ in range(2))
@@ -223,6 +224,7 @@ def test_a_missing_package_is_named_with_its_extra(
         engine_of(path, backend="jax")
 
 
+@pytest.mark.slow
 def test_batches_of_other_sizes_use_what_is_compiled(tmp_path: Path) -> None:
     path = tiny(tmp_path / "m")
     engine: Any = engine_of(path, backend="jax")
