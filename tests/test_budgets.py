@@ -37,7 +37,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
             ("file", "src/weft/observe/compare.py", ""),
             ("class", "src/weft/data/sample.py", "SequenceSample"),
             ("file", "src/weft/data/background_tokenizing.py", ""),
-            ("function", "src/weft/engine/torch/rank_shards.py", "build_rank_shard"),
             ("class", "src/weft/runtime/device_group.py", "DeviceGroup"),
             ("class", "src/weft/runtime/master.py", "Master"),
             ("class", "src/weft/runtime/parameters.py", "ParameterTransfers"),

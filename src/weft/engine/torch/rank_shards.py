@@ -55,13 +55,8 @@ def build_rank_shard(
     stages = _list_stages(source, network, mesh)
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[choose_dtype(source.spec)]
-        if dtype in HALF and source.spec.trained:  # frozen parameters stay in `dtype`
-            for adapter in (*lora.find_adapters(network).values(), *list_prefixes(network)):
-                adapter.float()
-            if source.spec.trains_embeddings:
-                for module in (getattr(network, name, None) for name in ("embed", "head")):
-                    if isinstance(module, nn.Module):
-                        module.float()
+        if dtype in HALF and source.spec.trained:
+            _widen_trained(network, with_embeddings=source.spec.trains_embeddings)
         shard.shard(
             stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2)
         )
@@ -69,16 +64,12 @@ def build_rank_shard(
     quantized.allocate_memory(network, device)
     if mesh.layout.fsdp > 1:
         shards = LocalShards(network)
-    held = {
-        rank: compute_holdings(
-            source.shapes,
-            source.config,
-            mesh.layout,
-            mesh.mesh.get_coordinates(rank),
-            tied=source.is_tied,
+    held = {}
+    for rank in mesh.mesh.ranks:
+        at = mesh.mesh.get_coordinates(rank)
+        held[rank] = compute_holdings(
+            source.shapes, source.config, mesh.layout, at, tied=source.is_tied
         )
-        for rank in mesh.mesh.ranks
-    }
     stored = find_canonical_parameters(network) if shards is None else shards.stored
     assert stored.keys() == held[mesh.rank].keys(), (
         f"parameters and topology differ: {stored.keys() ^ held[mesh.rank].keys()}"
@@ -126,6 +117,19 @@ def build_rank_shard(
             source, network, stages, mesh, device, spec, version, caches
         ),
     )
+
+
+def _widen_trained(network: Transformer, *, with_embeddings: bool) -> None:
+    """Cast the parameters that are trained beside frozen ones to float32.
+
+    These are adapters and prefixes and, with `with_embeddings`, the embedding and output matrices.
+    """
+    for adapter in (*lora.find_adapters(network).values(), *list_prefixes(network)):
+        adapter.float()
+    if with_embeddings:
+        for module in (getattr(network, name, None) for name in ("embed", "head")):
+            if isinstance(module, nn.Module):
+                module.float()
 
 
 def _list_stages(
