@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.cases import dpo, options, ppo, prepare
+from tests.launch.cases import distill, dpo, options, ppo, prepare
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.launch import dry_run, run
@@ -82,11 +82,21 @@ def test_a_role_that_samples_is_refused_before_anything_is_read(root: Path) -> N
         run(config)
 
 
+def test_a_teacher_is_refused(root: Path) -> None:
+    config = distill(root, "teacher")
+    config.teacher.backend = "jax"
+    with pytest.raises(ConfigError, match=r"teacher\.backend=jax: .* likeliest ids"):
+        dry_run(config)
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_an_option_of_torch_alone_is_refused_by_its_name(root: Path, planned: bool) -> None:
     config = sft(root, "options", "jax")
     config.model.compile = True
     with pytest.raises(ConfigError, match=r"^model\.compile=true: backend=jax does not have it"):
+        dry_run(config) if planned else run(config)
+    config.model.compile, config.model.layout = False, "1,3"
+    with pytest.raises(ConfigError, match=r"^model\.layout=1,3: backend=jax takes"):
         dry_run(config) if planned else run(config)
 
 

@@ -28,7 +28,7 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends.auto import choose_backend
 from weft.engine.backends.common import check_replicated_layout, check_spec, with_dtype
-from weft.engine.backends.jax import check_options
+from weft.engine.backends.jax import check_options, read_layout
 from weft.engine.device import GIGABYTE, resolve_device, set_deterministic, set_tf32
 from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
@@ -184,12 +184,8 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"does not have it "
             f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
         )
-    backend = experiment.roles[node.role].backend
-    if node.method == "generate" and backend == JAX_BACKEND:
-        raise ConfigError(
-            f"{node.role}.backend={backend}: node {node.name!r} samples, which backend=jax does "
-            f"not do; use backend=torch for this role"
-        )
+    if experiment.roles[node.role].backend == JAX_BACKEND:
+        _check_jax_call(experiment, node)
     try:
         inspect.signature(cls).bind(**node.args)
     except TypeError as error:
@@ -201,6 +197,24 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             _check_hook(node, hook.function)
     if node.cache:
         _check_cache(experiment, node)
+
+
+def _check_jax_call(experiment: Experiment, node: MFCDef) -> None:
+    """Raise `ConfigError` if a call asks for what only other backends compute."""
+    keys = {*node.input_keys, *node.optional_keys}
+    kept = any("support" in call.output_keys for call in experiment.graph.list_model_calls())
+    if node.method == "generate":
+        what = "samples"
+    elif "top_ids" in node.output_keys:
+        what = "asks for the likeliest ids"
+    elif kept and "support" in keys:
+        what = "asks for log-probs over the ids that sampling kept (top_k, top_p, min_p)"
+    else:
+        return
+    raise ConfigError(
+        f"{node.role}.backend=jax: node {node.name!r} {what}, which backend=jax does not do; use "
+        f"backend=torch for this role"
+    )
 
 
 def _check_hook(node: MFCDef, name: str) -> None:
@@ -335,6 +349,7 @@ def check_layouts(experiment: Experiment, configs: Mapping[str, TransformerConfi
         if spec.backend == JAX_BACKEND:
             try:
                 check_options(spec)
+                read_layout(spec)
             except ConfigError as error:
                 raise ConfigError(f"{role}.{error}") from None
     wanted = dict(experiment.role_meshes)

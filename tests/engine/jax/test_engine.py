@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine import layouts
 from tests.engine.common import EXACT, Nll, batch_of, engine_of, tiny
 from tests.engine.layouts import Case
 from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
-from weft.engine.spec import LoRASpec, OptimizerSpec, TokenizerSpec
+from weft.engine.spec import LoRASpec, OptimizerSpec, ParallelSpec, TokenizerSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import TopIds
 from weft.registry import families
@@ -181,6 +182,61 @@ def test_slices_are_written_and_averaged(tmp_path: Path) -> None:
     assert torch.equal(after[0], before[0]) and torch.equal(after[4:], before[4:])
     with pytest.raises(ConfigError, match=r"no parameter 'blocks\.9"):
         engine.write([("blocks.9.mlp.up.weight", (), half)], version=8)
+    with pytest.raises(ConfigError, match="do not fit a slice of shape"):
+        engine.write([(name, (slice(0, 2), slice(0, 2)), half)], version=8)
+
+
+def test_an_average_of_weights_in_16_bits_moves_and_is_kept(tmp_path: Path) -> None:
+    """As with torch, which keeps such weights in float32 from then on, also on disk."""
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    name = "blocks.1.mlp.up.weight"
+    found = []
+    for backend in ("torch", "jax"):
+        options: Any = {"backend": backend, "trained": False, "dtype": "bfloat16"}
+        engine: Any = engine_of(path, **options)
+        where = engine.slices()[name]
+        target = 1.05 * parameters(engine)[name].float()
+        for version in range(20):
+            engine.write([(name, where, target)], version=version, eta=0.01)
+        for turn in range(2):  # what is written stays through every restart
+            folder = tmp_path / f"{backend}-{turn}"
+            folder.mkdir()
+            engine.save_state(folder)
+            engine = engine_of(path, **options)
+            engine.load_state(folder)
+        found.append(parameters(engine)[name])
+    assert found[1].dtype == torch.float32
+    torch.testing.assert_close(found[1], found[0].float(), rtol=1e-6, atol=1e-7)
+    share = (found[1] / target).mean()
+    assert 0.957 < share < 0.963, "1 - 0.99 ** 20 of the way from 1 / 1.05"
+
+
+def test_tokens_and_positions_without_an_embedding_are_an_error(tmp_path: Path) -> None:
+    engine = engine_of(
+        layouts.write_model(Case("gpt2"), tmp_path / "hf"), backend="jax", trained=False
+    )
+    with pytest.raises(IndexError, match="not in the vocabulary of 263 tokens"):
+        engine.forward(batch_of([(50, [50])]), WANT)
+    far = layouts.batch(0).select(ids=["id0"])
+    with pytest.raises(IndexError, match=r"longer than the .* positions"):
+        engine.forward(far.from_groups(["a"], *_long(100)), WANT)
+
+
+def _long(count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    lengths = {"prompt": [[count]], "completion": [[count]]}
+    return lengths, {key: torch.full((count,), 9) for key in lengths}
+
+
+def test_a_state_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    engine: Any = engine_of(path, backend="jax")
+    engine.save_state(tmp_path)
+    file = tmp_path / "parameters.safetensors"
+    tensors = load_file(file)
+    del tensors["norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"the state lacks 'norm\.weight'"):
+        engine_of(path, backend="jax").load_state(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +246,10 @@ def test_slices_are_written_and_averaged(tmp_path: Path) -> None:
         ({"compile": True}, "compile=true: .* leave it out"),
         ({"quantize": "8bit", "trained": False}, "quantize=8bit"),
         ({"offload": True}, "offload=true: .* use backend=torch"),
+        ({"zero_stage": 0, "layout": "d2"}, "zero_stage=0: .* write a mesh"),
+        ({"layout": "d2", "parallel": ParallelSpec(1, 2, 1)}, "exclude each other"),
+        ({"layout": "banana"}, "layout=banana"),
+        ({"device": "cpu:9"}, "device=cpu:9: jax has 8 devices"),
         ({"recompute_every": 2}, "recompute_every=2: .* gradient_checkpointing=true"),
         ({"dropout": 0.1}, "no dropout"),
         ({"optimizer": OptimizerSpec(state_dtype="bfloat16")}, "optimizer.state_dtype=bfloat16"),

@@ -12,7 +12,8 @@ from tests.engine import layouts
 from tests.engine.common import Nll, engine_of
 from tests.engine.jax.test_engine import ADAMW, METRICS, assert_equal_parameters
 from tests.engine.layouts import Case
-from weft.engine.jax.mesh import AXES, build_mesh, choose_sharding, parse_mesh
+from weft.engine.jax.mesh import build_mesh, choose_sharding
+from weft.engine.jax.mesh_sizes import AXES, parse_mesh
 from weft.errors import ConfigError
 
 

@@ -18,6 +18,7 @@ from weft.checkpoints import hf_io
 from weft.data.tokenizer import Tokenizer
 from weft.engine.backends import common
 from weft.engine.backends.torch import compute_cost, save_model, uses_dropout
+from weft.engine.jax.mesh_sizes import read_sizes
 from weft.engine.spec import ModelSpec, ParallelSpec
 from weft.engine.torch import network_source
 from weft.engine.torch.engine import BuiltNetwork
@@ -53,7 +54,11 @@ def jax_backend(
     from weft.engine.jax.network import DecoderSettings
     from weft.engine.jax.parameters import ParameterStacks
 
-    mesh = build_mesh(read_layout(spec), engine.find_devices(spec.device), trained=spec.trained)
+    layout_text = read_layout(spec)
+    device = spec.device
+    if layout_text is not None and device is not None:
+        device = device.partition(":")[0]  # the role's own devices, not the process's
+    mesh = build_mesh(layout_text, engine.find_devices(device), trained=spec.trained)
     spec = common.with_dtype(spec, path, torch.device("cpu"))
     engine.allow_dtype(str(spec.dtype))
     # Describe the network by torch's modules, without values.
@@ -105,16 +110,22 @@ def jax_backend(
 
 
 def read_layout(spec: ModelSpec) -> str | None:
-    """Return the mesh or layout of the options `layout` or `parallel.*`, or None for one device."""
-    if spec.layout is not None or spec.parallel == ParallelSpec():
-        return spec.layout
+    """Return the mesh or layout of the options `layout` or `parallel.*`, or None for one device.
+
+    Raises `ConfigError` for texts that are neither, and if both options are set.
+    """
     sizes = spec.parallel
-    stages, ranks, parts = (
-        sizes.pipeline_parallel_size,
-        sizes.data_parallel_size,
-        sizes.model_parallel_size,
-    )
-    return f"d{ranks}t{parts}p{stages}"
+    text = spec.layout
+    if sizes != ParallelSpec():
+        if text is not None:
+            raise ConfigError(f"layout={text} and parallel.* exclude each other; set one of them")
+        text = (
+            f"d{sizes.data_parallel_size}t{sizes.model_parallel_size}"
+            f"p{sizes.pipeline_parallel_size}"
+        )
+    if text is not None:
+        read_sizes(text)
+    return text
 
 
 def check_jax() -> None:
@@ -138,6 +149,7 @@ REFUSED = {
     "recompute_every": "write gradient_checkpointing=true",
     "optimizer.state_dtype": "use backend=torch",
     "optimizer.offload": "use backend=torch",
+    "zero_stage": "write a mesh: dp has copies, fsdp parts",
 }
 
 
@@ -160,6 +172,10 @@ def check_options(spec: ModelSpec) -> None:
 def check_network(spec: ModelSpec, network: Transformer) -> None:
     """Raise `ConfigError` for a property of the network that the engine does not compute."""
     config: TransformerConfig = network.config
+    if config.prefix_tokens:
+        raise ConfigError(
+            f"{spec.path} is a prefix, which backend=jax does not compute; use backend=torch"
+        )
     if spec.trained and uses_dropout(network, spec):
         raise ConfigError(
             "backend=jax has no dropout, and this model or its adapters have it; write dropout=0 "
@@ -187,6 +203,7 @@ def planned(
     """
     path = common.check_spec(spec)
     check_options(spec)
+    read_layout(spec)
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is not None:
         config = network_source.adapt_config(spec, config, tokenizer)

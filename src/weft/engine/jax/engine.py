@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -71,7 +71,14 @@ def find_devices(name: str | None) -> list[Any]:
             f"device={name}: jax has no such device here ({str(error).splitlines()[0]}); install "
             f"jax for it, or write another device"
         ) from error
-    return [devices[int(index)]] if index else list(devices)
+    if not index:
+        return list(devices)
+    chosen = [device for device in devices if str(device.id) == index]
+    if not chosen:
+        raise ConfigError(
+            f"device={name}: jax has {len(devices)} devices of this kind here, from 0"
+        )
+    return chosen
 
 
 def allow_dtype(name: str) -> None:
@@ -105,7 +112,13 @@ class JaxNetwork(nn.Module):
         self._padding = padding
         self._sizes = PassSizes()
         self._trained = sorted(stacks.trained)
-        compute = partial(compute_outputs, decoder=decoder)
+
+        def compute(*inputs: Any, **static: Any) -> Any:
+            # otherwise a GPU or TPU rounds factors of float32 to fewer bits
+            precise = None if decoder.dtype == jnp.bfloat16 else "highest"
+            with jax.default_matmul_precision(precise):
+                return compute_outputs(*inputs, decoder=decoder, **static)
+
         sizes = ("want", "num_scores")
         self._compute = jax.jit(compute, static_argnames=sizes)
 
@@ -247,7 +260,8 @@ class JaxEngine:
         self._built = built
         self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._is_written = False  # frozen weights have changed since they were read
-        self._rate = BestMatmulRate(lambda: _measure_matmul_rate(spec))
+        devices = next(iter(network.arrays.values())).sharding.device_set
+        self._rate = BestMatmulRate(lambda: _measure_matmul_rate(spec, devices))
         self._optimizer: JaxOptimizer | None = None
         if spec.trained:
             assert spec.schedule is not None, "the runtime gives every trained role a schedule"
@@ -401,9 +415,12 @@ class JaxEngine:
             )
         saved = checkpoint.SavedTensors(d, PARAMETERS)
         slices = self.slices()
-        unknown = [name for name in saved.names if name not in slices]
-        if unknown:
-            raise CheckpointError(f"{d}: the state has {unknown[0]!r}, which this role lacks")
+        for name in saved.names:
+            if name not in slices:
+                raise CheckpointError(f"{d}: the state has {name!r}, which this role lacks")
+        for name in sorted(self.trained_names - set(saved.names)):
+            raise CheckpointError(f"{d}: the state lacks {name!r}, which this role trains")
+        self._is_written = not self.trained_names.issuperset(saved.names)
         parts = ((name, None, saved.read(name, slices[name])) for name in saved.names)
         self._network.arrays.update(self._stacks.replace(self._network.arrays, parts, 1.0))
         if self._optimizer is not None:
@@ -444,12 +461,15 @@ def _describe_devices(devices: Collection[Any]) -> str:
     return str(first) if len(devices) == 1 else f"{len(devices)} x {first.platform}"
 
 
-def _measure_matmul_rate(spec: ModelSpec) -> float:
-    """Return the operations per second of a large matrix product in the role's dtype."""
-    from time import perf_counter
+def _measure_matmul_rate(spec: ModelSpec, devices: Collection[Any]) -> float:
+    """Return the operations per second of large matrix products in the role's dtype.
 
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    x = jnp.ones((size, size), DTYPES[spec.dtype or "float32"])
+    One device is measured, and counts for all of them.
+    """
+    first = min(devices, key=lambda each: each.id)
+    size = 1024 if first.platform == "cpu" else 8192
+    values = np.random.default_rng(0).standard_normal((size, size))
+    x = jax.device_put(values.astype(DTYPES[spec.dtype or "float32"]), first)
     product = jax.jit(lambda x: x @ x)
     product(x).block_until_ready()
     best = math.inf
@@ -457,4 +477,4 @@ def _measure_matmul_rate(spec: ModelSpec) -> float:
         start = perf_counter()
         product(x).block_until_ready()
         best = min(best, perf_counter() - start)
-    return 2.0 * size**3 / best
+    return len(devices) * 2.0 * size**3 / best

@@ -28,7 +28,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.transformer import Head, Pooling
 
 Parameters = Mapping[str, Array]
-QUERY_CHUNK = 1024  # queries whose attention scores are in memory at once
+SCORES = 1 << 27  # attention scores of a layer that are in memory at once
 CHUNK_CELLS = 1 << 24  # logits of a chunk of rows
 LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix
 MASKED = -1e30  # attention score of a key that a query cannot see; finite, so no row is all NaN
@@ -249,13 +249,15 @@ def _attend(
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgqs,rskd->rqkgd", weights, v)
 
+    # Scores are computed again in the backward pass: they take more memory than all the rest.
     length = q.shape[1]
-    if length <= QUERY_CHUNK:
-        mixed = attend_chunk((q, rows.segments, rows.positions))
-    else:  # rows are a power of two, or three times one, so chunks divide them
-        count = 1
-        while length // count > QUERY_CHUNK:
-            count *= 2
+    most = max(1, SCORES // (q.shape[0] * config.num_heads * length))
+    count = 1
+    while length // count > most and length % (2 * count) == 0:
+        count *= 2
+    if count == 1:
+        mixed = jax.checkpoint(attend_chunk)((q, rows.segments, rows.positions))
+    else:
         chunks = []
         for each in (q, rows.segments, rows.positions):
             parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
@@ -382,9 +384,8 @@ def compute_outputs(
     hidden = compute_hidden(parameters, rows, decoder)
     hidden = hidden.reshape(-1, hidden.shape[-1])[reads.rows]
     if decoder.head != "lm":
-        values = (hidden.astype(decoder.wide) @ parameters["score.weight"].astype(decoder.wide).T)[
-            :, 0
-        ]
+        weight = parameters["score.weight"].astype(decoder.wide)
+        values = jnp.matmul(hidden.astype(decoder.wide), weight.T, precision="highest")[:, 0]
         if decoder.head == "score" and decoder.pooling == "mean":
             sums = jax.ops.segment_sum(values, reads.labels, num_scores + 1)
             counts = jax.ops.segment_sum(jnp.ones_like(values), reads.labels, num_scores + 1)

@@ -174,8 +174,9 @@ class JaxOptimizer:
                 for name, value in self._stacks.read(getattr(self._state, field), names):
                     tensors[f"{name}/{slot}"] = value
             if self.spec.type == "adamw":
+                count = float(self._state.count)
                 for name in names:
-                    tensors[f"{name}/step"] = torch.tensor(float(self.steps))
+                    tensors[f"{name}/step"] = torch.tensor(count)
         return tensors
 
     def collect_values(self) -> dict[str, float]:
@@ -218,6 +219,7 @@ class JaxOptimizer:
         self.steps = int(values["steps"])
         self.attempts = int(values["attempts"])
         if "count" in state._fields:
-            count = np.asarray(self.steps, state.count.dtype)
+            steps = next((int(each) for each in by_slot["step"].values()), self.steps)
+            count = np.asarray(steps, state.count.dtype)
             state = state._replace(count=jax.device_put(count, state.count.sharding))
         self._state = state

@@ -95,6 +95,7 @@ def pack_rows(
     at. `sizes` has the sizes of earlier passes.
     """
     config = decoder.config
+    _check_indices(x, decoder)
     lengths = to_numpy(x.attention.dense.lengths)
     length = round_up(int(lengths.max()), LEAST_LENGTH)
     starts, count = place_sequences(lengths, length)
@@ -154,3 +155,14 @@ def pack_rows(
         None if ids is None else extend(ids),
     )
     return PackedRows(rows, reads, outputs, num_scores)
+
+
+def _check_indices(x: Packed, decoder: DecoderSettings) -> None:
+    """Raise `IndexError` for tokens or positions without an embedding, which JAX would not notice."""
+    config = decoder.config
+    if int(x.tokens.max()) >= config.vocab_size or int(x.tokens.min()) < 0:
+        raise IndexError(f"a token is not in the vocabulary of {config.vocab_size:,} tokens")
+    if config.learned_positions is not None:
+        most = config.learned_positions - config.position_offset
+        if int(x.positions.max()) >= most:
+            raise IndexError(f"a sequence is longer than the {most:,} positions of the network")

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from torch import Tensor
 
 from weft.engine.jax.mesh import choose_sharding
+from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
 
 
@@ -107,20 +108,29 @@ class ParameterStacks:
         """Return new arrays in which slices of parameters are eta * value + (1 - eta) * old value.
 
         `parts` has the canonical name, the slice of the parameter (None for all of it) and the
-        values. Arrays without new values are left out.
+        values. Arrays without new values are left out. An array of 16 bits becomes float32 if it is
+        averaged or if a value is float32: small steps of an average would be rounded away.
+
+        Raises `ConfigError` for values of another shape.
         """
         host: dict[str, np.ndarray[Any, Any]] = {}
         for name, where, values in parts:
             place = self.places[name]
             if place.array not in host:
                 host[place.array] = np.array(arrays[place.array])
+            new = to_numpy(values)
+            narrow = host[place.array].dtype.itemsize == 2
+            if narrow and (eta != 1.0 or new.dtype == np.float32):
+                host[place.array] = host[place.array].astype(np.float32)
             whole = host[place.array]
             own = whole if place.index is None else whole[place.index]
             own = own if where is None else own[where]
-            new = to_numpy(values)
+            if own.shape != new.shape:
+                raise ConfigError(
+                    f"{name}: values of shape {new.shape} do not fit a slice of shape {own.shape}"
+                )
             if eta != 1.0:
-                wide = np.promote_types(np.float32, own.dtype)
-                new = eta * new.astype(wide) + (1.0 - eta) * own.astype(wide)
+                new = eta * new.astype(own.dtype) + (1.0 - eta) * own
             own[...] = new.astype(own.dtype)
         return {
             array: jax.device_put(values, arrays[array].sharding) for array, values in host.items()

@@ -144,6 +144,7 @@ def can_share_base(reference: ModelSpec, trained: ModelSpec) -> bool:
         "device",
     )
     alike = all(getattr(reference, name) == getattr(trained, name) for name in same)
+    alike &= trained.backend != "jax"  # whose adapters are part of what is compiled
     alike &= reference.quantize in (
         None,
         trained.quantize,
