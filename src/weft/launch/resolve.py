@@ -202,12 +202,14 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
 def _check_jax_call(experiment: Experiment, node: MFCDef) -> None:
     """Raise `ConfigError` if a call asks for what only other backends compute."""
     keys = {*node.input_keys, *node.optional_keys}
-    kept = any("support" in call.output_keys for call in experiment.graph.list_model_calls())
+    records_support = any(
+        "support" in call.output_keys for call in experiment.graph.list_model_calls()
+    )
     if node.method == "generate":
         what = "samples"
     elif "top_ids" in node.output_keys:
         what = "asks for the likeliest ids"
-    elif kept and "support" in keys:
+    elif records_support and "support" in keys:
         what = "asks for log-probs over the ids that sampling kept (top_k, top_p, min_p)"
     else:
         return
