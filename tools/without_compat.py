@@ -65,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         copy = Path(folder)
         copy_tree(copy)
         remove_links(copy)
+        for words in (["init", "-q"], ["add", "-A"]):  # tests ask git for its files
+            subprocess.run(["git", *words], cwd=copy, check=True)
         environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
         options = subprocess.run(
             [sys.executable, "-m", "weft.cli.reference"],

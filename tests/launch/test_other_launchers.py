@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import prompt_answer_rows, write_jsonl
+from weft.cli import dialects
 from weft.cli import main as weft
 from weft.errors import ConfigError
 from weft.launch import other_launchers, run
@@ -85,7 +86,18 @@ def test_a_shell_is_no_launcher(environ: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "words", [[], ["model.layout=t2"], ["--deepspeed", "ds.json"], ["zero_stage={stage}"]]
+    "words",
+    [
+        [],
+        ["model.layout=t2"],
+        pytest.param(
+            ["--deepspeed", "ds.json"],
+            marks=pytest.mark.skipif(
+                dialects.find("deepspeed") is None, reason="weft.compat is not installed"
+            ),
+        ),
+        ["zero_stage={stage}"],
+    ],
 )
 def test_the_words_that_are_advised_are_taken(
     words: list[str],
