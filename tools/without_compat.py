@@ -65,8 +65,6 @@ def main(arguments: Sequence[str]) -> int:
         copy = Path(folder)
         copy_tree(copy)
         remove_links(copy)
-        for words in (["init", "-q"], ["add", "-A"]):  # tests ask git for its files
-            subprocess.run(["git", *words], cwd=copy, check=True)
         environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
         options = subprocess.run(
             [sys.executable, "-m", "weft.cli.reference"],
@@ -77,6 +75,10 @@ def main(arguments: Sequence[str]) -> int:
             text=True,
         ).stdout
         (copy / "docs" / "options.md").write_text(options)
+        # Tests ask git for its files and its commit.
+        author = ["-c", "user.name=weft", "-c", "user.email=weft@localhost"]
+        for words in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "copy"]):
+            subprocess.run(["git", *words], cwd=copy, check=True)
         command = [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "loadfile"]
         command += ["-m", "not slow", "--deselect", DESELECTED, *arguments]
         return subprocess.run(command, cwd=copy, env=environment, check=False).returncode
