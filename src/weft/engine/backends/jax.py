@@ -50,7 +50,7 @@ def jax_backend(
     path = common.check_spec(spec)
     check_options(spec)
     from weft.engine.jax import engine
-    from weft.engine.jax.mesh import build_mesh, divide_rows
+    from weft.engine.jax.mesh import build_mesh, build_row_sharding
     from weft.engine.jax.network import DecoderSettings
     from weft.engine.jax.parameters import ParameterStacks
 
@@ -84,7 +84,7 @@ def jax_backend(
         dtype,
         spec.lora.alpha / spec.lora.r if spec.lora.r else 1.0,
         "nothing_saveable" if spec.recomputed_layers else None,
-        divide_rows(mesh) if mesh.size > 1 else None,
+        build_row_sharding(mesh) if mesh.size > 1 else None,
     )
     padding = common.find_skipped_padding(tokenizer, spec)
     network = engine.JaxNetwork(decoder, stacks, arrays, padding)

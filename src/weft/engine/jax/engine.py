@@ -128,7 +128,7 @@ class JaxNetwork(nn.Module):
             return jax.vjp(lambda own: compute({**frozen, **own}, *inputs, **static), trained)
 
         self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=sizes)
-        self._pull_back = jax.jit(lambda pull_back, gradients: pull_back(gradients)[0])
+        self._apply_vjp = jax.jit(lambda vjp, gradients: vjp(gradients)[0])
 
     def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
         """Return False: a prefix that sequences share is computed for each of them."""
@@ -175,7 +175,7 @@ class JaxNetwork(nn.Module):
         frozen: dict[str, Array] = {}
         for name, value in self.arrays.items():
             (trained if name in self._trained else frozen)[name] = value
-        outputs, pull_back = self._compute_with_vjp(
+        outputs, vjp = self._compute_with_vjp(
             trained,
             frozen,
             pack.rows,
@@ -184,12 +184,12 @@ class JaxNetwork(nn.Module):
             want=want,
             num_scores=pack.num_scores,
         )
-        return outputs, pull_back
+        return outputs, vjp
 
-    def run_backward(self, pull_back: Any, gradients: dict[Output, Array]) -> None:
+    def run_backward(self, vjp: Any, gradients: dict[Output, Array]) -> None:
         """Add the gradients of a pass, given those by its outputs."""
         assert self.add_gradients is not None, "a frozen role has no backward pass"
-        self.add_gradients(self._pull_back(pull_back, gradients))
+        self.add_gradients(self._apply_vjp(vjp, gradients))
 
 
 class _JaxPass(torch.autograd.Function):
@@ -207,7 +207,7 @@ class _JaxPass(torch.autograd.Function):
         temperature: float,
         names: list[Output],
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.pull_back = network.compute_with_vjp(pack, temperature, frozenset(names))
+        outputs, ctx.vjp = network.compute_with_vjp(pack, temperature, frozenset(names))
         ctx.network = network
         ctx.shapes = {name: (outputs[name].shape, outputs[name].dtype) for name in names}
         return tuple(to_torch(outputs[name])[: pack.outputs] for name in names)
@@ -220,7 +220,7 @@ class _JaxPass(torch.autograd.Function):
             if own is not None:
                 values[: len(own)] = own.numpy()
             whole[name] = values
-        ctx.network.run_backward(ctx.pull_back, whole)
+        ctx.network.run_backward(ctx.vjp, whole)
         return None, None, None, None, None
 
 
@@ -340,7 +340,7 @@ class JaxEngine:
         raise ConfigError("backend=jax does not sample; use backend=torch for this role")
 
     def gather(self, own: T) -> list[T]:
-        """Return `own` in a list: there is one rank."""
+        """Return a list with only `own`, because the role has a single process."""
         return [own]
 
     # -- parameters
@@ -383,10 +383,10 @@ class JaxEngine:
         self.version = version
 
     def offload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Do nothing: `check_spec` refuses the option `offload` unless it would change nothing."""
+        """Do nothing, because `weft.engine.backends.jax` refuses the option `offload`."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Do nothing, as `offload`."""
+        """Do nothing, because `weft.engine.backends.jax` refuses the option `offload`."""
 
     # -- on disk
 

@@ -48,7 +48,7 @@ def choose_sharding(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedShardin
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def divide_rows(mesh: Mesh) -> NamedSharding:
+def build_row_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of arrays whose first dimension is divided over the data axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH))
 

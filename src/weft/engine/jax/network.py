@@ -83,6 +83,7 @@ class DecoderSettings:
     Attributes:
         config: Sizes and variants of the network.
         head: Kind of head.
+        pooling: Hidden states that a score is computed from.
         dtype: dtype of the computation; log-probs, values and scores have at least float32.
         adapter_scale: Factor of low-rank adapters.
         policy: Key of `REMATERIALIZATION`, or None to keep all activations.

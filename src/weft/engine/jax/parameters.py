@@ -53,7 +53,7 @@ class ParameterStacks:
 
         def describe(layer: int) -> list[tuple[str, bool]]:
             names = blocks[layer]
-            return sorted((own, _is_trained(parameters[name])) for own, name in names.items())
+            return sorted((own, parameters[name].requires_grad) for own, name in names.items())
 
         for _, equal in groupby(sorted(blocks), key=describe):
             run = list(equal)
@@ -62,7 +62,7 @@ class ParameterStacks:
                 for index, number in enumerate(run):
                     self.places[blocks[number][own]] = StackPlace(stack, index)
         for name, parameter in parameters.items():
-            if _is_trained(parameter):
+            if parameter.requires_grad:
                 self.trained.add(self.places[name].array)
 
     def group_names(self) -> dict[str, list[str]]:
@@ -137,10 +137,6 @@ class ParameterStacks:
         }
 
 
-def _is_trained(parameter: StoredParameter) -> bool:
-    return parameter.parameter.requires_grad
-
-
 def to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's values as a numpy array; bfloat16 becomes that of `ml_dtypes`."""
     values = values.detach().cpu().contiguous()
@@ -150,7 +146,7 @@ def to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def to_torch(values: Any) -> Tensor:
-    """Return a JAX or numpy array's values as a tensor in host memory of its own."""
+    """Copy the values of a JAX or numpy array into a new tensor in host memory."""
     array = np.asarray(values)
     if array.dtype == jnp.bfloat16:
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)

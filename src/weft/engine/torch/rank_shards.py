@@ -120,10 +120,7 @@ def build_rank_shard(
 
 
 def _widen_trained(network: Transformer, *, with_embeddings: bool) -> None:
-    """Cast the parameters that are trained beside frozen ones to float32.
-
-    These are adapters and prefixes and, with `with_embeddings`, the embedding and output matrices.
-    """
+    """Cast adapters, prefixes and, with `with_embeddings`, embedding and output matrix to float32."""
     for adapter in (*lora.find_adapters(network).values(), *list_prefixes(network)):
         adapter.float()
     if with_embeddings:
