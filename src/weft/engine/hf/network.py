@@ -29,10 +29,10 @@ from weft.models.network.event_outputs import compute_outputs
 from weft.models.network.packed import Packed, SamplingSupport, pack
 from weft.models.network.token_outputs import OutputProjection
 from weft.models.network.transformer import (
-    OUTPUTS,
     Head,
     Pooling,
     average_scores,
+    check_outputs,
     compute_row_values,
     find_score_rows,
 )
@@ -213,10 +213,7 @@ class HFNetwork(nn.Module):
         support: SamplingSupport | None = None,
     ) -> dict[Output, Tensor]:
         """Compute the same outputs as `weft.models.network.transformer.Transformer`."""
-        if not want <= OUTPUTS[self.kind]:
-            lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
-            given = ", ".join(sorted(OUTPUTS[self.kind]))
-            raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        check_outputs(self.kind, want)
         with _hold_seed(x.dropout):
             mean = self.kind == "score" and self.pooling == "mean"
             rows = find_score_rows(x, self.padding) if self.kind == "score" else x.rows

@@ -46,7 +46,7 @@ from weft.engine.torch.engine import (
 from weft.engine.torch.step import OptimizerStep, Veto
 from weft.errors import CheckpointError, ConfigError
 from weft.models.network.packed import Packed, SamplingSupport, TopIds
-from weft.models.network.transformer import OUTPUTS
+from weft.models.network.transformer import check_outputs
 from weft.topology import Layout, Slice, build_whole_slice
 
 HOST = torch.device("cpu")
@@ -142,11 +142,7 @@ class JaxNetwork(nn.Module):
         support: SamplingSupport | None = None,
     ) -> dict[Output, Tensor]:
         """Return the outputs `want` in host memory, as `Transformer.forward` does."""
-        if not want <= OUTPUTS[self._decoder.head]:
-            raise ConfigError(
-                f"a network with a {self._decoder.head} head gives "
-                f"{', '.join(sorted(OUTPUTS[self._decoder.head]))}, not {', '.join(sorted(want))}"
-            )
+        check_outputs(self._decoder.head, want)
         if support is not None or isinstance(x.ids, TopIds):
             what = "log-probs over the ids that sampling kept" if support else "the likeliest ids"
             raise ConfigError(f"backend=jax does not compute {what}; use backend=torch")

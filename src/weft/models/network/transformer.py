@@ -66,6 +66,14 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 }
 
 
+def check_outputs(head: Head, want: frozenset[Output]) -> None:
+    """Raise `ConfigError` for outputs that a network with this head cannot compute."""
+    if not want <= OUTPUTS[head]:
+        lacking = ", ".join(sorted(want - OUTPUTS[head]))
+        given = ", ".join(sorted(OUTPUTS[head]))
+        raise ConfigError(f"a network with a {head} head gives {given}, not {lacking}")
+
+
 class Embedding(nn.Embedding):
     """Embedding matrix [V, width] without initial values.
 
@@ -157,10 +165,7 @@ class Transformer(nn.Module):
         [N] or scores [S]. `states` are the hidden states from the previous stage, or None in the
         first stage. Raises `ConfigError` for outputs that the network's head cannot compute.
         """
-        if not want <= OUTPUTS[self.kind]:
-            lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
-            given = ", ".join(sorted(OUTPUTS[self.kind]))
-            raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        check_outputs(self.kind, want)
         hidden = self.compute_hidden(x, self.find_output_rows(x), states)
         if not self.is_last_stage:
             return hidden
