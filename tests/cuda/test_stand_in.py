@@ -75,7 +75,7 @@ def test_tensors_of_two_devices_do_not_go_together(program: Program) -> None:
     assert program("mixed") == {}
 
 
-@pytest.mark.parametrize("flash", ["plain", "pages"])
+@pytest.mark.parametrize("flash", [pytest.param("plain", marks=pytest.mark.slow), "pages"])
 def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
     """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes
     shared prompts in both.
@@ -96,7 +96,7 @@ def test_what_leaves_the_device_comes_back_in_time(program: Program) -> None:
     assert program("offload")["flash"] > 0
 
 
-@pytest.mark.parametrize("flash", ["plain", "pages"])
+@pytest.mark.parametrize("flash", [pytest.param("plain", marks=pytest.mark.slow), "pages"])
 def test_algorithms_run(program: Program, flash: str) -> None:
     calls = program("algorithms", flash)
     assert calls["flash"] > 0 and ("flex" in calls) == (flash == "plain")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.cases import distill, dpo, options, ppo, prepare
+from tests.launch.cases import distill, dpo, grpo, options, ppo, prepare
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.launch import dry_run, run
@@ -75,18 +75,52 @@ def test_dpo_with_either_engine_for_either_role(root: Path) -> None:
             assert one == pytest.approx(other, rel=1e-6), "the reference's log-probs are float32"
 
 
-def test_a_role_that_samples_is_refused_before_anything_is_read(root: Path) -> None:
-    config = ppo(root, "samples")
-    config.actor.backend = "jax"
-    with pytest.raises(ConfigError, match=r"actor\.backend=jax: node 'actor_gen' samples"):
-        run(config)
+def either(config: Any, *backends: str) -> list[dict[str, float]]:
+    """Three steps of an algorithm in float64, its roles on the engines of these names."""
+    for role, backend in zip(("actor", "critic", "ref", "rew", "teacher"), backends, strict=False):
+        if hasattr(config, role):
+            spec = getattr(config, role)
+            spec.backend, spec.dtype = backend, "float64"
+    config.max_steps, config.save_freq_steps = 3, None
+    return numbers(run(config).metrics)
 
 
-def test_a_teacher_is_refused(root: Path) -> None:
-    config = distill(root, "teacher")
-    config.teacher.backend = "jax"
-    with pytest.raises(ConfigError, match=r"teacher\.backend=jax: .* likeliest ids"):
-        dry_run(config)
+# Log-probs and advantages pass from one role to another in float32.
+ROUNDED = 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ppo_is_that_of_torch(root: Path, mixed: bool) -> None:
+    wanted = either(ppo(root, f"ppo-torch-{mixed}"), *["torch"] * 4)
+    backends = ("jax", "torch", "torch", "jax") if mixed else ("jax",) * 4
+    found = either(ppo(root, f"ppo-jax-{mixed}"), *backends)
+    assert len(found) == 3
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=ROUNDED, abs=ROUNDED)
+
+
+@pytest.mark.slow
+def test_grpo_and_distillation_are_those_of_torch(root: Path) -> None:
+    """With top-k, whose ids go to the trainer, and a teacher that gives its likeliest ids."""
+    for make in (grpo, distill):
+        wanted = either(make(root, f"{make.__name__}-torch"), *["torch"] * 5)
+        found = either(make(root, f"{make.__name__}-jax"), *["jax"] * 5)
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=ROUNDED, abs=ROUNDED)
+
+
+@pytest.mark.slow
+def test_a_run_of_grpo_goes_on_with_the_other_engine(root: Path) -> None:
+    wanted = either(grpo(root, "grpo-whole"), "torch", "", "torch")
+    begun = grpo(root, "grpo-begun")
+    begun.actor.backend = begun.ref.backend = "torch"
+    begun.actor.dtype = begun.ref.dtype = "float64"
+    begun.max_steps = 2
+    config = grpo(root, "grpo-ended")
+    config.resume_from = str(run(begun).directory)
+    found = either(config, "jax", "", "jax")
+    assert found[-1] == pytest.approx(wanted[-1], rel=ROUNDED, abs=ROUNDED)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -63,7 +63,7 @@ def kill_again_and_again(root: Path, case: str, kills: int) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["sft", "ppo"])
+@pytest.mark.parametrize("case", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_ends_the_same(root, case):
     kill_again_and_again(root, case, kills=3)
 

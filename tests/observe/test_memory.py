@@ -67,6 +67,7 @@ def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
 
 
 @glibc
+@pytest.mark.slow
 def test_a_script_that_trains_and_samples_keeps_its_allocator_as_it_is(tmp_path: Path) -> None:
     assert printed(ASKS + SCRIPT + "print(asked)", str(tmp_path)).splitlines()[-1] == "[]"
 

@@ -15,7 +15,7 @@ from weft.checkpoints.config_file import has_prefix, read_prefix
 from weft.checkpoints.names import ADAPTER
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError
 from weft.options import validate
 
 if TYPE_CHECKING:
@@ -101,8 +101,6 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
     prefix = read_prefix(path)
     if prefix is not None and not _has_tokenizer(Path(path)) and spec.tokenizer.path is None:
         spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
-    if spec.backend == "jax" and spec.head == "lm":
-        raise ConfigError("--backend jax: does not sample; use --backend torch, or leave it out")
     tokenizer = Tokenizer.load(spec.tokenizer, path, option=COMMAND)
     engine = backends.get(spec.backend)(spec, Layout())
     context = find_context_length(hf_io.read_raw(path))

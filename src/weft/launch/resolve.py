@@ -184,8 +184,6 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             f"does not have it "
             f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
         )
-    if experiment.roles[node.role].backend == JAX_BACKEND:
-        _check_jax_call(experiment, node)
     try:
         inspect.signature(cls).bind(**node.args)
     except TypeError as error:
@@ -197,26 +195,6 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
             _check_hook(node, hook.function)
     if node.cache:
         _check_cache(experiment, node)
-
-
-def _check_jax_call(experiment: Experiment, node: MFCDef) -> None:
-    """Raise `ConfigError` if a call asks for what only other backends compute."""
-    keys = {*node.input_keys, *node.optional_keys}
-    records_support = any(
-        "support" in call.output_keys for call in experiment.graph.list_model_calls()
-    )
-    if node.method == "generate":
-        what = "samples"
-    elif "top_ids" in node.output_keys:
-        what = "asks for the likeliest ids"
-    elif records_support and "support" in keys:
-        what = "asks for log-probs over the ids that sampling kept (top_k, top_p, min_p)"
-    else:
-        return
-    raise ConfigError(
-        f"{node.role}.backend=jax: node {node.name!r} {what}, which backend=jax does not do; use "
-        f"backend=torch for this role"
-    )
 
 
 def _check_hook(node: MFCDef, name: str) -> None:

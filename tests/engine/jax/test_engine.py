@@ -16,7 +16,6 @@ from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import LoRASpec, OptimizerSpec, ParallelSpec, TokenizerSpec
 from weft.errors import CheckpointError, ConfigError
-from weft.models.network.packed import TopIds
 from weft.registry import families
 
 ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
@@ -267,8 +266,6 @@ def test_what_it_lacks_is_refused_by_name(
 def test_requests_that_it_lacks_are_refused(tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     engine = engine_of(path, backend="jax", trained=False)
-    with pytest.raises(ConfigError, match="likeliest ids"):
-        engine.forward(layouts.batch(0), frozenset({"top_ids"}), top=TopIds(3))
     with pytest.raises(ConfigError, match="a network with a lm head gives"):
         engine.forward(layouts.batch(0), frozenset({"values"}))
     with pytest.raises(ConfigError, match="not trained"):

@@ -98,7 +98,7 @@ def test_recomputed_blocks_and_shared_prefixes(every: int) -> None:
     alike(plain, other, pack(sequences([33, 17, 5])))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_adapters_on_and_off(dropout: float) -> None:
     # The draws of dropout take long to trace, so that it has three adapters alone: before attention
     # two, after it one.

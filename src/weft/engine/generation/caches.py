@@ -32,12 +32,11 @@ from weft.engine.generation.passes import Decoder, DecoderPasses, MultiStepDecod
 from weft.engine.generation.sampling import SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
 from weft.errors import ConfigError
-from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors
+from weft.kernels import LEAST_ROWS, LEAST_SPARED_KEYS, flash, flex, in_vectors, put
 from weft.models.kv.pages import FIRST_WIDTH, PAGE, PagedCache, PagePool
 from weft.models.kv.slots import KVCache
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import Adapter
-from weft.models.network.packed import Packed
 from weft.models.network.prefix import PrefixKeysValues
 from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
@@ -58,8 +57,6 @@ class SequenceCache(Protocol):
     def link(self, slots: Iterable[int], prefix: Any) -> None: ...
     def take(self, other: Any) -> int: ...
     def fork(self, slot: int, count: int) -> list[int]: ...
-    def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed: ...
-    def truncate(self, slot: int, length: int) -> None: ...
     def release(self, slot: int) -> int: ...
     def close(self) -> None: ...
 
@@ -72,7 +69,6 @@ class GenerationCaches(Protocol):
     """
 
     min_rows: int
-    passes: DecoderPasses
 
     @property
     def blocks(self) -> BlockManager: ...
@@ -87,6 +83,16 @@ class GenerationCaches(Protocol):
 
     def resize(self, cache: Any) -> None:
         """Resize the cache of the running sequences to the size that `self.blocks` has reserved."""
+        ...
+
+    def prefill(
+        self, cache: Any, slots: list[int], tokens: Sequence[Tensor], start: int = 0
+    ) -> Tensor:
+        """Append the `tokens` of prompts, one int64 [n] per slot, to slots of `cache`.
+
+        `start` is the number of tokens that the last of the slots has already. Returns the hidden
+        states [R, hidden] of the last tokens.
+        """
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
@@ -124,6 +130,44 @@ class GenerationCaches(Protocol):
         ...
 
 
+class CacheProvider(Protocol):
+    """Interface of what gives each of an engine's generators its caches."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that stays allocated between generators."""
+        ...
+
+    def take(self, network: Any, device: torch.device, budget: GenerationBudget) -> Any:
+        """Return `GenerationCaches` for a new generator."""
+        ...
+
+    def give_back(self, caches: Any) -> None: ...
+    def drop(self) -> None: ...
+
+
+def _run_prefill(
+    caches: SlotCaches | PageCaches,
+    cache: KVCache | PagedCache,
+    slots: list[int],
+    tokens: Sequence[Tensor],
+    start: int,
+) -> Tensor:
+    """Compute prompts in one pass, as `GenerationCaches.prefill` describes.
+
+    A pass that is too short is filled up behind the last prompt.
+    """
+    lengths = [len(own) for own in tokens]
+    missing = max(0, caches.min_rows - sum(lengths))
+    padded = [*tokens[:-1], torch.nn.functional.pad(tokens[-1], (0, missing))]
+    packed = cache.extend(slots, padded)
+    last = put(np.cumsum(lengths) - 1, caches.device)
+    states = caches.passes.compute_hidden(packed, last)
+    if missing:
+        cache.truncate(slots[-1], start + lengths[-1])
+    return states
+
+
 def build_caches(
     network: Decoder, device: torch.device, budget: GenerationBudget
 ) -> GenerationCaches:
@@ -158,7 +202,7 @@ class SlotCaches:
 
     def __init__(self, network: Decoder, device: torch.device, budget: GenerationBudget) -> None:
         self._network = network
-        self._device = device
+        self.device = device
         joins = device.type == "cpu" and network.can_share_prefixes(budget.max_tokens)
         least_spared = LEAST_SPARED_KEYS if joins else None
         unit = in_vectors(1, device)
@@ -171,11 +215,11 @@ class SlotCaches:
         self.min_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
 
     def create_cache(self, room: int | None = None) -> KVCache:
-        slots, room = self._compute_size() if room is None else (1, in_vectors(room, self._device))
+        slots, room = self._compute_size() if room is None else (1, in_vectors(room, self.device))
         dtype = next(self._network.parameters()).dtype
         return KVCache(
             self._network.config,
-            self._device,
+            self.device,
             dtype,
             slots=slots,
             room=room,
@@ -190,13 +234,18 @@ class SlotCaches:
         """Return the number of slots for the running sequences, and the number of tokens per slot."""
         return max(self.blocks.num_slots, self.min_rows), self.blocks.capacity
 
+    def prefill(
+        self, cache: KVCache, slots: list[int], tokens: Sequence[Tensor], start: int = 0
+    ) -> Tensor:
+        return _run_prefill(self, cache, slots, tokens, start)
+
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         count = len(tokens)
         fillers = list[int]()
         if count < self.min_rows:
             fillers = cache.allocate(self.min_rows - count)
             tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
-        packed = cache.extend(np.arange(len(tokens)), torch.from_numpy(tokens).to(self._device))
+        packed = cache.extend(np.arange(len(tokens)), torch.from_numpy(tokens).to(self.device))
         states = self.passes.compute_hidden(packed)
         for slot in reversed(fillers):
             cache.release(slot)
@@ -242,7 +291,7 @@ class PageCaches:
             capture = build_cuda_capture(device)
         else:
             capture = None
-        self._device = device
+        self.device = device
         self._width = FIRST_WIDTH
         self._result_buffers = dict[int, Tensor]()
         self._weight_storage = identify_storage(network)
@@ -302,6 +351,11 @@ class PageCaches:
         while self._width * self._page < self.blocks.longest:
             self._width *= 2
 
+    def prefill(
+        self, cache: PagedCache, slots: list[int], tokens: Sequence[Tensor], start: int = 0
+    ) -> Tensor:
+        return _run_prefill(self, cache, slots, tokens, start)
+
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         return self._run_step("states", cache.step(range(len(tokens)), tokens))
 
@@ -319,7 +373,7 @@ class PageCaches:
         output = self._run_step("greedy" if how.greedy else "sampled", step)
 
         def wait_for_tokens() -> SampledRows:
-            wait(self._device)
+            wait(self.device)
             tokens, logprobs = output.numpy().T.copy()
             return tokens.astype(np.int64), logprobs, None
 
@@ -369,7 +423,7 @@ class PageCaches:
         drawn = sampling.sample_rows(logits, uniforms, None if greedy else temperatures)
         if len(step) not in self._result_buffers:
             self._result_buffers[len(step)] = torch.zeros(
-                len(step), 2, dtype=torch.float64, pin_memory=self._device.type == "cuda"
+                len(step), 2, dtype=torch.float64, pin_memory=self.device.type == "cuda"
             )
         return self._result_buffers[len(step)].copy_(drawn.stacked, non_blocking=True)
 

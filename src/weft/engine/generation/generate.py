@@ -27,9 +27,14 @@ from torch.nn.functional import pad
 from weft import randomness
 from weft.engine.base import Partial, Request, TokenEvent
 from weft.engine.device import use_device
-from weft.engine.generation.caches import ReusablePageCaches, SequenceCache, choose_default_budget
+from weft.engine.generation.caches import (
+    CacheProvider,
+    ReusablePageCaches,
+    SequenceCache,
+    choose_default_budget,
+)
 from weft.engine.generation.decode_batch import DecodeBatch
-from weft.engine.generation.passes import Decoder, DeferringDecoder
+from weft.engine.generation.passes import DeferringDecoder, LanguageNetwork
 from weft.engine.generation.requests import (
     StopTextDetector,
     build_prompt,
@@ -58,7 +63,7 @@ from weft.kernels import prepare_wide, put
 
 @contextmanager
 def open_generator(
-    network: Decoder,
+    network: LanguageNetwork,
     spec: GenerationSpec,
     *,
     device: torch.device,
@@ -66,7 +71,7 @@ def open_generator(
     eos_ids: Iterable[int],
     budget: GenerationBudget | None = None,
     agree_on_tokens: TokenAgreement = sample_locally,
-    reusable_caches: ReusablePageCaches | None = None,
+    reusable_caches: CacheProvider | None = None,
 ) -> Iterator[BatchGenerator]:
     """Open a generator on `network`, which is in evaluation mode until the generator is closed.
 
@@ -111,7 +116,7 @@ class LogitsHead:
     If the device needs a float32 copy of the output matrix, the copy is made once and kept.
     """
 
-    def __init__(self, network: Decoder) -> None:
+    def __init__(self, network: LanguageNetwork) -> None:
         self._network = network
 
     def compute_logits(self, states: Tensor) -> Tensor:
@@ -132,14 +137,14 @@ class BatchGenerator:
 
     def __init__(
         self,
-        network: Decoder,
+        network: LanguageNetwork,
         spec: GenerationSpec,
         device: torch.device,
         version: int,
         stop_ids: frozenset[int],
         budget: GenerationBudget,
         agree_on_tokens: TokenAgreement,
-        reusable_caches: ReusablePageCaches,
+        reusable_caches: CacheProvider,
     ) -> None:
         self._network = network
         self._device = device
@@ -340,7 +345,6 @@ class BatchGenerator:
         Returns the hidden state [1, hidden] of the chunk's last token.
         """
         fill = chunk.prefill
-        count = chunk.stop - chunk.start
         holder = fill.new_prefix or fill
         if holder not in self._prefill_caches:
             cache = self._prefill_caches[holder] = self._caches.create_cache(
@@ -350,14 +354,12 @@ class BatchGenerator:
                 cache.allocate(),
                 self._prefill_caches[fill.parent_prefix] if fill.parent_prefix else None,
             )
-        cache = self._prefill_caches[holder]
-        tokens = torch.zeros(max(count, self._min_rows), dtype=torch.int64)
-        tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._caches.passes.compute_hidden(
-            cache.extend([0], [tokens]), put(np.array([count - 1]), self._device)
+        return self._caches.prefill(
+            self._prefill_caches[holder],
+            [0],
+            [torch.tensor(fill.tokens[chunk.start : chunk.stop])],
+            start=chunk.start,
         )
-        cache.truncate(0, chunk.stop)
-        return states
 
     def _prefill_whole(self, fills: list[Prefill]) -> tuple[list[int], Tensor]:
         """Compute whole prompts in one pass, each in a new slot.
@@ -365,21 +367,13 @@ class BatchGenerator:
         Returns the slots, and the hidden states [m, hidden] of the prompts' last tokens.
         """
         cache = self._get_cache()
-        count = len(fills)
-        slots = cache.allocate(count)
+        slots = cache.allocate(len(fills))
         for slot, fill in zip(slots, fills, strict=True):
             cache.link(
                 [slot], self._prefill_caches[fill.parent_prefix] if fill.parent_prefix else None
             )
         tokens = [torch.tensor(fill.tokens) for fill in fills]
-        lengths = [len(own) for own in tokens]
-        missing = max(0, self._min_rows - sum(lengths))
-        tokens[-1] = torch.nn.functional.pad(tokens[-1], (0, missing))
-        packed = cache.extend(slots, tokens)
-        last = self._caches.passes.compute_hidden(packed, put(np.cumsum(lengths) - 1, self._device))
-        if missing:
-            cache.truncate(slots[-1], lengths[-1])
-        return slots, last
+        return slots, self._caches.prefill(cache, slots, tokens)
 
     def _sample_rows(
         self, first: Callable[[], SampledRows] | None, states: list[Tensor]

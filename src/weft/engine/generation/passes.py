@@ -39,13 +39,41 @@ from weft.models.network.packed import Packed
 from weft.models.network.transformer import Embedding, Transformer
 
 
-class Decoder(Protocol):
-    """Interface of a network that generates text, such as `Transformer`."""
+class LanguageNetwork(Protocol):
+    """Interface of a network whose next tokens a generator samples."""
 
     config: TransformerConfig
     # size of the whole network's vocabulary; `config` can describe only a shard
     vocab_size: int
     training: bool
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Number of placeholder tokens for a trained prefix at the start of each sequence.
+
+        Trained prefixes are explained in `weft.models.network.prefix`.
+        """
+        ...
+
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Return the logits of hidden states.
+
+        `wide` is the float32 copy of `output_matrix` that `kernels.prepare_wide` returns.
+        """
+        ...
+
+    @property
+    def output_matrix(self) -> Tensor | None:
+        """Matrix that maps hidden states to logits, or None if torch does not have it here."""
+        ...
+
+    def parameters(self) -> Iterator[Tensor]: ...
+    def train(self, mode: bool = True) -> object: ...
+
+
+class Decoder(LanguageNetwork, Protocol):
+    """Interface of a network of torch that generates text, such as `Transformer`."""
+
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def can_share_prefixes(self, longest: int) -> bool:
@@ -56,33 +84,11 @@ class Decoder(Protocol):
         ...
 
     @property
-    def prefix_tokens(self) -> int:
-        """Number of placeholder tokens for a trained prefix at the start of each sequence.
-
-        Trained prefixes are explained in `weft.models.network.prefix`.
-        """
-        ...
-
-    @property
     def can_read_pages(self) -> bool:
         """True if keys and values can be stored in pages, which requires weft's own attention."""
         ...
 
     def compute_hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
-    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """Return the logits of hidden states.
-
-        `wide` is the float32 copy of `output_matrix` that `kernels.prepare_wide` returns.
-        """
-        ...
-
-    @property
-    def output_matrix(self) -> Tensor | None:
-        """Matrix that maps hidden states to logits, or None if this rank does not have it."""
-        ...
-
-    def parameters(self) -> Iterator[Tensor]: ...
-    def train(self, mode: bool = True) -> object: ...
 
 
 @runtime_checkable

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import Partial, Request
-from weft.engine.generation.passes import Decoder
+from weft.engine.generation.passes import LanguageNetwork
 from weft.engine.generation.scheduler import Sequence
 from weft.errors import DataError
 
 
-def compute_limit(network: Decoder, request: Request, most: int) -> int:
+def compute_limit(network: LanguageNetwork, request: Request, most: int) -> int:
     """Return the maximum number of new tokens of a completion.
 
     This is the smaller of the request's own limit and `most`, the limit in its sampling settings.
@@ -54,7 +54,7 @@ def compute_limit(network: Decoder, request: Request, most: int) -> int:
     return min(wanted, room)
 
 
-def build_prompt(network: Decoder, request: Request) -> tuple[int, ...]:
+def build_prompt(network: LanguageNetwork, request: Request) -> tuple[int, ...]:
     """Return the prompt's tokens, preceded by placeholders for the network's trained prefix."""
     return (*(0,) * network.prefix_tokens, *map(int, request.prompt))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -30,10 +30,12 @@ from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.collectives import LocalCollectives
 from weft.engine.device import BestMatmulRate
+from weft.engine.generation.generate import open_generator
+from weft.engine.jax.generation import CompiledDecoder, choose_budget
 from weft.engine.jax.network import DecoderSettings, compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
 from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
-from weft.engine.jax.parameters import ParameterStacks, to_torch
+from weft.engine.jax.parameters import ParameterStacks, to_numpy, to_torch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.engine import (
     OPTIMIZER,
@@ -94,6 +96,10 @@ class JaxNetwork(nn.Module):
         arrays: Values of the parameters by the name of their array (`ParameterStacks`).
         anchor: Parameter without a meaning, by which torch sees that outputs have gradients.
         add_gradients: Function that gets the gradients of each backward pass, by array.
+        decoder: Architecture, and how it is computed.
+        config: The architecture alone.
+        vocab_size: Number of tokens that the network knows.
+        compiled: Functions for generation.
     """
 
     def __init__(
@@ -108,7 +114,9 @@ class JaxNetwork(nn.Module):
         self.anchor = nn.Parameter(torch.zeros((), dtype=wide))
         self.arrays = arrays
         self.add_gradients: Callable[[dict[str, Array]], None] | None = None
-        self._decoder = decoder
+        self.decoder = decoder
+        self.config = decoder.config
+        self.vocab_size = decoder.config.vocab_size
         self._padding = padding
         self._sizes = PassSizes()
         self._trained = sorted(stacks.trained)
@@ -119,7 +127,8 @@ class JaxNetwork(nn.Module):
             with jax.default_matmul_precision(precise):
                 return compute_outputs(*inputs, decoder=decoder, **static)
 
-        sizes = ("want", "num_scores")
+        sizes = ("want", "num_scores", "top")
+        self.compiled = CompiledDecoder(decoder, lambda: self.arrays)
         self._compute = jax.jit(compute, static_argnames=sizes)
 
         def compute_with_vjp(
@@ -129,6 +138,20 @@ class JaxNetwork(nn.Module):
 
         self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=sizes)
         self._apply_vjp = jax.jit(lambda vjp, gradients: vjp(gradients)[0])
+
+    @property
+    def prefix_tokens(self) -> int:
+        """0: the engine has no trained prefixes."""
+        return 0
+
+    @property
+    def output_matrix(self) -> None:
+        """None: torch does not have the matrix."""
+        return None
+
+    def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
+        """Return the logits [R, V] of hidden states [R, hidden]; `wide` is for networks of torch."""
+        return self.compiled.compute_next_logits(to_numpy(hidden_rows))
 
     def can_share_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
         """Return False: a prefix that sequences share is computed for each of them."""
@@ -142,14 +165,13 @@ class JaxNetwork(nn.Module):
         support: SamplingSupport | None = None,
     ) -> dict[Output, Tensor]:
         """Return the outputs `want` in host memory, as `Transformer.forward` does."""
-        check_outputs(self._decoder.head, want)
-        if support is not None or isinstance(x.ids, TopIds):
-            what = "log-probs over the ids that sampling kept" if support else "the likeliest ids"
-            raise ConfigError(f"backend=jax does not compute {what}; use backend=torch")
-        pack = pack_rows(x, self._decoder, self._padding, self._sizes)
-        if self._decoder.row_sharding is not None:
-            pack = replace(pack, rows=jax.device_put(pack.rows, self._decoder.row_sharding))
+        check_outputs(self.decoder.head, want)
+        pack = pack_rows(x, self.decoder, self._padding, self._sizes, support)
+        if self.decoder.row_sharding is not None:
+            pack = replace(pack, rows=jax.device_put(pack.rows, self.decoder.row_sharding))
+        top = x.ids if isinstance(x.ids, TopIds) else None
         if torch.is_grad_enabled() and self._trained:
+            assert top is None, "the likeliest ids have no gradients"
             names = sorted(want)
             values = _JaxPass.apply(self.anchor, self, pack, temperature, names)
             return dict(zip(names, values, strict=True))
@@ -157,9 +179,10 @@ class JaxNetwork(nn.Module):
             self.arrays,
             pack.rows,
             pack.reads,
-            np.asarray(temperature, self._decoder.wide),
+            np.asarray(temperature, self.decoder.wide),
             want=want,
             num_scores=pack.num_scores,
+            top=top,
         )
         return {key: to_torch(value)[: pack.outputs] for key, value in outputs.items()}
 
@@ -176,7 +199,7 @@ class JaxNetwork(nn.Module):
             frozen,
             pack.rows,
             pack.reads,
-            np.asarray(temperature, self._decoder.wide),
+            np.asarray(temperature, self.decoder.wide),
             want=want,
             num_scores=pack.num_scores,
         )
@@ -332,8 +355,24 @@ class JaxEngine:
         outputs = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
         return compute_loss(self._collectives, batch, outputs, loss)
 
-    def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]:
-        raise ConfigError("backend=jax does not sample; use backend=torch for this role")
+    @contextmanager
+    def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
+        """Open a generator with continuous batching on the current weights.
+
+        The caller must have set `spec.tokenizer` and `spec.stop_ids`.
+        """
+        network = self._network
+        devices = list(next(iter(network.arrays.values())).sharding.device_set)
+        with open_generator(
+            network,
+            spec,
+            device=HOST,
+            version=self.version,
+            eos_ids=(),
+            budget=choose_budget(network.decoder, devices, spec.kv_cache_gb),
+            reusable_caches=network.compiled,
+        ) as generator:
+            yield generator
 
     def gather(self, own: T) -> list[T]:
         """Return a list with only `own`, because the role has a single process."""

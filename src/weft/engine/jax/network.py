@@ -12,7 +12,7 @@ in `segments`; padding has the number 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ from jax.sharding import PartitionSpec as P
 
 from weft.algorithms.base import Output
 from weft.models.network.config import TransformerConfig
+from weft.models.network.packed import TopIds
 from weft.models.network.transformer import Head, Pooling
 
 Parameters = Mapping[str, Array]
 SCORES = 1 << 27  # attention scores of a layer that are in memory at once
 CHUNK_CELLS = 1 << 24  # logits of a chunk of rows
 LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix
+UNLIMITED = 1 << 30  # window of a layer whose attention has none
 MASKED = -1e30  # attention score of a key that a query cannot see; finite, so no row is all NaN
 
 # What the backward pass keeps of a block's forward pass, by EasyLM's names.
@@ -69,11 +71,14 @@ class HeadInputs(NamedTuple):
         labels: Token whose log-prob is computed at each row, int32 [N]. For averaged scores, the
             sequence of each token.
         ids: Further ids whose log-probs are computed at each row, int32 [N, K], or None.
+        support: Ids that sampling kept at each row, filled up with the size of the vocabulary,
+            int32 [N, S], or None. A row without ids has no limit.
     """
 
     rows: Any
     labels: Any
     ids: Any = None
+    support: Any = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,43 @@ class DecoderSettings:
         return jnp.promote_types(self.dtype, jnp.float32)
 
 
+class KeysValues(NamedTuple):
+    """Keys and values of a stack of blocks.
+
+    Those of new tokens are [layers, R, L, kv_heads, head_dim]; those of a cache are [layers, slots,
+    kv_heads, capacity, head_dim].
+    """
+
+    keys: Array
+    values: Array
+
+
 def compute_hidden(parameters: Parameters, rows: TokenRows, decoder: DecoderSettings) -> Array:
     """Return the hidden states after the last norm, [R, L, width]."""
+    return _compute(parameters, rows, decoder, None)[0]
+
+
+def compute_hidden_and_keys(
+    parameters: Parameters,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+    past: Sequence[KeysValues] | None = None,
+) -> tuple[Array, list[KeysValues]]:
+    """Return the hidden states as `compute_hidden` does, and each stack's keys and values.
+
+    With `past`, each row is one token, which attends to the cached tokens of its sequence: to as
+    many as its position is.
+    """
+    return _compute(parameters, rows, decoder, past or [None] * len(group_stacks(parameters)))
+
+
+def _compute(
+    parameters: Parameters,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+    pasts: Sequence[KeysValues | None] | None,
+) -> tuple[Array, list[KeysValues]]:
+    """Run all blocks; with None in place of `pasts`, keys and values are not returned."""
     config = decoder.config
     x = decoder.gather_table(parameters["embed.weight"])[rows.tokens].astype(decoder.dtype)
     if config.embed_scale is not None:
@@ -131,13 +171,17 @@ def compute_hidden(parameters: Parameters, rows: TokenRows, decoder: DecoderSett
         table = parameters["positions.weight"].astype(x.dtype)
         x = x + table[rows.positions + config.position_offset]
     x = decoder.divide(x)
-    for layers, stack in group_stacks(parameters):
-        x = _run_stack(x, stack, layers, rows, decoder)
+    new = []
+    for number, (layers, stack) in enumerate(group_stacks(parameters)):
+        past = pasts[number] if pasts is not None else None
+        x, own = _run_stack(x, stack, layers, past, rows, decoder, keeps=pasts is not None)
+        if own is not None:
+            new.append(own)
     if config.final_norm:
         x = _normalize(parameters, "norm", x, decoder)
     if "embed_out.weight" in parameters:
         x = _apply_linear(parameters, "embed_out", x)
-    return x
+    return x, new
 
 
 def group_stacks(parameters: Parameters) -> list[tuple[range, dict[str, Array]]]:
@@ -155,26 +199,38 @@ def group_stacks(parameters: Parameters) -> list[tuple[range, dict[str, Array]]]
 
 
 def _run_stack(
-    x: Array, stack: Mapping[str, Array], layers: range, rows: TokenRows, decoder: DecoderSettings
-) -> Array:
-    """Run equal blocks one after the other, with one compiled block for all of them."""
+    x: Array,
+    stack: Mapping[str, Array],
+    layers: range,
+    past: KeysValues | None,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+    *,
+    keeps: bool,
+) -> tuple[Array, KeysValues | None]:
+    """Run equal blocks one after the other, with one compiled block for all of them.
+
+    With `keeps`, their keys and values are returned too.
+    """
     config = decoder.config
     windows = []
     scales = []
     for layer in layers:
         window = config.window(layer)
-        windows.append(config.max_positions + x.shape[1] if window is None else window)
+        windows.append(UNLIMITED if window is None else window)
         scales.append(config.scale / (layer + 1 if config.layer_scaled_attention else 1))
 
-    def run(x: Array, layer: tuple[Parameters, Array, Array]) -> tuple[Array, None]:
-        own, window, scale = layer
-        return decoder.divide(_run_block(x, own, window, scale, rows, decoder)), None
+    def run(
+        x: Array, layer: tuple[Parameters, Array, Array, KeysValues | None]
+    ) -> tuple[Array, KeysValues | None]:
+        own, window, scale, past = layer
+        x, new = _run_block(x, own, window, scale, past, rows, decoder)
+        return decoder.divide(x), new if keeps else None
 
     if decoder.policy is not None:
         run = jax.checkpoint(run, policy=REMATERIALIZATION[decoder.policy])
-    each = (dict(stack), jnp.asarray(windows, jnp.int32), jnp.asarray(scales, decoder.wide))
-    y, _ = lax.scan(run, x, each)
-    return y
+    each = (dict(stack), jnp.asarray(windows, jnp.int32), jnp.asarray(scales, decoder.wide), past)
+    return lax.scan(run, x, each)
 
 
 def _run_block(
@@ -182,33 +238,40 @@ def _run_block(
     own: Parameters,
     window: Array,
     scale: Array,
+    past: KeysValues | None,
     rows: TokenRows,
     decoder: DecoderSettings,
-) -> Array:
+) -> tuple[Array, KeysValues]:
+    """Return the hidden states after a block, and the keys and values of its tokens."""
     config = decoder.config
 
-    def attend(x: Array) -> Array:
-        return _attend(x, own, window, scale, rows, decoder)
+    def attend(x: Array) -> tuple[Array, KeysValues]:
+        return _attend(x, own, window, scale, past, rows, decoder)
 
     def feed(x: Array) -> Array:
         return _feed(x, own, decoder)
 
     norm = partial(_normalize, own, decoder=decoder)
     if config.parallel_residual:
-        return x + attend(norm("norm1", x)) + feed(norm("norm2", x))
+        mixed, new = attend(norm("norm1", x))
+        return x + mixed + feed(norm("norm2", x)), new
     match config.placement:
         case "pre":
-            x = x + attend(norm("norm1", x))
-            return x + feed(norm("norm2", x))
+            mixed, new = attend(norm("norm1", x))
+            x = x + mixed
+            return x + feed(norm("norm2", x)), new
         case "post":
-            x = x + norm("norm1_post", attend(x))
-            return x + norm("norm2_post", feed(x))
+            mixed, new = attend(x)
+            x = x + norm("norm1_post", mixed)
+            return x + norm("norm2_post", feed(x)), new
         case "both":
-            x = x + norm("norm1_post", attend(norm("norm1", x)))
-            return x + norm("norm2_post", feed(norm("norm2", x)))
+            mixed, new = attend(norm("norm1", x))
+            x = x + norm("norm1_post", mixed)
+            return x + norm("norm2_post", feed(norm("norm2", x))), new
         case "after":
-            x = norm("norm1", x + attend(x))
-            return norm("norm2", x + feed(x))
+            mixed, new = attend(x)
+            x = norm("norm1", x + mixed)
+            return norm("norm2", x + feed(x)), new
 
 
 def _attend(
@@ -216,10 +279,11 @@ def _attend(
     own: Parameters,
     window: Array,
     scale: Array,
+    past: KeysValues | None,
     rows: TokenRows,
     decoder: DecoderSettings,
-) -> Array:
-    """Return the output of self-attention, [R, L, hidden]."""
+) -> tuple[Array, KeysValues]:
+    """Return the output of self-attention, [R, L, hidden], and the tokens' keys and values."""
     config = decoder.config
     heads = {}
     for name, count in (
@@ -236,13 +300,32 @@ def _attend(
         heads[name] = y if name == "v" or rows.cos is None else _rotate(y, rows)
     q, k, v = heads["q"], heads["k"], heads["v"]
     q = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
+    if past is None:
+        mixed = _attend_to_rows(q, k, v, window, scale, rows, decoder)
+    else:
+        mixed = _attend_to_past(q, k, v, window, scale, past, rows, decoder)
+    output = _apply_linear(own, "attention.o", mixed.reshape(*x.shape[:2], -1), decoder)
+    return output, KeysValues(k, v)
+
+
+def _attend_to_rows(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: Array,
+    scale: Array,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+) -> Array:
+    """Return the attention of each token over its sequence in the same row, [R, L, k, g, d].
+
+    `q` is [R, L, k, g, d], with g query heads for each of k heads of keys and values.
+    """
 
     def attend_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         q, segments, positions = chunk
         scores = jnp.einsum("rqkgd,rskd->rkgqs", q, k, preferred_element_type=decoder.wide)
-        scores = scores * scale
-        if config.attention_softcap is not None:
-            scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+        scores = _limit_scores(scores * scale, decoder)
         distance = positions[:, :, None] - rows.positions[:, None, :]
         seen = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
         seen &= (distance < window) & (segments[:, :, None] > 0)
@@ -252,21 +335,51 @@ def _attend(
 
     # Scores are computed again in the backward pass: they take more memory than all the rest.
     length = q.shape[1]
-    most = max(1, SCORES // (q.shape[0] * config.num_heads * length))
+    most = max(1, SCORES // (q.shape[0] * decoder.config.num_heads * length))
     count = 1
     while length // count > most and length % (2 * count) == 0:
         count *= 2
     if count == 1:
-        mixed = jax.checkpoint(attend_chunk)((q, rows.segments, rows.positions))
-    else:
-        chunks = []
-        for each in (q, rows.segments, rows.positions):
-            parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
-            chunks.append(jnp.moveaxis(parts, 1, 0))
-        mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
-        mixed = jnp.moveaxis(mixed, 0, 1)
-    mixed = mixed.reshape(*x.shape[:2], -1)
-    return _apply_linear(own, "attention.o", mixed, decoder)
+        return jax.checkpoint(attend_chunk)((q, rows.segments, rows.positions))
+    chunks = []
+    for each in (q, rows.segments, rows.positions):
+        parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
+        chunks.append(jnp.moveaxis(parts, 1, 0))
+    mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
+    mixed = jnp.moveaxis(mixed, 0, 1)
+    return mixed.reshape(q.shape)
+
+
+def _attend_to_past(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: Array,
+    scale: Array,
+    past: KeysValues,
+    rows: TokenRows,
+    decoder: DecoderSettings,
+) -> Array:
+    """Return the attention of each row's token over its cached tokens and itself, [R, 1, k, g, d].
+
+    `past` has the cached keys and values [R, kv_heads, capacity, head_dim].
+    """
+    token = q[:, 0]
+    old = jnp.einsum("rkgd,rksd->rkgs", token, past.keys, preferred_element_type=decoder.wide)
+    new = jnp.einsum("rkgd,rkd->rkg", token, k[:, 0], preferred_element_type=decoder.wide)
+    scores = _limit_scores(jnp.concatenate([old, new[..., None]], axis=-1) * scale, decoder)
+    places = jnp.arange(past.keys.shape[2])
+    seen = (places < rows.positions) & (rows.positions - places < window)
+    itself = jnp.ones((len(seen), 1), bool)
+    seen = jnp.concatenate([seen, itself], axis=1)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v.dtype)
+    mixed = jnp.einsum("rkgs,rksd->rkgd", weights[..., :-1], past.values)
+    return (mixed + weights[..., -1:] * v[:, 0, :, None])[:, None]
+
+
+def _limit_scores(scores: Array, decoder: DecoderSettings) -> Array:
+    limit = decoder.config.attention_softcap
+    return scores if limit is None else limit * jnp.tanh(scores / limit)
 
 
 def _rotate(heads: Array, rows: TokenRows) -> Array:
@@ -375,11 +488,13 @@ def compute_outputs(
     decoder: DecoderSettings,
     want: frozenset[Output],
     num_scores: int = 0,
+    top: TopIds | None = None,
 ) -> dict[Output, Array]:
     """Return the outputs `want` at the rows of `reads`, float32 or wider.
 
-    A language model gives `logprobs`, `entropy` and `top1` [N], and with `reads.ids`
-    `given_logprobs` [N, K + 1]; other heads give `values` or `scores` [N]. With mean pooling, there
+    A language model gives `logprobs`, `entropy` and `top1` [N], over the ids of `reads.support` if
+    there are any; with `reads.ids` `given_logprobs` [N, K + 1]; and with `top` `top_ids` [N, K] and
+    `top_logprobs` [N, K + 1]. Other heads give `values` or `scores` [N]. With mean pooling, there
     are `num_scores` scores.
     """
     hidden = compute_hidden(parameters, rows, decoder)
@@ -393,17 +508,14 @@ def compute_outputs(
             values = (sums / jnp.maximum(counts, 1))[:num_scores]
         return {"scores" if decoder.head == "score" else "values": values}
 
-    def compute_chunk(chunk: tuple[Array, Array, Array | None]) -> dict[Output, Array]:
-        hidden, labels, ids = chunk
+    def compute_chunk(chunk: tuple[Array, HeadInputs]) -> dict[Output, Array]:
+        hidden, own = chunk
         logits = compute_logits(parameters, hidden, decoder) / temperature
-        return _read_logits(logits, labels, ids, want)
+        return _read_logits(logits, own, want, top)
 
     count = _count_chunks(len(reads.labels), decoder.config.vocab_size)
-    chunks = []
-    for each in (hidden, reads.labels, reads.ids):
-        parts = None if each is None else each.reshape(count, -1, *each.shape[1:])
-        chunks.append(parts)
-    outputs = lax.map(jax.checkpoint(compute_chunk), tuple(chunks))
+    chunks = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (hidden, reads))
+    outputs = lax.map(jax.checkpoint(compute_chunk), chunks)
     return {key: value.reshape(-1, *value.shape[2:]) for key, value in outputs.items()}
 
 
@@ -420,24 +532,40 @@ def compute_logits(parameters: Parameters, hidden: Array, decoder: DecoderSettin
 
 
 def _read_logits(
-    logits: Array, labels: Array, ids: Array | None, want: frozenset[Output]
+    logits: Array, reads: HeadInputs, want: frozenset[Output], top: TopIds | None
 ) -> dict[Output, Array]:
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    labels = reads.labels[:, None]
+    whole = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = whole
+    if reads.support is not None:
+        own = jnp.arange(len(logits))[:, None]
+        allowed = jnp.zeros(logits.shape, bool).at[own, reads.support].set(True, mode="drop")
+        allowed = allowed.at[own, labels].set(True)
+        allowed |= (reads.support >= logits.shape[1]).all(axis=1, keepdims=True)
+        logprobs = jax.nn.log_softmax(jnp.where(allowed, logits, MASKED), axis=-1)
     outputs: dict[Output, Array] = {}
     if "logprobs" in want:
-        outputs["logprobs"] = jnp.take_along_axis(logprobs, labels[:, None], axis=1)[:, 0]
+        outputs["logprobs"] = jnp.take_along_axis(logprobs, labels, axis=1)[:, 0]
     if "entropy" in want:
         outputs["entropy"] = -(jnp.exp(logprobs) * logprobs).sum(-1)
     if "top1" in want:
-        outputs["top1"] = (logprobs.argmax(-1) == labels).astype(logprobs.dtype)
+        outputs["top1"] = (logprobs.argmax(-1) == reads.labels).astype(logprobs.dtype)
     if "given_logprobs" in want:
-        assert ids is not None
-        own = jnp.take_along_axis(logprobs, ids, axis=1)
-        # log-prob of all other ids together
-        others = jnp.put_along_axis(logprobs, ids, -jnp.inf, axis=1, inplace=False)
-        rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
-        outputs["given_logprobs"] = jnp.concatenate([own, rest], axis=1)
-    return outputs
+        outputs["given_logprobs"] = _select_logprobs(whole, reads.ids)
+    if top is not None:
+        size = min(logits.shape[1], top.below or logits.shape[1])
+        _, ids = lax.top_k(logits[:, :size], min(top.count, size))
+        outputs["top_ids"] = ids.astype(jnp.int32)
+        outputs["top_logprobs"] = _select_logprobs(whole, ids)
+    return {key: value for key, value in outputs.items() if key in want}
+
+
+def _select_logprobs(logprobs: Array, ids: Array) -> Array:
+    """Return the log-probs of ids, and that of all other ids together, [N, K + 1]."""
+    own = jnp.take_along_axis(logprobs, ids, axis=1)
+    others = jnp.put_along_axis(logprobs, ids, -jnp.inf, axis=1, inplace=False)
+    rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
+    return jnp.concatenate([own, rest], axis=1)
 
 
 def _count_chunks(num_rows: int, vocab_size: int) -> int:

@@ -16,11 +16,12 @@ from weft.engine.jax.mesh import count_row_parts
 from weft.engine.jax.network import DecoderSettings, HeadInputs, TokenRows, round_up
 from weft.engine.jax.parameters import to_numpy
 from weft.models.network import rope
-from weft.models.network.packed import Packed
+from weft.models.network.packed import Packed, SamplingSupport
 from weft.models.network.transformer import find_score_rows
 
 Index = npt.NDArray[np.int64]
 LEAST_LENGTH = 32  # tokens of a row
+LEAST_SUPPORT = 16  # ids that sampling kept at a token
 LEAST_READS = 32  # hidden states that a head reads
 MOST_WASTE = 4  # how much larger than needed a pass may be, to save a compilation
 
@@ -55,6 +56,14 @@ class PassSizes:
     def __init__(self) -> None:
         self._known: set[tuple[int, int, int]] = set()
 
+    def choose_length(self, longest: int) -> int:
+        """Return the number of tokens in a row that can hold a sequence of `longest` tokens.
+
+        Rows hold several sequences, so longer rows than needed are filled as well.
+        """
+        fitting = [sizes[1] for sizes in self._known if longest <= sizes[1] <= MOST_WASTE * longest]
+        return min(fitting, default=round_up(longest, LEAST_LENGTH))
+
     def choose(self, rows: int, length: int, reads: int) -> tuple[int, int, int]:
         """Return the numbers of rows, of tokens in each, and of hidden states that are read."""
         fitting = []
@@ -86,18 +95,22 @@ class PackedRows:
 
 
 def pack_rows(
-    x: Packed, decoder: DecoderSettings, padding: int | None, sizes: PassSizes
+    x: Packed,
+    decoder: DecoderSettings,
+    padding: int | None,
+    sizes: PassSizes,
+    support: SamplingSupport | None = None,
 ) -> PackedRows:
     """Return a pack in rows, with what the head reads of them.
 
     The rows can be divided over the decoder's devices. The arrays in `HeadInputs` have further
     elements at the end, whose outputs are not used. `padding` is the token that scores are not read
-    at. `sizes` has the sizes of earlier passes.
+    at. `sizes` has the sizes of earlier passes. `support` has the ids that sampling kept.
     """
     config = decoder.config
     _check_indices(x, decoder)
     lengths = to_numpy(x.attention.dense.lengths)
-    length = round_up(int(lengths.max()), LEAST_LENGTH)
+    length = sizes.choose_length(int(lengths.max()))
     starts, count = place_sequences(lengths, length)
     multiple = 1
     if decoder.row_sharding is not None:
@@ -153,8 +166,18 @@ def pack_rows(
         extend(place[read]),
         extend(labels, num_scores),
         None if ids is None else extend(ids),
+        None if support is None else extend(_spread_support(support, config.vocab_size)),
     )
     return PackedRows(rows, reads, outputs, num_scores)
+
+
+def _spread_support(support: SamplingSupport, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return the ids that sampling kept, one row per token, filled up with `vocab_size`."""
+    counts = support.host_counts
+    width = round_up(int(counts.max(initial=0)), LEAST_SUPPORT)
+    table = np.full((len(counts), width), vocab_size, np.int32)
+    table[np.arange(width) < counts[:, None]] = to_numpy(support.ids)
+    return table
 
 
 def _check_indices(x: Packed, decoder: DecoderSettings) -> None:

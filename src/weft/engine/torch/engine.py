@@ -28,7 +28,8 @@ from weft.engine.device import (
     measure_matmul_rate,
 )
 from weft.engine.generation.caches import ReusablePageCaches
-from weft.engine.generation.generate import Decoder, open_generator
+from weft.engine.generation.generate import open_generator
+from weft.engine.generation.passes import Decoder
 from weft.engine.rows import PackLayout, SampleRows, join_results, split_batch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch import optimizer

@@ -33,7 +33,7 @@ from torch import Tensor
 from weft import kernels
 from weft.errors import ConfigError
 from weft.models.attention.contexts import Dense
-from weft.models.network.config import TransformerConfig
+from weft.models.network.config import Rope, TransformerConfig
 from weft.models.network.packed import Packed
 from weft.models.network.rope import LENGTH_DEPENDENT_SCALINGS
 
@@ -369,7 +369,7 @@ class KVCache:
         new = np.ones_like(used) if one else np.array([len(t) for t in tokens])
         after = used + new
         positions = before + used
-        self._check_rotation(positions, new)
+        check_rotation(self._rope, positions, new)
         most = int(after.max())
         longest = 1 if one else int(new.max())
         if most > self.capacity:
@@ -420,24 +420,6 @@ class KVCache:
             )
             self._groups = (slots.tobytes(), groups)
         return self._groups[1]
-
-    def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
-        """Raise `ConfigError` if new tokens would change the rotary frequencies of cached keys."""
-        if self._rope is None or self._rope.scaling not in LENGTH_DEPENDENT_SCALINGS:
-            return
-        original = self._rope.values["original"]
-        after = used + new
-        if self._rope.scaling == "dynamic":
-            past = after > original
-        else:
-            past = (after > original) & (used <= original)
-        if bool((past & (used > 0)).any()):
-            raise ConfigError(
-                f"a sequence grows past {original} tokens while it is generated: this model's "
-                f"rope_scaling "
-                f"({self._rope.scaling}) then changes the frequencies of all positions; lower "
-                f"max_new_tokens or max_prompt_len"
-            )
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store k and v, each [T, kv_heads, head_dim], for the network's layer `layer`."""
@@ -509,3 +491,25 @@ def _split_runs(places: np.ndarray) -> list[tuple[slice, slice]]:
     for slot, place in enumerate(places.tolist()):
         result.append((slice(slot, slot + 1), slice(place, place + 1)))
     return result
+
+
+def check_rotation(rope: Rope | None, used: Counts, new: Counts) -> None:
+    """Raise `ConfigError` if new tokens would change the rotary frequencies of cached keys.
+
+    `used` and `new` are the numbers of cached and of new tokens of each sequence.
+    """
+    if rope is None or rope.scaling not in LENGTH_DEPENDENT_SCALINGS:
+        return
+    original = rope.values["original"]
+    after = used + new
+    if rope.scaling == "dynamic":
+        past = after > original
+    else:
+        past = (after > original) & (used <= original)
+    if bool((past & (used > 0)).any()):
+        raise ConfigError(
+            f"a sequence grows past {original} tokens while it is generated: this model's "
+            f"rope_scaling "
+            f"({rope.scaling}) then changes the frequencies of all positions; lower "
+            f"max_new_tokens or max_prompt_len"
+        )
