@@ -32,6 +32,7 @@ from weft.engine.collectives import LocalCollectives
 from weft.engine.device import BestMatmulRate
 from weft.engine.generation.generate import open_generator
 from weft.engine.jax.generation import CompiledDecoder, choose_budget
+from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.network import DecoderSettings, compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
 from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
@@ -167,8 +168,7 @@ class JaxNetwork(nn.Module):
         """Return the outputs `want` in host memory, as `Transformer.forward` does."""
         check_outputs(self.decoder.head, want)
         pack = pack_rows(x, self.decoder, self._padding, self._sizes, support)
-        if self.decoder.row_sharding is not None:
-            pack = replace(pack, rows=jax.device_put(pack.rows, self.decoder.row_sharding))
+        pack = replace(pack, rows=put_on_mesh(pack.rows, self.decoder.row_sharding))
         top = x.ids if isinstance(x.ids, TopIds) else None
         if torch.is_grad_enabled() and self._trained:
             assert top is None, "the likeliest ids have no gradients"
@@ -426,16 +426,20 @@ class JaxEngine:
     # -- on disk
 
     def save_state(self, d: Path) -> None:
-        """Write the state needed to resume training, in the files of `TorchEngine.save_state`."""
+        """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
+
+        All processes gather it, and the first one writes.
+        """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        tensors = dict(self._stacks.read(self._network.arrays, names))
-        checkpoint.write_tensors(d / f"{PARAMETERS}.safetensors", tensors)
+        parts = {PARAMETERS: dict(self._stacks.read(self._network.arrays, names))}
         if self._optimizer is not None:
-            state = self._optimizer.collect_tensors()
-            checkpoint.write_tensors(d / f"{OPTIMIZER}.safetensors", state)
+            parts[OPTIMIZER] = self._optimizer.collect_tensors()
             values["optimizer"] = self._optimizer.collect_values()
-        checkpoint.write_values(d / STATE, values)
+        if jax.process_index() == 0:
+            for name, tensors in parts.items():
+                checkpoint.write_tensors(d / f"{name}.safetensors", tensors)
+            checkpoint.write_values(d / STATE, values)
 
     def load_state(self, d: Path) -> None:
         """Load the state that either engine wrote.
@@ -467,10 +471,13 @@ class JaxEngine:
         self.version = values["version"]
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face directory that `transformers` can load, in the role's dtype."""
-        self._built.save(
-            d, dict(self._stacks.read(self._network.arrays, self._stacks.places)), tokenizer
-        )
+        """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
+
+        All processes gather the weights, and the first one writes.
+        """
+        tensors = dict(self._stacks.read(self._network.arrays, self._stacks.places))
+        if jax.process_index() == 0:
+            self._built.save(d, tensors, tokenizer)
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -501,7 +508,8 @@ def _measure_matmul_rate(spec: ModelSpec, devices: Collection[Any]) -> float:
 
     One device is measured, and counts for all of them.
     """
-    first = min(devices, key=lambda each: each.id)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    first = min(own, key=lambda each: each.id)
     size = 1024 if first.platform == "cpu" else 8192
     values = np.random.default_rng(0).standard_normal((size, size))
     x = jax.device_put(values.astype(DTYPES[spec.dtype or "float32"]), first)

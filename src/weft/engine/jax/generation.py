@@ -39,7 +39,7 @@ from weft.engine.generation.caches import (
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.sampling import CDF_BLOCK, SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
-from weft.engine.jax.mesh import BATCH, count_row_parts
+from weft.engine.jax.mesh import BATCH, count_row_parts, fetch, put_on_mesh
 from weft.engine.jax.network import (
     DecoderSettings,
     KeysValues,
@@ -304,8 +304,8 @@ class JaxCaches:
         tokens, logprobs = self._run(decode, cache, rows.last[:count], draws)
 
         def wait_for_tokens() -> SampledRows:
-            sampled = np.asarray(tokens)[:count].astype(np.int64)
-            return sampled, np.asarray(logprobs)[:count].astype(np.float64), None
+            sampled = fetch(tokens)[:count].astype(np.int64)
+            return sampled, fetch(logprobs)[:count].astype(np.float64), None
 
         return wait_for_tokens
 
@@ -377,9 +377,8 @@ class JaxCaches:
         """Do nothing, since each cache frees its memory in its own `close`."""
 
     def _place(self, rows: TokenRows) -> TokenRows:
-        if self._decoder.row_sharding is None:
-            return rows
-        return jax.device_put(rows, self._decoder.row_sharding)
+        placed: TokenRows = put_on_mesh(rows, self._decoder.row_sharding)
+        return placed
 
 
 def choose_budget(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -56,3 +57,34 @@ def build_row_sharding(mesh: Mesh) -> NamedSharding:
 def count_row_parts(sharding: NamedSharding) -> int:
     """Return the number of parts into which rows are divided."""
     return math.prod(sharding.mesh.shape[axis] for axis in BATCH)
+
+
+def put_on_mesh(values: Any, sharding: NamedSharding | None) -> Any:
+    """Return an array, or a pytree of arrays, on the devices of a mesh; None leaves it on the host.
+
+    If the devices belong to several processes, each process gives all values and keeps its part.
+    """
+    if sharding is None:
+        return values
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+
+    def place_parts(each: Any) -> Any:
+        whole = np.asarray(each)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda where: whole[where])
+
+    return jax.tree.map(place_parts, values)
+
+
+def fetch(array: Any) -> np.ndarray[Any, Any]:
+    """Return the values of an array of JAX or numpy in host memory.
+
+    If its parts are in several processes, all of them must call this function.
+    """
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        if not array.is_fully_replicated:
+            assert isinstance(array.sharding, NamedSharding)
+            whole = NamedSharding(array.sharding.mesh, PartitionSpec())
+            array = jax.jit(lambda x: x, out_shardings=whole)(array)
+        array = array.addressable_data(0)
+    return np.asarray(array)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import Tensor
 
+from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.parameters import ParameterStacks
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
@@ -221,5 +222,5 @@ class JaxOptimizer:
         if "count" in state._fields:
             steps = next((int(each) for each in by_slot["step"].values()), self.steps)
             count = np.asarray(steps, state.count.dtype)
-            state = state._replace(count=jax.device_put(count, state.count.sharding))
+            state = state._replace(count=put_on_mesh(count, state.count.sharding))
         self._state = state

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 from torch import Tensor
 
-from weft.engine.jax.mesh import choose_sharding
+from weft.engine.jax.mesh import choose_sharding, fetch, put_on_mesh
 from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
 
@@ -87,7 +86,7 @@ class ParameterStacks:
                 values = to_numpy(read(names[0])).astype(dtype)
             else:
                 values = np.stack([to_numpy(read(name)).astype(dtype) for name in names])
-            arrays[array] = jax.device_put(values, choose_sharding(mesh, array, values.shape))
+            arrays[array] = put_on_mesh(values, choose_sharding(mesh, array, values.shape))
         return arrays
 
     def read(
@@ -98,9 +97,9 @@ class ParameterStacks:
             yield name, to_torch(self._select(arrays, name))
 
     def _select(self, arrays: Mapping[str, Array], name: str) -> Array:
-        place = self.places[name]
-        values = arrays[place.array]
-        return values if place.index is None else values[place.index]
+        at = self.places[name]
+        values = arrays[at.array]
+        return values if at.index is None else values[at.index]
 
     def replace(
         self, arrays: Mapping[str, Array], parts: Iterable[tuple[str, Any, Tensor]], eta: float
@@ -115,15 +114,15 @@ class ParameterStacks:
         """
         host: dict[str, np.ndarray[Any, Any]] = {}
         for name, where, values in parts:
-            place = self.places[name]
-            if place.array not in host:
-                host[place.array] = np.array(arrays[place.array])
+            at = self.places[name]
+            if at.array not in host:
+                host[at.array] = np.array(fetch(arrays[at.array]))
             new = to_numpy(values)
-            narrow = host[place.array].dtype.itemsize == 2
+            narrow = host[at.array].dtype.itemsize == 2
             if narrow and (eta != 1.0 or new.dtype == np.float32):
-                host[place.array] = host[place.array].astype(np.float32)
-            whole = host[place.array]
-            own = whole if place.index is None else whole[place.index]
+                host[at.array] = host[at.array].astype(np.float32)
+            whole = host[at.array]
+            own = whole if at.index is None else whole[at.index]
             own = own if where is None else own[where]
             if own.shape != new.shape:
                 raise ConfigError(
@@ -133,7 +132,7 @@ class ParameterStacks:
                 new = eta * new.astype(own.dtype) + (1.0 - eta) * own
             own[...] = new.astype(own.dtype)
         return {
-            array: jax.device_put(values, arrays[array].sharding) for array, values in host.items()
+            array: put_on_mesh(values, arrays[array].sharding) for array, values in host.items()
         }
 
 
@@ -147,7 +146,7 @@ def to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
 
 def to_torch(values: Any) -> Tensor:
     """Copy the values of a JAX or numpy array into a new tensor in host memory."""
-    array = np.asarray(values)
+    array = fetch(values)
     if array.dtype == jnp.bfloat16:
         return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
