@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from weft.data import hub
 from weft.errors import CheckpointError, DataError
 from weft.experiments import SFTConfig
-from weft.launch.run import fetch_configs
+from weft.launch.downloads import fetch_configs
 
 
 @pytest.fixture(autouse=True)

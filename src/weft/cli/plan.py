@@ -205,7 +205,7 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
     """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment
-    from weft.launch.run import fetch_configs
+    from weft.launch.downloads import fetch_configs
 
     given = {word.partition("=")[0] for word in words}
     names = []

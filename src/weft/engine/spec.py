@@ -38,6 +38,8 @@ Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
 # default backend: torch, or hf if weft has no family for the model's type
 AUTO = "auto"
+# environment variable by which JAX finds the other hosts of a run (`weft.engine.jax.hosts`)
+JAX_COORDINATOR = "WEFT_JAX_COORDINATOR"
 MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 

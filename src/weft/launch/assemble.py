@@ -26,6 +26,7 @@ from weft.runtime.device_group import DeviceGroup
 from weft.runtime.directory import LOGS, RunDirectory
 from weft.runtime.dispatch import DeviceTransport, ThreadDevice
 from weft.runtime.evaluate import Evaluator, FixedPrompts
+from weft.runtime.hosts import HostGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.session import SessionParts
@@ -63,11 +64,13 @@ def assemble(
     baseline: float | None,
     *,
     plan_shown: bool = False,
+    hosts: HostGroup | None = None,
 ) -> SessionParts:
     """Return all components of a session that runs the engines of `group`. Writes nothing.
 
     `baseline` is the memory in GiB that this process used before the engines were built, or None if
-    other processes have built them. `plan_shown` says that a plan has been shown already.
+    other processes have built them. `plan_shown` says that a plan has been shown already. `hosts`
+    are those that run the experiment together.
     """
     experiment, tokenizers, horizon = run.experiment, run.tokenizers, data.horizon
     loaded = data.loaded
@@ -84,8 +87,8 @@ def assemble(
         experiment=experiment,
         directory=directory,
         group=group,
-        master=Master(experiment, group, loaded.train, tokenizers),
-        evaluator=_build_evaluator(experiment, group, loaded, tokenizers),
+        master=Master(experiment, group, loaded.train, tokenizers, hosts),
+        evaluator=_build_evaluator(experiment, group, loaded, tokenizers, hosts),
         samples=SampleReader(
             experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
         ),
@@ -96,9 +99,10 @@ def assemble(
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
         plan_shown=plan_shown,
         fixed_prompts=_build_fixed_prompts(
-            experiment, group, data.fixed_prompts, tokenizers, directory
+            experiment, group, data.fixed_prompts, tokenizers, directory, hosts
         ),
         data=loaded,
+        hosts=hosts,
     )
 
 
@@ -120,11 +124,12 @@ def _build_fixed_prompts(
     prompts: SequenceSample | None,
     tokenizers: Mapping[str, Tokenizer],
     directory: RunDirectory,
+    hosts: HostGroup | None,
 ) -> FixedPrompts | None:
     if experiment.fixed_prompts is None or prompts is None:
         return None
     return FixedPrompts(
-        experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path
+        experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path, hosts
     )
 
 
@@ -133,10 +138,11 @@ def _build_evaluator(
     group: WorkerGroup,
     data: LoadedData,
     tokenizers: Mapping[str, Tokenizer],
+    hosts: HostGroup | None,
 ) -> Evaluator | None:
     if experiment.evaluation is None or not data.valid:
         return None
-    return Evaluator(experiment, experiment.evaluation, group, data.valid, tokenizers)
+    return Evaluator(experiment, experiment.evaluation, group, data.valid, tokenizers, hosts)
 
 
 INDENT = " " * 8

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -245,3 +248,28 @@ def collect_environment() -> Mapping[str, str]:
         if name in PASSED_VARIABLES or name.startswith(PASSED_PREFIXES):
             environment[name] = value
     return environment
+
+
+def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
+    """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
+
+    A cluster is started only if the run has several devices that are all CPUs of this machine;
+    otherwise, returns None. Ray is started in the main thread, because the cluster ends with the
+    thread that started it.
+    """
+    if not can_start_early(experiment, mode):
+        return None
+    check_ray(experiment)
+    # imported first, because two threads importing one package can interfere
+    import_module("weft.runtime.ray")
+
+    def load_assemble() -> None:
+        with suppress(Exception):  # the next import raises the error
+            import_module("weft.launch.assemble")
+
+    loader = threading.Thread(target=load_assemble, name="weft-imports")
+    loader.start()
+    try:
+        return start_early(experiment)
+    finally:
+        loader.join()

@@ -7,22 +7,17 @@ download of missing files needs no torch, so mistakes are reported before torch 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from weft.checkpoints import config_file, names
-from weft.data.spec import list_source_specs
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import JAX_COORDINATOR, ModelSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
 from weft.experiment import Experiment
 from weft.experiments.checks import MODES
 from weft.experiments.common import ExperimentConfig, build_experiment
-from weft.experiments.models import find_option_role, resolve_roles
+from weft.experiments.models import resolve_roles
 from weft.launch import other_launchers
 from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
@@ -33,6 +28,7 @@ from weft.registry import import_user_code
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
     from weft.runtime.directory import RunDirectory
+    from weft.runtime.hosts import HostGroup
     from weft.runtime.ray import RayCluster
     from weft.runtime.session import SessionParts
 
@@ -90,12 +86,23 @@ def run(
     check(experiment)
     check_machine(experiment, mode)
     experiment = build_with_files(config, experiment)
-    # Lock the run's directory.
+    # Find the other hosts of the run, and lock its directory.
+    from weft.launch.cluster import start_ray_while_torch_loads
     from weft.runtime.directory import RunDirectory, RunLock, admit
     from weft.runtime.processes import SupervisorPipe
 
+    hosts = None
+    if JAX_COORDINATOR in os.environ:
+        from weft.launch.hosts import join_hosts
+
+        hosts, experiment = join_hosts(experiment, mode, os.environ)
     directory = RunDirectory.from_control(experiment.control)
-    resumes = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
+
+    def check_directory() -> bool:
+        resolved = experiment.resolve()
+        return admit(directory, experiment.control, resolved, experiment.left_at_default)
+
+    resumes = check_directory() if hosts is None else hosts.decide(check_directory)
     lock = RunLock(directory.path)
     lock.take()
     try:
@@ -108,7 +115,13 @@ def run(
 
         show = show or DisplayOptions()
         parts = prepare(
-            experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
+            experiment,
+            directory,
+            mode,
+            is_restart=is_restart,
+            show=show,
+            cluster=cluster,
+            hosts=hosts,
         )
         restarting_run = RestartingRun(
             Session(parts, show),
@@ -129,12 +142,14 @@ def prepare(
     is_restart: bool = False,
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
+    hosts: HostGroup | None = None,
 ) -> SessionParts:
     """Resolve models, read data, plan and build the engines of a checked experiment.
 
     With `mode` "local" and one device, the run uses this process. Otherwise each device gets a
     separate process, which starts while the data are read. If `cluster` is given, the processes
     start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
+    `hosts` are those that run the experiment together, each with all of it in one process.
 
     `show` configures the output; the plan of a run with device processes is shown before their
     engines are built. Raises `UserError` for every problem that can be detected before the first
@@ -178,7 +193,9 @@ def prepare(
         undo.pop_all()
         undo.callback(data.loaded.close)
         undo.callback(group.close, 0.0)
-        parts = assemble(resolved, data, directory, group, baseline, plan_shown=shows_plan)
+        parts = assemble(
+            resolved, data, directory, group, baseline, plan_shown=shows_plan, hosts=hosts
+        )
         undo.pop_all()
     return parts
 
@@ -295,61 +312,11 @@ def build_with_files(
     again, unless `config` is already an `Experiment`. Raises `UserError` if a model is neither on
     this machine nor on the hub. With `data`, tokenizers and datasets are checked too.
     """
+    from weft.launch.downloads import fetch_configs
+
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
         return build_with_choices(config)  # build again, with values from the downloaded files
     return experiment
-
-
-def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Check that models and datasets can be downloaded, and fetch the config.json of each model.
-
-    Models and datasets at local paths or in the local cache are not checked. Returns whether any
-    file was downloaded. If so, the caller must build the experiment again, with the values in the
-    files.
-
-    Without `data`, only models are checked, not tokenizers and datasets. Raises `CheckpointError`
-    for a model or `DataError` for a dataset if it is not on the hub or the hub does not answer. The
-    message names the option.
-    """
-    # the import of the hub's library takes a noticeable part of a second
-    import huggingface_hub
-
-    from weft.data import hub
-    from weft.data.sources import check_available
-
-    fileroot = experiment.control.fileroot
-    fetched = False
-    for role, spec in experiment.roles.items():
-        for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
-            if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
-                continue
-            if not data and kind == "path" and config_file.find_shipped_config(path) is not None:
-                continue  # a plan uses the config.json that is shipped with weft
-            option = f"{find_option_role(experiment.config, role, path) if kind == 'path' else role}.{kind}"
-            hint = names.suggest_path(path, fileroot)
-            if kind == "path" and config_file.find_shipped_config(path) is not None:
-                hint = "--dry-run=config plans the run from the config.json that weft ships"
-            hub.check_model(option, path, hint)
-            if kind == "path" and not hub.is_cached(path, ["config.json"]):
-                huggingface_hub.hf_hub_download(path, "config.json")
-                fetched = True
-    for option, path in _iterate_datasets(experiment) if data else ():
-        check_available(path, option)
-    return fetched
-
-
-def _iterate_datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield (option name, path) for every dataset that is given by a path."""
-    dataset = experiment.dataset
-    for option in ("train_path", "valid_path", "path"):
-        path = getattr(dataset, option)
-        if path is not None:
-            typed = experiment.config.get("dataset", {}).get("path") == path
-            yield "dataset.path" if typed else f"dataset.{option}", path
-    for index, source in enumerate(list_source_specs(dataset)):
-        for option, path in (("path", source.path), ("valid_path", source.valid_path)):
-            if path and source.named is None:
-                yield f"dataset.sources[{index}].{option}", path
 
 
 def build_with_choices(config: ExperimentConfig | Experiment) -> Experiment:
@@ -413,30 +380,3 @@ def check_mode(mode: str) -> None:
             "slurm (register_quickstart provides one for your own configuration, "
             "register_experiment for an experiment)"
         )
-
-
-def start_ray_while_torch_loads(experiment: Experiment, mode: str) -> RayCluster | None:
-    """Start a private Ray cluster while another thread imports `weft.launch.assemble` and torch.
-
-    A cluster is started only if the run has several devices that are all CPUs of this machine;
-    otherwise, returns None. Ray is started in the main thread, because the cluster ends with the
-    thread that started it.
-    """
-    from weft.launch.cluster import can_start_early, check_ray, start_early
-
-    if not can_start_early(experiment, mode):
-        return None
-    check_ray(experiment)
-    # imported first, because two threads importing one package can interfere
-    import_module("weft.runtime.ray")
-
-    def load_assemble() -> None:
-        with suppress(Exception):  # the next import raises the error
-            import_module("weft.launch.assemble")
-
-    loader = threading.Thread(target=load_assemble, name="weft-imports")
-    loader.start()
-    try:
-        return start_early(experiment)
-    finally:
-        loader.join()

@@ -16,6 +16,7 @@ from weft.observe.jsonl import StepFile
 from weft.observe.sample_rows import FILE
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.firings import FiringMetrics, join_metrics
+from weft.runtime.hosts import HostGroup
 from weft.runtime.node_runner import NodeRunner
 from weft.runtime.samples import SampleReader
 from weft.runtime.store import TensorStore
@@ -42,13 +43,16 @@ class Evaluator:
         group: WorkerGroup,
         sources: Mapping[str, ValidationSource],
         tokenizers: Mapping[str, Tokenizer],
+        hosts: HostGroup | None = None,
     ) -> None:
         self._graph = evaluation.graph
         self._group = group
         self._sources = sources
         self._size = evaluation.batch_size
         self._tokens = experiment.dataset.valid_tokens_per_batch
-        self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
+        self._runner = NodeRunner(
+            experiment, evaluation.graph, group, tokenizers, EVALUATION, hosts
+        )
 
     def run(self, step: int) -> dict[str, float]:
         """Evaluate on all sources and return the metrics.
@@ -147,12 +151,16 @@ class FixedPrompts:
         prompts: SequenceSample,
         tokenizers: Mapping[str, Tokenizer],
         directory: Path,
+        hosts: HostGroup | None = None,
     ) -> None:
+        self._hosts = hosts
         (self._call,) = evaluation.graph.list_model_calls()
         self._prefix = f"{EVALUATION}{self._call.name}/"
         self._prompts = replace(prompts, ids=tuple(f"{self._prefix}{id}" for id in prompts.ids))
         self._group = group
-        self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
+        self._runner = NodeRunner(
+            experiment, evaluation.graph, group, tokenizers, EVALUATION, hosts
+        )
         self._samples = SampleReader(evaluation.graph, group, tokenizers[self._call.role])
         self._file = StepFile(directory / FILE)
 
@@ -166,7 +174,11 @@ class FixedPrompts:
         `step` is the number of completed steps. Does nothing if the file already has completions
         for this step. No other call may be running.
         """
-        if any(row.get("step") == step for row in self._file.read_rows()):
+
+        def is_written() -> bool:
+            return any(row.get("step") == step for row in self._file.read_rows())
+
+        if is_written() if self._hosts is None else self._hosts.decide(is_written):
             return
         metas = TensorStore()
         ids = self._prompts.ids

@@ -30,6 +30,7 @@ from weft.graph.ready import (
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.checkpoints import read_state, write_state
 from weft.runtime.firings import FiringMetrics, FiringOutcome, StepLedger
+from weft.runtime.hosts import HostGroup
 from weft.runtime.node_runner import NodeRunner, PrefetchingLoader
 from weft.runtime.roles import find_separate_copies
 from weft.runtime.store import TensorStore
@@ -97,13 +98,14 @@ class Master:
         group: WorkerGroup,
         loader: BatchLoader,
         tokenizers: Mapping[str, Tokenizer],
+        hosts: HostGroup | None = None,
     ) -> None:
         self._experiment = experiment
         self._graph = experiment.graph
         self._group = group
         self._loader = PrefetchingLoader(loader, experiment.most_epochs)
         self.listener: FiringListener | None = None
-        self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
+        self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers, hosts=hosts)
         self._buffer = IdBuffer()
         self._ledger = StepLedger()
         self._descriptions = TensorStore()

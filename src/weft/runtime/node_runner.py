@@ -7,6 +7,7 @@ outputs.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import queue
 import threading
@@ -49,6 +50,7 @@ from weft.runtime.calls import (
     to_edge_outputs,
 )
 from weft.runtime.firings import FiringOutcome, describe_firing
+from weft.runtime.hosts import HostGroup
 from weft.runtime.split import split
 
 T = TypeVar("T")
@@ -124,7 +126,7 @@ class NodeRunner:
 
     The worker group identifies each call of the graph by `prefix` followed by the node's name. The
     prefix distinguishes the calls of the evaluation graph ("eval/") from those of the training
-    graph ("").
+    graph (""). With `hosts`, firings end in the order in which they end on the first host.
     """
 
     def __init__(
@@ -134,14 +136,18 @@ class NodeRunner:
         group: WorkerGroup,
         tokenizers: Mapping[str, Tokenizer],
         prefix: str = "",
+        hosts: HostGroup | None = None,
     ) -> None:
         self._graph = graph
         self._group = group
         self._prefix = prefix
         self._seed = experiment.control.seed
         self.functions = HostFunctionRunner(
-            graph, group, tokenizers, experiment.data_role, self._seed, prefix
+            graph, group, tokenizers, experiment.data_role, self._seed, prefix, hosts
         )
+        self._hosts = hosts
+        # Firings that ended here before the first host has reported their end, by task.
+        self._ended: dict[Task, FiringOutcome] = {}
         self._ranks = {
             node.name: experiment.call_meshes[prefix + node.name].layout.data
             for node in graph.list_model_calls()
@@ -181,6 +187,19 @@ class NodeRunner:
         If a firing failed, its error is raised. Raises `RunError` naming the node if a deadline has
         passed.
         """
+        if self._hosts is None:
+            return self._wait_for_any()[1]
+        if self._hosts.is_first:
+            task, outcome = self._wait_for_any()
+            self._hosts.decide(lambda: list(task))
+            return outcome
+        name, step = self._hosts.decide(list)
+        while (name, step) not in self._ended:
+            task, outcome = self._wait_for_any()
+            self._ended[task] = outcome
+        return self._ended.pop((name, step))
+
+    def _wait_for_any(self) -> tuple[Task, FiringOutcome]:
         while True:
             first = min(self._running_firings.values(), key=lambda run: run.expires_at)
             left = max(0.0, first.expires_at - time.monotonic())
@@ -206,7 +225,7 @@ class NodeRunner:
             if event.task == run.task:
                 run.expires_at, run.outcome = math.inf, self._build_outcome(run, event.result)
             if run.outcome is not None and not run.tasks:
-                return run.outcome
+                return run.task, run.outcome
 
     def _register(self, firing: Firing, node: Node, name: str) -> _RunningFiring:
         run = _RunningFiring(firing, node, (name, firing.step))
@@ -279,7 +298,7 @@ class HostFunctionRunner:
 
     `by_node` maps node names to functions. `prefix` is put before the names of the graph's model
     calls, to distinguish those of the evaluation graph ("eval/") from those of the training graph
-    ("").
+    (""). With `hosts`, functions run on the first host alone, which shares their results.
     """
 
     def __init__(
@@ -290,7 +309,9 @@ class HostFunctionRunner:
         data_role: str,
         seed: int,
         prefix: str,
+        hosts: HostGroup | None = None,
     ) -> None:
+        self._hosts = hosts
         self._graph = graph
         self._group = group
         self._prefix = prefix
@@ -331,11 +352,7 @@ class HostFunctionRunner:
 
         def run_function() -> FiringOutcome:
             try:
-                # Wait for early starts, then run the function on the whole batch.
-                for begun in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
-                    if begun is not None:
-                        begun.result()
-                result = self.by_node[node.name](batch, context)
+                result = self._call(node, firing, batch, context)
                 seconds = time.perf_counter() - clock
                 outputs = to_edge_outputs(node, result, firing.ids, filters=self.can_drop_ids(node))
             except RunError as error:
@@ -353,6 +370,23 @@ class HostFunctionRunner:
             return FiringOutcome(firing, meta, context.metrics, started, seconds, kept_ids)
 
         threading.Thread(target=run_and_report, name=what, daemon=True).start()
+
+    def _call(
+        self, node: HostFunction, firing: Firing, batch: SequenceSample, context: HostContext
+    ) -> SequenceSample | None:
+        """Run a function on a whole batch, after waiting for its early starts."""
+
+        def call() -> SequenceSample | None:
+            for begun in [self._started_ids.pop((node.name, id), None) for id in firing.ids]:
+                if begun is not None:
+                    begun.result()
+            return self.by_node[node.name](batch, context)
+
+        if self._hosts is None:
+            return call()
+        ids = hashlib.sha256("\n".join(firing.ids).encode()).hexdigest()
+        key = f"{self._prefix}{node.name}/{firing.step}/{ids}"
+        return self._hosts.share_outputs(key, call, context.metrics)
 
     @property
     def notes(self) -> list[str]:
@@ -372,6 +406,8 @@ class HostFunctionRunner:
 
         The event `announced` reports these outputs.
         """
+        if self._hosts is not None and not self._hosts.is_first:
+            return
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids

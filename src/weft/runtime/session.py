@@ -29,6 +29,7 @@ from weft.runtime.checkpoints import (
 from weft.runtime.directory import RunDirectory, Status, record_process, write_text
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
+from weft.runtime.hosts import HostGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
@@ -64,6 +65,7 @@ class SessionParts:
         plan_shown: True if the plan was already shown before the session was created.
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
+        hosts: Hosts that run this experiment together, or None for one host.
     """
 
     experiment: Experiment
@@ -80,6 +82,7 @@ class SessionParts:
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
     data: LoadedData | None = None
+    hosts: HostGroup | None = None
 
 
 class Session:
@@ -136,6 +139,12 @@ class Session:
         point = self._find_point(own=instead_of is not None) if resumes else None
         if point is None and self._control.resume_from is not None:
             point = find_named_point(Path(self._control.resume_from))
+        hosts = self._parts.hosts
+        if hosts is not None:
+            chosen = hosts.decide(
+                lambda: None if point is None else [point.step, str(point.directory.resolve())]
+            )
+            point = None if chosen is None else RecoveryPoint(chosen[0], Path(chosen[1]))
         if point is not None:
             self._restore_point(point)
         elif resumes and self._control.recover_mode == "resume":
@@ -333,8 +342,12 @@ class Session:
         due = {}
         for name, every in self._frequencies.items():
             due[name] = every.check_due(result.step, result.epochs_done)
+        signal = self._signals.number
+        if self._parts.hosts is not None:
+            due, signal = self._parts.hosts.decide(lambda: [due, signal])
+            self._signals.number = signal
         over = self._is_over()
-        self._profiling.write_after(result.step, over=over or self._signals.number is not None)
+        self._profiling.write_after(result.step, over=over or signal is not None)
         # Write the metrics, with those of an evaluation.
         line = {
             "step": result.step,
@@ -352,12 +365,11 @@ class Session:
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
         saved = self._saved_step == self.step
-        has_signal = self._signals.number is not None
-        if self._control.recover_mode != "disabled" and (saved or has_signal or due["cut"]):
+        if self._control.recover_mode != "disabled" and (saved or signal is not None or due["cut"]):
             self._write_point()
         if saved:
             self._checkpoints.prune()
-        if self._signals.number is not None and not over:
+        if signal is not None and not over:
             raise self._signals.build_interruption(
                 self.step, describe_resuming(self._control, self._point_step, self.step)
             )

@@ -1,4 +1,4 @@
-"""One of several processes of JAX with four devices each, for `test_processes.py`.
+"""One of several processes of JAX with four devices each, for `test_hosts.py`.
 
     python -m tests.engine.jax.processes COORDINATOR PROCESS FOLDER
 

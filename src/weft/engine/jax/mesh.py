@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from weft.engine.jax.mesh_sizes import AXES, parse_mesh
 
@@ -59,7 +59,7 @@ def count_row_parts(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in BATCH)
 
 
-def put_on_mesh(values: Any, sharding: NamedSharding | None) -> Any:
+def put_on_mesh(values: Any, sharding: Sharding | None) -> Any:
     """Return an array, or a pytree of arrays, on the devices of a mesh; None leaves it on the host.
 
     If the devices belong to several processes, each process gives all values and keeps its part.

@@ -92,8 +92,11 @@ class ParameterStacks:
     def read(
         self, arrays: Mapping[str, Array], names: Iterable[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the canonical names and values of parameters, copied to host memory."""
-        for name in names:
+        """Yield the canonical names and values of parameters, copied to host memory.
+
+        The order is that of the names, so that all processes gather the same array together.
+        """
+        for name in sorted(names):
             yield name, to_torch(self._select(arrays, name))
 
     def _select(self, arrays: Mapping[str, Array], name: str) -> Array:

@@ -1,0 +1,101 @@
+"""Start of JAX on several hosts, each with a process that sees the devices of all.
+
+Environment variables say who takes part, as `weft launch tpu start` sets them:
+
+    WEFT_JAX_COORDINATOR   host:port of the first process, or auto where the system tells JAX
+                           (TPU pods, Slurm, Kubernetes)
+    WEFT_JAX_PROCESSES     number of processes; not with auto
+    WEFT_JAX_PROCESS       this process, from 0; not with auto
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.engine.spec import JAX_COORDINATOR as COORDINATOR
+from weft.errors import ConfigError
+
+PROCESSES = "WEFT_JAX_PROCESSES"
+PROCESS = "WEFT_JAX_PROCESS"
+ADDRESS_BYTES = 512
+STORE_SECONDS = 300  # for hosts to find the first one
+
+
+@dataclass(frozen=True)
+class JaxHosts:
+    """Number of this host, number of hosts, and a store of the first one with its secret."""
+
+    index: int
+    count: int
+    store: Any
+    secret: bytes
+
+
+def connect_hosts(environ: Mapping[str, str]) -> JaxHosts | None:
+    """Start JAX on all hosts, and return where they meet, or None if this is the only one.
+
+    Waits for the other hosts. Must be called before any device of JAX is used. Raises `ConfigError`
+    for variables that do not fit, and if the other hosts cannot be reached.
+    """
+    coordinator = environ[COORDINATOR]
+    options: dict[str, Any] = {}
+    if coordinator != "auto":
+        count, index = (_read_number(environ, name) for name in (PROCESSES, PROCESS))
+        if not 0 <= index < count:
+            raise ConfigError(f"{PROCESS}={index}: must be from 0 to {PROCESSES} - 1 = {count - 1}")
+        if ":" not in coordinator:
+            raise ConfigError(f"{COORDINATOR}={coordinator}: write host:port, or auto")
+        options = {
+            "coordinator_address": coordinator,
+            "num_processes": count,
+            "process_id": index,
+        }
+    try:
+        jax.distributed.initialize(**options)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{COORDINATOR}={coordinator}: jax cannot reach the other hosts "
+            f"({str(error).splitlines()[0]}); start the same command on all hosts"
+        ) from error
+    if jax.process_count() == 1:
+        return None
+    return _open_store(coordinator)
+
+
+def _read_number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text}: must be a whole number, because {COORDINATOR} is set")
+    return int(text)
+
+
+def _open_store(coordinator: str) -> JaxHosts:
+    """Open a store on the first host, and tell the others by a collective where it is."""
+    from jax.experimental import multihost_utils
+    from torch.distributed import TCPStore
+
+    index, count = jax.process_index(), jax.process_count()
+    limit = timedelta(seconds=STORE_SECONDS)
+    values = np.zeros(ADDRESS_BYTES, np.uint8)
+    store = None
+    if index == 0:
+        host = coordinator.rpartition(":")[0]
+        if coordinator == "auto":
+            host = socket.gethostbyname(socket.gethostname())
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        text = json.dumps([host, store.port, secrets.token_hex(32)]).encode()
+        values[: len(text)] = np.frombuffer(text, np.uint8)
+    address = bytes(np.asarray(multihost_utils.broadcast_one_to_all(values)))
+    host, port, secret = json.loads(address.rstrip(b"\0"))
+    if store is None:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    return JaxHosts(index, count, store, bytes.fromhex(secret))

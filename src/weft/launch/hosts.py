@@ -1,0 +1,52 @@
+"""Hosts of a run: all of them start the same command, and one of them writes its files."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weft.engine.backends.jax import check_jax
+from weft.engine.spec import JAX_COORDINATOR
+from weft.errors import ConfigError
+from weft.experiment import Experiment
+from weft.runtime.hosts import HostGroup
+
+
+def join_hosts(
+    experiment: Experiment, mode: str, environ: Mapping[str, str]
+) -> tuple[HostGroup | None, Experiment]:
+    """Return the hosts that run this experiment together, and the experiment of this one.
+
+    The environment names those of JAX (`weft.engine.jax.hosts`). All but the first write into a
+    temporary folder, which is removed at the end.
+
+    Raises `ConfigError` for an experiment that several hosts cannot run together.
+    """
+    if mode != "local" or experiment.num_devices != 1:
+        raise ConfigError(
+            f"{JAX_COORDINATOR} is set, so all hosts run the same process: mode=local with roles of "
+            f"backend=jax, whose meshes have the devices of all hosts; this run has mode={mode} and "
+            f"{experiment.num_devices} device processes"
+        )
+    for node in experiment.graph.list_model_calls():
+        if node.cache:
+            raise ConfigError(
+                f"node {node.name!r} keeps its outputs on the disk, which several hosts do not "
+                f"share; switch it off (cache_ref_logprobs=false, cache=False)"
+            )
+    check_jax()
+    from weft.engine.jax.hosts import connect_hosts
+
+    own = connect_hosts(environ)
+    if own is None:
+        return None, experiment
+    hosts = HostGroup(own.index, own.count, own.store, own.secret)
+    if hosts.is_first:
+        return hosts, experiment
+    folder = tempfile.mkdtemp(prefix="weft-host-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    control = replace(experiment.control, fileroot=folder, loggers={}, progress=False)
+    return hosts, replace(experiment, control=control)

@@ -1,0 +1,121 @@
+"""Several hosts that run the same experiment together, each with a master of its own.
+
+The masters read the same rows and start the same calls in the same order, because the devices of
+all hosts must compute together. What could differ from host to host is decided by the first host,
+which shares it: which call ended first, what a host function such as a reward returned, what is due
+by the clock, whether a signal asks to stop, and which recovery point is restored. Only the first
+host writes files of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from weft.data.sample import SequenceSample
+from weft.errors import RunError, WeftError
+
+LONGEST_PAUSE = 0.05  # seconds between two looks at what the first host shares
+MAC_BYTES = 32
+LENGTH_BYTES = 8
+FAILED = b"failed:"
+SHARED = b"shared:"
+
+
+class HostGroup:
+    """Hosts of one run, of which this process is number `index`.
+
+    `store` is a `torch.distributed.TCPStore` of the first host. Messages are signed with `secret`, because whoever reaches the
+    store's port could write to it.
+    """
+
+    def __init__(self, index: int, count: int, store: Any, secret: bytes) -> None:
+        self.index = index
+        self.count = count
+        self._store = store
+        self._secret = secret
+        self._decisions = 0
+
+    @property
+    def is_first(self) -> bool:
+        """True on the host that decides and writes."""
+        return self.index == 0
+
+    def share(self, key: str, compute: Callable[[], bytes]) -> bytes:
+        """Return on all hosts what `compute` returns on the first one, which alone calls it.
+
+        Each key can be used once. Threads may share at the same time, under different keys. If
+        `compute` raises an error, the other hosts raise `RunError` with its message.
+        """
+        if not self.is_first:
+            return self._receive(key)
+        try:
+            value = compute()
+        except Exception as error:
+            self._send(key, FAILED + str(error).encode())
+            raise
+        self._send(key, SHARED + value)
+        return value
+
+    def decide(self, compute: Callable[[], Any]) -> Any:
+        """Return on all hosts what `compute` returns on the first one, a value of JSON.
+
+        To be called by one thread, in the same order on all hosts.
+        """
+        self._decisions += 1
+        shared = self.share(f"decision/{self._decisions}", lambda: json.dumps(compute()).encode())
+        return json.loads(shared)
+
+    def share_outputs(
+        self,
+        key: str,
+        compute: Callable[[], SequenceSample | None],
+        metrics: MutableMapping[str, float],
+    ) -> SequenceSample | None:
+        """Return what `compute` returns on the first host, and its `metrics`, as `share` does."""
+        result: SequenceSample | None = None
+
+        def compute_and_encode() -> bytes:
+            nonlocal result
+            result = compute()
+            head = json.dumps(dict(metrics)).encode()
+            sample = b"" if result is None else result.to_bytes()
+            return len(head).to_bytes(LENGTH_BYTES, "big") + head + sample
+
+        shared = self.share(key, compute_and_encode)
+        if self.is_first:
+            return result
+        end = LENGTH_BYTES + int.from_bytes(shared[:LENGTH_BYTES], "big")
+        metrics.update(json.loads(shared[LENGTH_BYTES:end]))
+        return SequenceSample.from_bytes(shared[end:]) if shared[end:] else None
+
+    def _send(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._compute_signature(key, value) + value)
+
+    def _receive(self, key: str) -> bytes:
+        pause = 0.001
+        try:
+            while not self._store.check([key]):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            message = bytes(self._store.get(key))
+            if self._store.add(f"{key}/read", 1) == self.count - 1:
+                self._store.delete_key(key)
+                self._store.delete_key(f"{key}/read")
+        except WeftError:
+            raise
+        except RuntimeError as error:  # of torch.distributed: the connection was closed
+            raise RunError("the first host of this run has ended; its log says why") from error
+        signature, value = message[:MAC_BYTES], message[MAC_BYTES:]
+        if not hmac.compare_digest(signature, self._compute_signature(key, value)):
+            raise RunError(f"a message that is not of this run's first host: {key!r}")
+        if value.startswith(FAILED):
+            raise RunError(f"the first host of this run: {value[len(FAILED) :].decode()}")
+        return value[len(SHARED) :]
+
+    def _compute_signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + value, hashlib.sha256)
