@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.test_peft_io import check
 from tests.models.common import sequences, tiny
-from weft.checkpoints import hf_io, weight_files
+from weft.checkpoints import hf_io
 from weft.errors import CheckpointError, RunError
 from weft.models.network.linear import find_canonical_values
 from weft.models.network.transformer import Transformer
@@ -282,15 +283,14 @@ def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
         hf_io.check_vocabulary(config, 140, "model", "tokenizer")
 
 
-def test_a_write_that_fails_leaves_no_file_that_looks_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(weight_files, "save_file", full)
-    with pytest.raises(RunError, match="No space left"):
-        write(tmp_path, tiny())
+def test_a_write_that_fails_leaves_no_file_that_looks_whole(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="File too large"):
+            write(tmp_path, tiny())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 

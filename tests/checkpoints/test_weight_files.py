@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from weft.checkpoints import weight_files
 from weft.checkpoints.weight_files import WeightFiles, write_safetensors, write_text
 from weft.errors import CheckpointError, UserError
 
@@ -185,3 +188,37 @@ def _umask() -> int:
     found = os.umask(0)
     os.umask(found)
     return found
+
+
+def test_shards_are_written_with_one_tensor_in_memory(tmp_path: Path) -> None:
+    """Tensors of every size of element, also empty ones and scalars, in the order of a caller."""
+    wanted = {
+        "odd": torch.arange(3, dtype=torch.int8),
+        "b": torch.randn(5, 7).bfloat16(),
+        "a": torch.randn(4, 3, dtype=torch.float64).T,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+    }
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def give() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in wanted.items():
+            copy = tensor.clone()
+            alive.append(weakref.ref(copy))
+            most = max(most, sum(each() is not None for each in alive))
+            yield name, copy
+            del copy
+
+    layouts = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wanted.items()}
+    for limit, files in ((10**9, 1), (80, 3)):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        weight_files.write(folder, give(), layouts, shard_bytes=limit)
+        assert len(list(folder.glob("*.safetensors"))) == files
+        same(WeightFiles(folder), wanted)
+        for file in folder.glob("*.safetensors"):
+            for name, tensor in safetensors.torch.load_file(file).items():
+                assert torch.equal(tensor, wanted[name]) and tensor.dtype == wanted[name].dtype
+    assert most <= 2  # the last tensor is freed when the next one has come

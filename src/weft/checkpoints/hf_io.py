@@ -34,7 +34,7 @@ from weft.checkpoints.config_file import (
     read_prefix,
 )
 from weft.checkpoints.prefix_io import PrefixReader
-from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
+from weft.checkpoints.weight_files import SHARD_BYTES, TensorLayout, WeightFiles
 from weft.errors import CheckpointError, find_nearest
 from weft.models.families.base import Family
 from weft.models.families.keymap import CheckpointRectangle, Key, list_rectangles
@@ -471,20 +471,16 @@ def save(
     assert set(shapes) == set(keymap.keys), (
         f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
     )
-    stored = {}
+    layouts: dict[str, TensorLayout] = {}
     for name, keys in keymap.group_by_hf_name().items():
-        stored[name] = dtype or parameters[keys[0].name].dtype
-    sizes = {}
-    for name, keys in keymap.group_by_hf_name().items():
-        sizes[name] = (
-            math.prod(keys[0].compute_hf_shape(shapes[keys[0].name])) * stored[name].itemsize
-        )
+        shape = keys[0].compute_hf_shape(shapes[keys[0].name])
+        layouts[name] = (dtype or parameters[keys[0].name].dtype, shape)
     tensors = (
-        (name, tensor.to(stored[name]))
+        (name, tensor.to(layouts[name][0]))
         for name, tensor in assemble(keymap.group_by_hf_name(), parameters)
     )
-    weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
-    _write_config(folder, values, head, next(iter(stored.values())), pooling)
+    weight_files.write(folder, tensors, layouts, shard_bytes=shard_bytes)
+    _write_config(folder, values, head, next(iter(layouts.values()))[0], pooling)
 
 
 def save_config(

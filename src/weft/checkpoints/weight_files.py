@@ -40,6 +40,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TensorLayout = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -390,34 +392,35 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with (directory / file).open("rb") as handle:
-                # torch cannot map files from before version 1.6, which are not zip archives
-                mapped = handle.read(4) == b"PK\x03\x04"
-            content = torch.load(
-                directory / file, map_location="cpu", weights_only=True, mmap=mapped
-            )
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory / file} is missing, though the index names it"
-            ) from None
-        except (RuntimeError, ValueError, EOFError, OSError) as broken:
-            raise CheckpointError(
-                f"{directory / file} cannot be read: {describe_cause(broken)}"
-            ) from broken
-        except Exception as refused:
-            raise CheckpointError(
-                f"{directory / file} holds more than tensors and is not loaded: {describe_cause(refused)}"
-            ) from refused
-        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-            raise CheckpointError(
-                f"{directory / file} holds a {type(content).__name__}, and no tensors by name"
-            )
-        for name, tensor in content.items():
-            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                raise CheckpointError(f"{directory / file}: {name} is not a plain tensor")
-        tensors |= content
+        if not (directory / file).exists():
+            raise CheckpointError(f"{directory / file} is missing, though the index names it")
+        tensors |= read_pickled_tensors(directory / file)
     return tensors
+
+
+def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file that `torch.save` wrote, without executing pickled code.
+
+    The file is mapped into memory, unless its format is older than torch 1.6. Raises
+    `CheckpointError` if the file contains anything but tensors by name.
+    """
+    try:
+        with file.open("rb") as handle:
+            # torch cannot map files from before version 1.6, which are not zip archives
+            mapped = handle.read(4) == b"PK\x03\x04"
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except (RuntimeError, ValueError, EOFError, OSError) as broken:
+        raise CheckpointError(f"{file} cannot be read: {describe_cause(broken)}") from broken
+    except Exception as refused:
+        raise CheckpointError(
+            f"{file} holds more than tensors and is not loaded: {describe_cause(refused)}"
+        ) from refused
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, and no tensors by name")
+    for name, tensor in content.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise CheckpointError(f"{file}: {name} is not a plain tensor")
+    return content
 
 
 # -- writing
@@ -426,17 +429,20 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 def write(
     directory: Path,
     tensors: Iterable[tuple[str, Tensor]],
-    sizes: Mapping[str, int],
+    layouts: Mapping[str, TensorLayout],
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the tensors as `model.safetensors`, or as shards with an index.
 
-    `sizes` maps the name of each tensor to its number of bytes, in the order of `tensors`. The
-    shards are planned from these sizes, so that only one shard is in memory at a time. No file
-    exceeds `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name
-    until it is complete.
+    `layouts` maps the name of each tensor to its dtype and shape, in the order of `tensors`. The
+    files are planned from these, so that only one tensor is in memory at a time. No file exceeds
+    `shard_bytes`, except for a single tensor that is larger. Each file has a temporary name until
+    it is complete. Raises `RunError` if writing fails.
     """
+    sizes = {}
+    for name, (dtype, shape) in layouts.items():
+        sizes[name] = math.prod(shape) * dtype.itemsize
     shards = _split_shards(sizes, shard_bytes)
     if len(shards) == 1:
         names = [SINGLE]
@@ -444,9 +450,8 @@ def write(
         names = [shard_name(i, len(shards)) for i in range(len(shards))]
     source = iter(tensors)
     for name, members in zip(names, shards, strict=True):
-        content = dict(itertools.islice(source, len(members)))
-        assert list(content) == members, "tensors come in the order of sizes"
-        write_safetensors(directory / name, content)
+        planned = {member: layouts[member] for member in members}
+        _write_one_by_one(directory / name, planned, itertools.islice(source, len(members)))
     if len(shards) > 1:
         places = {}
         for name, members in zip(names, shards, strict=True):
@@ -459,6 +464,39 @@ def write(
     for file in (*directory.glob("model*.safetensors"), directory / INDEX):
         if file.name not in written:
             file.unlink(missing_ok=True)
+
+
+def _write_one_by_one(
+    file: Path, layouts: Mapping[str, TensorLayout], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write a safetensors file atomically, with one of the `tensors` in memory at a time.
+
+    As in files of the library safetensors, tensors with larger elements come first, so that all are
+    aligned, and spaces fill the header up to a multiple of 8 bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(layouts, key=lambda name: (-layouts[name][0].itemsize, name)):
+        dtype, shape = layouts[name]
+        start = end
+        end += math.prod(shape) * dtype.itemsize
+        offsets = {"data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), **offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        with replace_file(file) as partial, partial.open("wb") as handle:
+            handle.write(len(text).to_bytes(8, "little") + text)
+            first = handle.tell()
+            handle.truncate(first + end)
+            for (name, tensor), expected in zip(tensors, layouts, strict=True):
+                assert name == expected, "tensors come in the order of layouts"
+                assert (tensor.dtype, tuple(tensor.shape)) == layouts[name], name
+                handle.seek(first + header[name]["data_offsets"][0])
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                handle.write(flat.view(torch.uint8).numpy().data)
+    except OSError as failed:
+        raise RunError(f"{file} could not be written: {failed}") from failed
 
 
 def _split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
