@@ -145,16 +145,18 @@ class WeightFiles:
             return tuple(self._pickle_tensors[name].shape)
         return self.tensors[name].shape
 
+    def get_dtype(self, name: str) -> torch.dtype:
+        if name in self._pickle_tensors:
+            return self._pickle_tensors[name].dtype
+        return self.tensors[name].dtype
+
     def check_floats(self, names: Iterable[str]) -> None:
         """Raise `CheckpointError` if one of the tensors `names` is not floating-point.
 
         Quantized and damaged weights can contain integers.
         """
         for name in names:
-            if name in self._pickle_tensors:
-                dtype = self._pickle_tensors[name].dtype
-            else:
-                dtype = self.tensors[name].dtype
+            dtype = self.get_dtype(name)
             if not dtype.is_floating_point:
                 kind = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
@@ -489,12 +491,15 @@ def _write_one_by_one(
             handle.write(len(text).to_bytes(8, "little") + text)
             first = handle.tell()
             handle.truncate(first + end)
-            for (name, tensor), expected in zip(tensors, layouts, strict=True):
-                assert name == expected, "tensors come in the order of layouts"
+            names = iter(layouts)
+            for name, tensor in tensors:
+                assert name == next(names), "tensors come in the order of layouts"
                 assert (tensor.dtype, tuple(tensor.shape)) == layouts[name], name
                 handle.seek(first + header[name]["data_offsets"][0])
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 handle.write(flat.view(torch.uint8).numpy().data)
+                del tensor, flat  # before the next one is made
+            assert next(names, None) is None, "a tensor for every layout"
     except OSError as failed:
         raise RunError(f"{file} could not be written: {failed}") from failed
 
