@@ -176,13 +176,13 @@ def give_damaged_streams() -> Iterator[tuple[str, bytes]]:
     whole = encode_stream(arrays)
     entries = [encode_entry(tuple(name.split("/")), each) for name, each in arrays.items()]
     draw = random.Random(5)
-    for cut in (1, 2, 9, *(draw.randrange(10, len(whole)) for _ in range(40)), len(whole) - 1):
+    for cut in (1, 2, 9, *(draw.randrange(10, len(whole)) for _ in range(20)), len(whole) - 1):
         yield f"cut at {cut}", whole[:cut]
     # Flip one bit of a header.
     start = 0
-    for entry in entries:
-        header = entry.index(b"float32") + len("float32") + 3  # with the size of the bytes
-        for _ in range(12):
+    for entry, array in zip(entries, arrays.values(), strict=True):
+        header = len(entry) - array.nbytes
+        for _ in range(8):
             at = start + draw.randrange(header)
             bit = 1 << draw.randrange(8)
             yield f"bit {bit} of byte {at}", whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
@@ -310,7 +310,7 @@ def test_damaged_streams_are_refused_with_one_message(tmp_path: Path) -> None:
         assert str(path) in message and "\n" not in message and len(message) < 1000, what
         assert peak < 500_000, (what, peak)  # bytes
         assert sorted(each.name for each in tmp_path.iterdir()) == ["weights", "whole"], what
-    assert count > 350
+    assert count > 250
 
 
 def test_safetensors_and_folders_are_no_streams(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from weft.compat.easylm.streams import (
     find_source,
     write_tensors,
 )
-from weft.data.spec import TokenizerSpec
+from weft.data.spec import TokenizerSpec, read_template_text
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizer_files import COMMAND
 from weft.engine.backends.common import choose_padding, list_special_ids
@@ -277,7 +277,8 @@ def _write_tokenizer(
 ) -> TransformerConfig:
     """Write the tokenizer of a model, and return the configuration with its special tokens.
 
-    A bare sentencepiece model adds BOS, as Llama 2 does. Llama 3 gets EasyLM's padding token.
+    The chat template is Tulu's, with BOS in front as in EasyLM's training. A bare sentencepiece
+    model adds BOS to other texts, as Llama 2 does. Llama 3 gets EasyLM's padding token.
     """
     network = families.get("llama").config(to_hf_values(config))
     if not path:
@@ -286,6 +287,8 @@ def _write_tokenizer(
     spec = TokenizerSpec(path=path, chat_template="tulu", add_bos_token=adds_bos)
     tokenizer = Tokenizer.load(spec, option=COMMAND)
     hf_io.check_vocabulary(network, tokenizer.vocab_size, "the checkpoint", path)
+    if tokenizer.bos_id is not None:
+        tokenizer.hf.chat_template = "{{ bos_token }}" + read_template_text("tulu")
     if tokenizer.pad_id is None and tokenizer.vocab_size > LLAMA3_PADDING:
         tokenizer = tokenizer.with_padding(str(tokenizer.hf.convert_ids_to_tokens(LLAMA3_PADDING)))
     tokenizer = choose_padding(tokenizer, ModelSpec(head=head, trained=True), "last")
@@ -408,8 +411,9 @@ def write_difference(
     second = TensorStream(target)
     names = sorted(second.tensors, key=lambda name: name.split("/"))
     differing = sorted(set(names) ^ set(first.tensors))
-    for name in set(names) & set(first.tensors):
-        if first.tensors[name].shape != second.tensors[name].shape:
+    for name in names:
+        own = first.tensors.get(name)
+        if own is not None and own.shape != second.tensors[name].shape:
             differing.append(name)
     if differing:
         raise CheckpointError(
@@ -450,9 +454,14 @@ def write_weights(
     for name, shape in shapes.items():
         floats = dtypes[name].is_floating_point
         layouts[name] = (dtype if dtype is not None and floats else dtypes[name], shape)
-    cast = ((name, tensor.to(layouts[name][0])) for name, tensor in tensors)
+
+    def cast() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.to(layouts[name][0])
+            del tensor  # before the next one is read
+
     make_folder(path.parent, str(path), ConfigError)
-    write_tensors(path, layouts, report_progress(cast, layouts, path), streaming=streaming)
+    write_tensors(path, layouts, report_progress(cast(), layouts, path), streaming=streaming)
 
 
 # -- training

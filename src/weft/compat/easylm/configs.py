@@ -204,10 +204,11 @@ def load_llama_config(
         )
     else:
         near = find_nearest(text, LLAMA_STANDARD_CONFIGS)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(
-            f"{option}={text}: {hint}Known are {', '.join(LLAMA_STANDARD_CONFIGS)}, and json::FILE"
-        )
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
+        else:
+            hint = f"known are {', '.join(LLAMA_STANDARD_CONFIGS)}, and json::FILE"
+        raise ConfigError(f"{option}={text}: unknown size; {hint}")
     config = _check_config(config, f"{option}={text}")
     if not update:
         return config
