@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.tiny import TEXT, make_tokenizer
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
 from weft.compat.easylm.checkpoints import (
+    locate_model,
     prepare_model,
     write_copy,
     write_difference,
@@ -429,19 +431,24 @@ def test_a_directory_of_a_tokenizer_is_copied(tmp_path: Path) -> None:
 # -- training
 
 
-def prepare(tmp_path: Path, text: str, **more: Any) -> Path:
+def prepare(
+    tmp_path: Path, text: str, *, call: Callable[..., Path] = prepare_model, **more: Any
+) -> Path:
     size = {
         key: getattr(TINY, key)
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     }
-    return prepare_model(
+    return call(
         text, "debug", repr(size | {"num_key_value_heads": 2}), None, tmp_path / "models", **more
     )
 
 
 def test_a_prepared_model_is_used_again(tmp_path: Path) -> None:
     path = write_stream(tmp_path / "out/streaming_params_20384", arrays_of(TINY))
+    planned = prepare(tmp_path, f"params::{path}", call=locate_model)
+    assert not planned.exists()
     first = prepare(tmp_path, f"params::{path}")
+    assert first == planned
     assert first.parent == tmp_path / "models" and first.name.startswith("streaming_params_20384-")
     written = (first / "model.safetensors").stat().st_mtime_ns
     assert prepare(tmp_path, f"params::{path.parent}") == first
@@ -510,3 +517,15 @@ def test_what_cannot_be_prepared_is_refused(
 
 def test_defaults_are_those_of_the_dataclass() -> None:
     assert EasyLMConfig().head_dim == 128 and EasyLMConfig().kv_heads == 32
+
+
+def test_a_real_tokenizer_of_llama_2_is_copied(data_dir: Path, tmp_path: Path) -> None:
+    path = str(data_dir / "tokenizers/llama2/tokenizer.model")
+    folder = prepare_model("", "debug", "", path, tmp_path / "models")
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(folder))
+    processor = sentencepiece.SentencePieceProcessor(path)
+    text = "Hello world, 1234 Ω\n  def f(x):"
+    assert tokenizer.encode(text) == [1, *processor.encode(text)]
+    assert tokenizer.vocab_size == 32000 and tokenizer.list_stop_ids() == [2]
+    ids, mask = tokenizer.encode_chat_with_mask(TALK[:2])
+    assert ids[0] == 1 and ids[-1] == 2 and tokenizer.decode(ids[mask.index(True) :]) == "Yes</s>"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -191,3 +193,8 @@ def test_pickled_directories_are_read_unless_safetensors_are_asked_for(places: P
         run("convert_hf_to_easylm", *flags, "--use_safetensors")
     assert run("convert_hf_to_easylm", *flags) == 0
     assert (places / "back").read_bytes() == (places / "out/streaming_params_200").read_bytes()
+
+
+def test_the_commands_are_imported_without_torch() -> None:
+    code = "import sys, weft.compat.easylm.conversions; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

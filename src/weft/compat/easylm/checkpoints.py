@@ -103,7 +103,7 @@ class WeightPlace:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is stored as (in, out), and elsewhere as (out, in)."""
+        """True if the weight is stored as (in, out), and elsewhere as (out, in)."""
         return self.name != EMBEDDING and len(self.shape) == 2
 
     @property
@@ -269,7 +269,7 @@ def write_hf(
         stored = weight_files.WeightFiles(partial).dtype
         hf_io.save_config(partial, network, head, dtype=stored)
         if settings is not None:
-            writing.write(partial / SETTINGS, json.dumps(settings, indent=2) + "\n")
+            _write_settings(partial, settings)
 
 
 def _write_tokenizer(
@@ -467,6 +467,35 @@ def write_weights(
 # -- training
 
 
+@dataclass(frozen=True)
+class ModelPlan:
+    """Plan of the directory `name` that `prepare_model` writes.
+
+    `source` is None for a model without weights. `settings` decide whether a directory is used
+    again.
+    """
+
+    source: StreamSource | None
+    config: EasyLMConfig
+    head: Head
+    settings: Mapping[str, object]
+    name: str
+
+
+def locate_model(
+    load_checkpoint: str,
+    config: str,
+    update: str,
+    tokenizer: str | None,
+    folder: Path,
+    *,
+    is_reward_model: bool = False,
+) -> Path:
+    """Return the directory that `prepare_model` returns for these values, without writing it."""
+    head: Head = "score" if is_reward_model else "lm"
+    return folder / _plan_model(load_checkpoint, config, update, tokenizer, head).name
+
+
 def prepare_model(
     load_checkpoint: str,
     config: str,
@@ -485,39 +514,53 @@ def prepare_model(
     same size and time, and the settings are the same. Raises `UserError` for a checkpoint or
     settings that cannot be used.
     """
+    head: Head = "score" if is_reward_model else "lm"
+    plan = _plan_model(load_checkpoint, config, update, tokenizer, head)
+    target = folder / plan.name
+    if (target / hf_io.CONFIG).is_file():
+        return target
+    source = plan.source
+    own = tokenizer or None
+    try:
+        if source is None:
+            with replace_folder(target) as partial:
+                network = _write_tokenizer(own, plan.config, head, partial)
+                hf_io.save_config(partial, network, head, dtype=torch.float32)
+                _write_settings(partial, plan.settings)
+        else:
+            if source.kind == "trainstate":
+                print(f"load_checkpoint={source}: the optimizer starts anew", file=sys.stderr)
+            write_hf(source, plan.config, target, head=head, tokenizer=own, settings=plan.settings)
+    except OSError:
+        if not (target / hf_io.CONFIG).is_file():  # another process may have been faster
+            raise
+    return target
+
+
+def _plan_model(
+    load_checkpoint: str, config: str, update: str, tokenizer: str | None, head: Head
+) -> ModelPlan:
     wanted = load_llama_config(config, update)
     check_trainable(wanted, f"load_llama_config={config} update_llama_config={update}")
-    head: Head = "score" if is_reward_model else "lm"
-    source = find_source(load_checkpoint, value=is_reward_model) if load_checkpoint else None
-    if source is not None and source.kind == "trainstate":
-        print(f"load_checkpoint={source}: the optimizer starts anew", file=sys.stderr)
-    settings = {
+    source = find_source(load_checkpoint, value=head == "score") if load_checkpoint else None
+    settings: dict[str, object] = {
         "load_checkpoint": str(source or ""),
-        "checkpoint": None if source is None else _describe_file(source.path),
+        "checkpoint": [],
         "config": asdict(wanted),
         "tokenizer": tokenizer or "",
         "tokenizer_files": _describe_tokenizer(tokenizer),
         "head": head,
     }
+    stem = "random"
+    if source is not None:
+        settings["checkpoint"] = _describe_file(source.path)
+        stem = source.path.name
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    stem = source.path.name if source is not None else "random"
-    target = folder / f"{stem}-{key}"
-    if (target / hf_io.CONFIG).is_file():
-        return target
-    try:
-        if source is not None:
-            write_hf(
-                source, wanted, target, head=head, tokenizer=tokenizer or None, settings=settings
-            )
-        else:
-            with replace_folder(target) as partial:
-                network = _write_tokenizer(tokenizer or None, wanted, head, partial)
-                hf_io.save_config(partial, network, head, dtype=torch.float32)
-                writing.write(partial / SETTINGS, json.dumps(settings, indent=2) + "\n")
-    except OSError:
-        if not (target / hf_io.CONFIG).is_file():  # another process may have been faster
-            raise
-    return target
+    return ModelPlan(source, wanted, head, settings, f"{stem}-{key}")
+
+
+def _write_settings(folder: Path, settings: Mapping[str, object]) -> None:
+    writing.write(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _describe_file(file: Path) -> list[object]:

@@ -257,8 +257,8 @@ def change_config(config: EasyLMConfig, changes: Mapping[str, Any], label: str) 
             accepted = (float, int)
         if type(value) not in accepted:
             names = " or ".join(each.__name__ for each in accepted).replace("NoneType", "None")
-            shown = shorten(repr(value), MOST_SHOWN)
-            raise ConfigError(f"{label}: {key}={shown}: must be of type {names}")
+            text = shorten(repr(value), MOST_SHOWN)
+            raise ConfigError(f"{label}: {key}={text}: must be of type {names}")
     return _check_config(replace(config, **changes), label)
 
 

@@ -146,7 +146,7 @@ def convert_checkpoint(argv: Sequence[str]) -> int:
     return _report(output, flags.streaming)
 
 
-def diff_checkpoint(argv: Sequence[str]) -> int:
+def compare_checkpoints(argv: Sequence[str]) -> int:
     """Write the difference of two checkpoints (target - base), or add it to the base again.
 
     Differences are computed in float32 and rounded to float_dtype. Of weights in bf16, the
@@ -155,7 +155,7 @@ def diff_checkpoint(argv: Sequence[str]) -> int:
     """
     from weft.compat.easylm.checkpoints import find_source, write_difference
 
-    parser = _build_parser("diff_checkpoint", diff_checkpoint)
+    parser = _build_parser("diff_checkpoint", compare_checkpoints)
     _add_switch(parser, "recover_diff", False, "write base + target, where target is a difference")
     _add(parser, "load_base_checkpoint", "", CHECKPOINT)
     _add(parser, "load_target_checkpoint", "", CHECKPOINT)
@@ -184,7 +184,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert_hf_to_easylm": convert_hf_to_easylm,
     "convert_torch_to_easylm": convert_torch_to_easylm,
     "convert_checkpoint": convert_checkpoint,
-    "diff_checkpoint": diff_checkpoint,
+    "diff_checkpoint": compare_checkpoints,
 }
 
 
@@ -199,8 +199,8 @@ def _build_parser(name: str, command: Callable[[Sequence[str]], int]) -> Command
 
 def _add(parser: CommandParser, name: str, default: str, text: str) -> None:
     """Add a flag with a text as its value. `default` also replaces an empty value."""
-    shown = f" (default: {default})" if default else ""
-    help_text = f"{text}{shown}".replace("%", "%%")
+    ending = f" (default: {default})" if default else ""
+    help_text = f"{text}{ending}".replace("%", "%%")
     parser.add_argument(f"--{name}", default=default, metavar="VALUE", help=help_text)
 
 
