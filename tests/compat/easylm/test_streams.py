@@ -249,10 +249,12 @@ def give_damaged_streams() -> Iterator[tuple[str, bytes]]:
         "key of numbers": (1, 2),
         "key of text": "lm_head/kernel",
         "None as key": None,
-        "long key": ("a",) * 17,
+        "long key": ("a",) * 33,
         "long name": ("lm_head", "k" * 500),
         "nested key": (("lm_head",), "kernel"),
         "not UTF-8": (b"\xff\xfe", "kernel"),
+        "line break": ("lm_head", "ker\nnel"),
+        "slash": ("lm_head/kernel",),
         "another head": ("score", "kernel"),
         "another layer": ("transformer", "h", "7", "attention", "wq", "kernel"),
     }
@@ -313,6 +315,12 @@ def test_damaged_streams_are_refused_with_one_message(tmp_path: Path) -> None:
     assert count > 250
 
 
+def test_a_train_state_is_named_as_one(tmp_path: Path) -> None:
+    write_stream(tmp_path / "weights", {"a": np.zeros(2)}, ("params", "params"))
+    with pytest.raises(CheckpointError, match="write trainstate_params:: before"):
+        TensorStream(StreamSource("params", tmp_path / "weights"))
+
+
 def test_safetensors_and_folders_are_no_streams(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "weights", {"a": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="is a safetensors file"):
@@ -328,11 +336,11 @@ def test_safetensors_and_folders_are_no_streams(tmp_path: Path) -> None:
         (encode_stream({"a": np.zeros(2)}), "write params:: before"),
         (encode_tree({"a": np.zeros(2)}) + b"\0", "1 bytes follow the last tensor"),
         (encode_tree({"a": np.zeros(2)})[:-1], "takes 29 bytes, and 28 are left"),
-        (encode_tree({"/".join("abcdefghijklmnopqrst"): np.zeros(2)}), "nested deeper than 16"),
+        (encode_tree({"/".join("ab" * 17): np.zeros(2)}), "nested deeper than 32"),
         (encode_tree({"a": 3}), "is of kind integer, not a tensor"),
         (b"\x82" + encode_tree({"a": np.zeros(2)})[1:] * 2, "a occurs twice"),
         (msgpack.packb({}), "contains no tensors"),
-        (b"\x81\xa1a" * 100_000, "nested deeper than 16"),
+        (b"\x81\xa1a" * 100_000, "nested deeper than 32"),
     ],
 )
 def test_damaged_single_values_are_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -7,7 +7,7 @@ between a file and the tensor.
 
     cursor = MessageCursor(file, "PATH", 0, size)
     cursor.read("array")                  # number of entries
-    cursor.read_text(); cursor.skip(nbytes)
+    cursor.read_name(); cursor.skip(nbytes)
     pack("array", 2) + pack_text("transformer")
 
 Specification: github.com/msgpack/msgpack, spec.md.
@@ -144,17 +144,23 @@ class MessageCursor:
             raise self.fail(f"{what} is of kind {header.kind}, not {kind}")
         return header.size
 
-    def read_text(self, what: str) -> str:
-        """Read a text. Bytes are accepted too: old versions of msgpack wrote texts as bytes."""
+    def read_name(self, what: str) -> str:
+        """Read a text without slashes and line breaks; `what` says what it names, for messages.
+
+        Bytes are accepted too, as old versions of msgpack wrote texts as bytes.
+        """
         start = self.position
         header = self.read_header()
         if header.kind not in ("text", "binary") or header.size > LONGEST_TEXT:
             self.position = start
             raise self.fail(f"{what} is of kind {header.kind}, size {header.size:,}, not a name")
         try:
-            return self.read_bytes(header.size, what).decode()
+            text = self.read_bytes(header.size, what).decode()
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8 text") from None
+        if not text.isprintable() or "/" in text:
+            raise self.fail(f"{what} is {text!r}, not a name")
+        return text
 
 
 def pack(kind: Kind, size: int, tag: int = 0) -> bytes:

@@ -34,11 +34,12 @@ from weft.errors import CheckpointError, ConfigError, RunError, find_nearest
 from weft.reading import check_file, explain_read_errors
 from weft.writing import replace_file
 
+IN_TRAIN_STATE = "params/params/"  # beginning of the keys of weights in a train state
 # prefix of a checkpoint's path -> beginning of the keys of its weights
 PREFIXES = {
     "params": "",
-    "trainstate_params": "params/params/",
-    "trainstate": "params/params/",
+    "trainstate_params": IN_TRAIN_STATE,
+    "trainstate": IN_TRAIN_STATE,
     "flax_params": "",
 }
 PARAMS = "streaming_params"
@@ -66,7 +67,7 @@ SCALAR = 3  # and for scalars of numpy
 TRUE = b"\xc3"
 CHUNK_BYTES = 2**30  # larger tensors are split
 MOST_DIMS = 8
-MOST_LEVELS = 16
+MOST_LEVELS = 32
 # first bytes of files that are easily taken for a stream -> what they are
 OTHER_FILES = {
     b"PK\x03\x04": "is a zip archive, such as a checkpoint of PyTorch",
@@ -198,6 +199,10 @@ class TensorStream:
             )
         if not self.tensors:
             raise CheckpointError(f"{where}: contains no tensors")
+        if not prefix and any(name.startswith(IN_TRAIN_STATE) for name in self.tensors):
+            raise CheckpointError(
+                f"{where}: is a train state; write trainstate_params:: before its path"
+            )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, in the dtype of the file."""
@@ -227,7 +232,7 @@ class TensorStream:
         levels = cursor.read("array", "a key")
         if not 1 <= levels <= MOST_LEVELS:
             raise cursor.fail(f"a key has {levels:,} names, and 1 to {MOST_LEVELS} are expected")
-        name = "/".join([cursor.read_text("a name of a key") for _ in range(levels)])
+        name = "/".join([cursor.read_name("a name of a key") for _ in range(levels)])
         size = cursor.read("binary", f"the value of {name}")
         if not name.startswith(prefix):
             cursor.skip(size, name)
@@ -252,7 +257,7 @@ class TensorStream:
             self._add(cursor, name, _read_tensor(cursor, name))
             return
         for _ in range(header.size):
-            self._read_tree(cursor, (*key, cursor.read_text("a name of a key")))
+            self._read_tree(cursor, (*key, cursor.read_name("a name of a key")))
 
     def _add(self, cursor: MessageCursor, name: str, tensor: StreamTensor) -> None:
         if name in self.tensors:
@@ -288,7 +293,7 @@ def _is_chunked(cursor: MessageCursor, size: int) -> bool:
     if not size:
         return False
     start = cursor.position
-    name = cursor.read_text("a name of a key")
+    name = cursor.read_name("a name of a key")
     cursor.move_to(start)
     return name == CHUNKED
 
@@ -305,7 +310,7 @@ def _read_tensor(cursor: MessageCursor, name: str) -> StreamTensor:
     shape = None
     chunks: list[StreamTensor] = []
     for _ in range(header.size):
-        field = cursor.read_text(f"a field of {name}")
+        field = cursor.read_name(f"a field of {name}")
         if field == CHUNKED:
             cursor.read("constant", f"{field} of {name}")
         elif field == "shape":
@@ -340,7 +345,7 @@ def _read_array(cursor: MessageCursor, name: str, size: int, tag: int) -> Stream
     shape = _read_shape(cursor, name, cursor.read("array", f"the shape of {name}"))
     if tag == SCALAR and shape:
         raise cursor.fail(f"the value of {name} is a scalar of shape {shape}")
-    kind = cursor.read_text(f"the dtype of {name}")
+    kind = cursor.read_name(f"the dtype of {name}")
     if kind not in DTYPES:
         raise cursor.fail(f"{name} has the dtype {kind!r}, which weft does not read")
     count = cursor.read("binary", f"the bytes of {name}")
@@ -371,7 +376,7 @@ def _read_shape(
 
 def _check_index(cursor: MessageCursor, name: str, index: int) -> None:
     """Read the key of an entry in a list that is stored as a map, and check that it is `index`."""
-    key = cursor.read_text(f"an index of {name}")
+    key = cursor.read_name(f"an index of {name}")
     if key != str(index):
         raise cursor.fail(f"{name} has the index {key!r} in place of {index}")
 
