@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 import pytest
+import torch
 
 from tests.engine import layouts
-from tests.engine.common import Nll, engine_of
-from tests.engine.jax.test_engine import ADAMW, METRICS, assert_equal_parameters
+from tests.engine.common import EXACT, Nll, engine_of
+from tests.engine.jax.test_engine import ADAMW, METRICS, assert_equal_parameters, parameters
 from tests.engine.layouts import Case
 from weft.engine.jax.mesh import build_mesh, choose_sharding
 from weft.engine.jax.mesh_sizes import AXES, parse_mesh
+from weft.engine.spec import OptimizerSpec
 from weft.errors import ConfigError
+from weft.models.network.packed import TopIds
 
 
 @pytest.mark.parametrize(
@@ -81,12 +84,24 @@ def test_the_first_rule_that_matches_divides_an_array() -> None:
         assert not any(divided(name, 4, 32))
 
 
-MESHES = ["2,2,2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("8,1,1", "1,8,1", "1,1,8"))]
+GRADIENTS = (
+    "embed.weight",
+    "blocks.0.attention.q.weight",
+    "blocks.1.attention.o.weight",
+    "blocks.2.mlp.down.weight",
+    "norm.weight",
+)
+SLOW_MESHES = ("8,1,1", "1,8,1", "1,1,8")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "gemma2"))]
+    ("family", "mesh"),
+    [
+        ("llama", "2,2,2"),
+        *(pytest.param("llama", mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES),
+        pytest.param("mixtral", "2,2,2", marks=pytest.mark.slow),
+        pytest.param("gemma2", "2,2,2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_mesh_computes_what_one_device_of_torch_does(
     family: str, mesh: str, tmp_path: Path
@@ -96,7 +111,15 @@ def test_a_mesh_computes_what_one_device_of_torch_does(
     one = engine_of(path, **options)
     other: Any = engine_of(path, **options, backend="jax", layout=mesh)
     assert other.description["device"] == "8 x cpu" and other.layout.num_devices == 1
-    minibatches = [layouts.batch(seed) for seed in range(2)]
+    # All logits but for a constant of each row, as log-probs.
+    top = frozenset({"top_ids", "top_logprobs"})
+    every = TopIds(one.description["vocab_size"])
+    wanted_top = one.forward(layouts.batch(0), top, top=every).data
+    found_top = other.forward(layouts.batch(0), top, top=every).data
+    assert torch.equal(found_top["top_ids"], wanted_top["top_ids"])
+    logprobs, wanted_logprobs = (each["top_logprobs"][:, :-1] for each in (found_top, wanted_top))
+    torch.testing.assert_close(logprobs, wanted_logprobs, **EXACT)
+    minibatches = [layouts.batch(seed) for seed in range(3)]
     steps = one.train(minibatches, Nll())
     for step, wanted in zip(other.train(minibatches, Nll()), steps, strict=True):
         for key in METRICS:
@@ -114,3 +137,23 @@ def test_a_mesh_computes_what_one_device_of_torch_does(
     again = engine_of(path, **options)
     again.load_state(tmp_path / "state")
     assert_equal_parameters(one, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2,2,2", *SLOW_MESHES])
+def test_gradients_are_those_of_torch(mesh: str, tmp_path: Path) -> None:
+    """A step of SGD with the learning rate 1 takes the gradient off the parameter."""
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    sgd = OptimizerSpec(
+        "sgd", lr=1.0, beta1=0.0, lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=0.0
+    )
+    gradients = []
+    for more in ({}, {"backend": "jax", "layout": mesh}):
+        engine: Any = engine_of(path, dtype="float64", dropout=0.0, optimizer=sgd, **more)
+        before = parameters(engine)
+        engine.train([layouts.batch(0)], Nll())
+        after = parameters(engine)
+        gradients.append({name: before[name] - after[name] for name in GRADIENTS})
+    for name in GRADIENTS:
+        assert float(gradients[0][name].abs().max()) > 1e-3
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], **EXACT)
