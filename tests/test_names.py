@@ -61,7 +61,7 @@ allot allow amend anneal announce answer append apply approximate arrange ask as
 attach attend augment average await begin bind bound bring build call cancel capture cast catch
 change check choose clean clear clip close coerce collect combine come compare compile complete
 compress compute concatenate configure confirm connect construct continue converse convert copy
-count create cut decide decode decompress define denormalize derive descend describe detect
+count create cut decide decode decompress define delete denormalize derive descend describe detect
 diagnose disable discard divide download draw drop dry elide embed encode end ensure enter escape
 estimate evaluate exchange expand expect explain export extend extract fail feed fetch fill
 filter find finish fit flatten flip flush fold follow forecast forget fork format forward free
