@@ -60,6 +60,7 @@ COMMAND_GROUPS = {
     },
     "configuration and devices": {
         "config": "list, show, copy and check named sections: ls, show, cp, validate",
+        "launch": "run weft on TPU pods: create, install, check, start, logs, stop, delete",
         "plan": (
             "show what a run would do: search assigns calls to devices, realloc moves "
             "parameters between layouts, memory finds a GPU"

@@ -1,0 +1,259 @@
+"""`weft launch ...`: run weft on machines that have to be set up first.
+
+`weft launch tpu` does this for TPU pods, with gcloud.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from weft.cli.parsing import CommandParser
+from weft.errors import ConfigError, build_unknown_name_error
+from weft.launch import tpu
+from weft.launch.gcloud import PYTHON, TpuPod
+from weft.launch.tpu_host import LIBTPU_SETTINGS
+
+DEFAULT_RETRIES = 60  # of --retry without a number: about ten hours
+SUBCOMMANDS = {
+    "create": "create a pod, and with --retry wait for capacity",
+    "ssh": "open a shell on a host, or run a shell command on all",
+    "install": "install weft[jax] for TPU on the hosts",
+    "check": "show each host's devices, and name the host that differs",
+    "clean": "remove lock files and logs that libtpu has left in the temporary folder",
+    "start": "start the same weft command on all hosts, in the background",
+    "logs": "show the end of each host's log",
+    "stop": "end the run's processes, and show what still holds the devices",
+    "delete": "delete a pod and all files on its hosts",
+}
+EPILOG = """examples, with POD="--name tulu --zone us-central2-b":
+  weft launch tpu create $POD --accelerator-type v4-32 --version tpu-ubuntu2204-base --retry
+  weft launch tpu install $POD
+  weft launch tpu check $POD
+  weft launch tpu start $POD --libtpu guide -- quickstart sft experiment_name=e trial_name=t \\
+      model.path=MODEL model.backend=jax device=tpu fileroot=gs://BUCKET/runs ...
+  weft launch tpu logs $POD --follow
+  weft launch tpu stop $POD
+  weft launch tpu delete $POD"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `weft launch ...` and return the exit code.
+
+    Raises `ConfigError` for wrong arguments, and if gcloud or a host fails.
+    """
+    words = list(argv)
+    command_line = words[: words.index("--")] if "--" in words else words
+    run_words = words[len(command_line) + 1 :]
+    parser = CommandParser(prog="weft launch", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    pods = kinds.add_parser(
+        "tpu",
+        help="TPU pods: create, install, check, start, logs, stop, delete",
+        description="Create TPU pods with gcloud and run weft on all of their hosts.",
+        epilog=EPILOG,
+    )
+    commands = pods.add_subparsers(dest="command", metavar="COMMAND")
+    _add_subcommands(commands)
+    # argparse would list all names for a misspelled one, and says nothing about the nearest.
+    _check_name(command_line, 0, "kind of machine", ["tpu"])
+    _check_name(command_line, 1, "command of weft launch tpu", SUBCOMMANDS)
+    given = parser.parse_args(command_line)
+    if given.command is None:
+        pods.print_help()
+        return 2
+    if given.command == "start":
+        given.words = run_words
+    elif "--" in words:
+        raise ConfigError(f"weft launch tpu {given.command}: only start takes a command after --")
+    pod = TpuPod(
+        given.name,
+        given.zone or None,
+        given.project or None,
+        given.print_only,
+        getattr(given, "python", PYTHON),
+    )
+    run: Callable[[TpuPod, argparse.Namespace], str | int] = given.run
+    result = run(pod, given)
+    if isinstance(result, int):
+        return result
+    if result:
+        print(result)
+    return 0
+
+
+def _check_name(
+    words: Sequence[str], index: int, kind: str, known: Sequence[str] | dict[str, str]
+) -> None:
+    """Raise `ConfigError` with the nearest name if the word at `index` is not a known name."""
+    if len(words) > index and not words[index].startswith("-") and words[index] not in known:
+        raise build_unknown_name_error(kind, words[index], known)
+
+
+def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    parsers = {}
+    for name, what in SUBCOMMANDS.items():
+        parsers[name] = commands.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}."
+        )
+        parsers[name].set_defaults(run=RUNNERS[name])
+        _add_pod(parsers[name])
+    creating = parsers["create"]
+    creating.add_argument(
+        "--accelerator-type", required=True, metavar="TYPE", help="type and size, such as v4-32"
+    )
+    creating.add_argument(
+        "--version", required=True, help="software of the hosts, such as tpu-ubuntu2204-base"
+    )
+    creating.add_argument(
+        "--retry",
+        type=int,
+        nargs="?",
+        const=DEFAULT_RETRIES,
+        default=0,
+        metavar="N",
+        help="try again up to N times if the zone has no capacity (--retry alone: "
+        f"{DEFAULT_RETRIES} times)",
+    )
+    creating.add_argument(
+        "--retry-wait",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="wait before the first retry, doubled each time up to 600 (default 30)",
+    )
+    for name in ("ssh", "install", "check", "clean", "logs", "stop"):
+        default = "0" if name == "ssh" else tpu.ALL
+        parsers[name].add_argument(
+            "--worker",
+            type=_parse_worker,
+            default=default,
+            metavar="N|all",
+            help=f"number of a host, or all (default {default})",
+        )
+    parsers["ssh"].add_argument(
+        "--command", dest="text", metavar="TEXT", help="shell command to run"
+    )
+    parsers["install"].add_argument(
+        "--source",
+        metavar="REQUIREMENT",
+        help="git+https://... or weft==VERSION for the hosts to fetch (default: copy the sources of "
+        "this weft)",
+    )
+    parsers["install"].add_argument(
+        "--extras", default="", metavar="A,B", help="other extras of weft, such as wandb"
+    )
+    parsers["delete"].add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    _add_run_options(parsers)
+
+
+def _add_run_options(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the options of the commands that look after the devices and a run on the hosts."""
+    parsers["check"].add_argument(
+        "--timeout",
+        type=_parse_seconds,
+        default=180.0,
+        metavar="SECONDS",
+        help="for JAX (default 180)",
+    )
+    starting = parsers["start"]
+    starting.usage = (
+        f"weft launch tpu start --name NAME [options] -- {'|'.join(tpu.RUN_COMMANDS)} ..."
+    )
+    starting.add_argument(
+        "--libtpu",
+        choices=tuple(LIBTPU_SETTINGS),
+        help="named LIBTPU_INIT_ARGS; guide: those of EasyLM's guide (default: none)",
+    )
+    starting.add_argument(
+        "--env-file",
+        type=Path,
+        metavar="FILE",
+        help="lines NAME=VALUE to set for the run, such as HF_TOKEN; copied to the hosts",
+    )
+    parsers["logs"].add_argument(
+        "--lines", type=int, default=20, metavar="N", help="last lines of each log (default 20)"
+    )
+    parsers["logs"].add_argument(
+        "--follow", action="store_true", help="show new lines until the run ends"
+    )
+    parsers["stop"].add_argument(
+        "--timeout",
+        type=_parse_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="for the current step to finish (default 600)",
+    )
+    parsers["stop"].add_argument(
+        "--now", action="store_true", help="kill the processes, and lose the current step"
+    )
+    for name in ("check", "clean", "start", "logs", "stop"):
+        parsers[name].add_argument(
+            "--python",
+            default=PYTHON,
+            metavar="PATH",
+            help=f"Python of the hosts that has weft (default ~/{PYTHON}, made by install)",
+        )
+
+
+def _add_pod(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", required=True, help="name of the pod")
+    parser.add_argument("--zone", help="its zone (default: gcloud's)")
+    parser.add_argument("--project", help="its project (default: gcloud's)")
+    parser.add_argument(
+        "--print", action="store_true", dest="print_only", help="print the gcloud commands and stop"
+    )
+
+
+def _parse_worker(text: str) -> str:
+    if text != tpu.ALL and not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number, such as 0, or all")
+    return text if text == tpu.ALL else str(int(text))
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, such as 60")
+    return value
+
+
+def _create(pod: TpuPod, given: argparse.Namespace) -> str:
+    retry = tpu.RetryPlan(given.retry, given.retry_wait)
+    return tpu.create(pod, given.accelerator_type, given.version, retry)
+
+
+def _show_logs(pod: TpuPod, given: argparse.Namespace) -> str:
+    if given.lines < 0:
+        raise ConfigError(f"--lines {given.lines}: must be at least 0 (no lines)")
+    return tpu.show_logs(pod, given.worker, given.lines, follow=given.follow)
+
+
+def _delete(pod: TpuPod, given: argparse.Namespace) -> str:
+    if not given.yes and not pod.print_only:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"delete: nobody can be asked here; add --yes to delete {pod.name}")
+        answer = input(f"delete pod {pod.name} and all files on its hosts? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            return f"{pod.name} was not deleted"
+    return tpu.delete(pod)
+
+
+RUNNERS: dict[str, Callable[[TpuPod, argparse.Namespace], str | int]] = {
+    "create": _create,
+    "ssh": lambda pod, given: tpu.open_ssh(pod, given.worker, given.text),
+    "install": lambda pod, given: tpu.install(pod, given.worker, given.source, given.extras),
+    "check": lambda pod, given: tpu.check(pod, given.worker, given.timeout),
+    "clean": lambda pod, given: tpu.clean(pod, given.worker),
+    "start": lambda pod, given: tpu.start(
+        pod, tpu.PodRun(given.words, given.libtpu, given.env_file)
+    ),
+    "logs": _show_logs,
+    "stop": lambda pod, given: tpu.stop(pod, given.worker, given.timeout, now=given.now),
+    "delete": _delete,
+}
