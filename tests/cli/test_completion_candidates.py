@@ -87,6 +87,10 @@ def test_flags_and_what_follows_them(folder):
 def test_other_commands_by_their_own_help(folder):
     assert words("data", "ins") == ["inspect"] and "--tokenizer" in words("data", "inspect", "--t")
     assert words("config", "") == ["ls", "show", "cp", "validate"]
+    assert words("data", "trees", "") == ["stats", "filter", "split", "flatten", "build"]
+    assert words("launch", "") == ["tpu"] and words("launch", "tpu", "cr") == ["create"]
+    assert words("launch", "tpu", "stop", "--n") == ["--name", "--now"]
+    assert words("launch", "tpu", "start", "--", "quickstart", "sf") == ["sft"]
     assert "grpo-gsm8k-qwen3-8b" in words("config", "show", "grpo")
     assert words("ls", "--so") == ["--sort"] and words("completion", "z") == ["zsh"]
 

@@ -41,7 +41,9 @@ RUN_COMMANDS = (
 BOOLS = (("true", ""), ("false", ""))
 QUICKSTART_REGISTRATION = re.compile(r"register_quickstart\(\s*[\"']([\w.-]+)[\"']")
 HEAVY_IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:torch|transformers|ray)\b", re.MULTILINE)
-SUBCOMMAND_LINE = re.compile(r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?:$| {2,}))", re.MULTILINE)
+SUBCOMMAND_LINE = re.compile(
+    r"^    (?:\{([\w,-]+)\}|([a-z][\w-]*)(?: \([^)]*\))?(?:$| {2,}))", re.MULTILINE
+)
 LONG_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
 # Values of text options, by the last part of their names; the types of other options list them.
 VALUE_SOURCES: dict[str, Callable[[], Iterable[str]]] = {
@@ -88,6 +90,8 @@ def _propose_words(words: list[str], current: str) -> Iterator[Word]:
         yield from (_list_flags(GLOBAL_FLAGS) if current.startswith("-") else COMMANDS.items())
     elif words[0] == "quickstart":
         yield from _complete_quickstart(words[1:], current)
+    elif words[:3] == ["launch", "tpu", "start"] and "--" in words:
+        yield from _propose_words(words[words.index("--") + 1 :], current)
     elif words[0] == "completion":
         yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
     else:
@@ -269,14 +273,17 @@ def _complete_command(name: str, words: list[str], current: str) -> Iterator[Wor
     if before in EXPERIMENT_FLAGS + TRIAL_FLAGS:
         yield from _list_run_names(words, before)
         return
-    own = parse_command_help(name)
-    subcommand = next((word for word in words if word in own[0]), None)
+    subcommands, flags = parse_command_help(name)
+    path: list[str] = []
+    for word in words:
+        if word in subcommands:
+            path.append(word)
+            subcommands, flags = parse_command_help(name, *path)
+    subcommand = path[0] if path else None
     if current.startswith("-"):
-        yield from _list_flags(
-            own[1] if subcommand is None else parse_command_help(name, subcommand)[1]
-        )
-    elif own[0] and subcommand is None:
-        yield from ((word, "") for word in own[0])
+        yield from _list_flags(flags)
+    elif subcommands:
+        yield from ((word, "") for word in subcommands)
     else:
         yield from ([("latest", "the newest run")] if name == "show" else [])
         if (name, subcommand) in (("config", "show"), ("config", "cp")):
@@ -303,10 +310,10 @@ def _list_run_names(words: Sequence[str], flag: str) -> Iterator[Word]:
             yield run.name, ""
 
 
-def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
+def parse_command_help(name: str, *path: str) -> tuple[list[str], list[str]]:
     """Return the subcommands and the flags of a command, as parsed from its `--help` output.
 
-    If `subcommand` is given, the flags are those of the subcommand, and the first list is empty.
+    `path` names a subcommand of the command, and one of that, as in `launch tpu check`.
     """
     text = io.StringIO()
     with (
@@ -314,10 +321,11 @@ def parse_command_help(name: str, *subcommand: str) -> tuple[list[str], list[str
         contextlib.redirect_stderr(text),
         contextlib.suppress(SystemExit),
     ):
-        run_command([name, *subcommand, "--help"])
+        run_command([name, *path, "--help"])
     help_text = text.getvalue()
-    subcommands = [] if subcommand else _parse_subcommands(help_text)
-    return subcommands, sorted({"--help", *LONG_FLAG.findall(help_text.split("\nexamples:")[0])})
+    return _parse_subcommands(help_text), sorted(
+        {"--help", *LONG_FLAG.findall(help_text.split("\nexamples:")[0])}
+    )
 
 
 def _parse_subcommands(text: str) -> list[str]:
