@@ -97,6 +97,12 @@ def test_secrets_are_masked_in_printed_commands(
     assert "***" in printed and "gcloud compute tpus tpu-vm ssh tulu --worker=0" in printed
 
 
+def test_a_secret_with_quotes_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "it's secret")
+    printed = format_command(TpuPod("tulu").build_ssh("0", "login it's secret"))
+    assert "secret" not in printed and "***" in printed
+
+
 def test_ordinary_words_are_printed_as_they_are() -> None:
     pod = TpuPod("tulu")
     words = pod.build_ssh("0", "python3 -m weft.cli.main quickstart sft seed=1 | tail")
@@ -172,6 +178,7 @@ def test_an_unknown_failure_is_in_gclouds_own_words() -> None:
     message = str(TpuPod("tulu").build_error("delete it", "ERROR: (gcloud.x) the moon is full\n"))
     assert message == "pod tulu: cannot delete it: the moon is full"
     assert str(TpuPod("tulu").build_error("delete it", "")).endswith(": gcloud gives no reason")
+    assert summarize_output('ERROR: (gcloud.x) {"message": "a \\x b"}') == '{"message": "a \\x b"}'
     progress = (
         "SSH: Attempting to connect to worker 1...\n"
         "##### Command execution on worker 1 failed with exit status 255. Continuing.\n"

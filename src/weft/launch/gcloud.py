@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -50,8 +51,8 @@ FAILURES: tuple[tuple[str, str, str], ...] = (
         "run gcloud auth login",
     ),
     (
-        r"permission denied \(publickey|not present in the SSH agent|host key verification|exited with return code \[?255"
-        r"|return code 255|exit status 255|connection (?:refused|timed out|closed)",
+        r"permission denied \(publickey|not present in the SSH agent|host key verification"
+        r"|return code \[?255|exit status 255|connection (?:refused|timed out|closed)",
         "ssh cannot reach the host",
         "run ssh-add ~/.ssh/google_compute_engine; weft launch tpu ssh {pod} --worker N shows why "
         "one host refuses; if it stays unreachable, delete and create the pod",
@@ -239,8 +240,10 @@ def format_command(words: Sequence[str]) -> str:
     parts = []
     for word in mask_words(words):
         flag, equals, text = word.partition("=")
-        parts.append(f"{flag}={_mask_shell_text(text)}" if flag == "--command" and equals else word)
-    return mask_environment(shlex.join(parts))
+        if flag == "--command" and equals:
+            word = f"{flag}={_mask_shell_text(text)}"
+        parts.append(mask_environment(word))  # before quotes are added, which may divide a value
+    return shlex.join(parts)
 
 
 def _mask_shell_text(text: str) -> str:
@@ -273,7 +276,8 @@ def summarize_output(output: str) -> str:
     text = re.sub(r"^\(gcloud[\w.\-]*\)\s*", "", error) if mark else ""
     message = re.search(r"\"message\": (\"(?:[^\"\\]|\\.)*\")", text)
     if message:
-        text = json.loads(message[1], strict=False)
+        with suppress(ValueError):  # not JSON after all
+            text = json.loads(message[1], strict=False)
     lines = [line.strip() for line in (text or output).splitlines()]
     lines = [line for line in lines if line and not PROGRESS.match(line)]
     reason = " ".join(lines) if mark else "".join(lines[-1:])
