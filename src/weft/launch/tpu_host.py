@@ -29,6 +29,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from weft.engine.spec import JAX_COORDINATOR
+
 FOLDER = "weft-tpu"  # below the home directory
 ENVIRONMENT = "environment"
 DEVICE_FILES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
@@ -175,7 +177,7 @@ def start_run(
         except ValueError as error:
             report.problem = str(error)
             return
-        environment["WEFT_JAX_COORDINATOR"] = "auto"
+        environment[JAX_COORDINATOR] = "auto"
         if libtpu is not None:
             environment["LIBTPU_INIT_ARGS"] = LIBTPU_SETTINGS[libtpu]
         with log.open("xb") as output:
