@@ -5,6 +5,7 @@ They run within the first second of a command.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -32,6 +33,8 @@ from weft.graph.graph import DataflowGraph
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.registry import interfaces, losses
+from weft.storage.buckets import find_bucket_problem, is_remote
+from weft.storage.copies import check_data, read_listing
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -47,6 +50,8 @@ def find_file_problem(path: str) -> str | None:
     """Return an error message if the path is not a file, else None."""
     if Path(path).expanduser().is_file():
         return None
+    if is_remote(path):
+        return find_bucket_problem(path)
     return find_url_problem(path) or "there is no such file; check the spelling"
 
 
@@ -208,8 +213,9 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
             f"{option}: is a reward or value model ({values['architectures'][0]}), which cannot "
             "generate text; give a language model"
         )
+    names = read_listing(directory)  # of a copy from a bucket, whose weights are copied later
     if not (spec.init_from_scratch or spec.planned) and not any(
-        next(directory.glob(p), None) for p in WEIGHTS
+        next(directory.glob(p), None) or fnmatch.filter(names, p) for p in WEIGHTS
     ):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write "
@@ -311,6 +317,9 @@ def _is_local_path(path: str) -> bool:
 
 
 def _check_data_file(option: str, path: str) -> None:
+    if is_remote(path):
+        check_data(path, f"{option}={path!r}")
+        return
     refuse_url(path, f"{option}={path!r}", ConfigError)
     local_path = Path(path).expanduser()
     if not local_path.exists():

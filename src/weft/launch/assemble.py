@@ -29,6 +29,7 @@ from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.session import SessionParts
+from weft.storage.copies import find_runs_folder
 
 if TYPE_CHECKING:
     from weft.runtime.ray import DeviceLaunch
@@ -213,7 +214,7 @@ def _find_free_trial(control: Control, name: str) -> str:
     The name is `name` itself or, if that exists, the first free one of `name-2`, `name-3` and so
     on.
     """
-    folder = Path(control.fileroot).expanduser() / control.experiment_name
+    folder = find_runs_folder(control.fileroot) / control.experiment_name
     return next(
         each
         for each in (name, *(f"{name}-{n}" for n in range(2, 10_000)))

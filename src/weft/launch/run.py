@@ -7,9 +7,10 @@ download of missing files needs no torch, so mistakes are reported before torch 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.checkpoints import config_file, names
 from weft.data.spec import list_source_specs
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
-from weft.experiment import Experiment
+from weft.errors import CheckpointError, ConfigError, RunError, build_unknown_name_error
+from weft.experiment import Control, Experiment
 from weft.experiments.checks import MODES
 from weft.experiments.common import ExperimentConfig, build_experiment
 from weft.experiments.models import find_option_role, resolve_roles
@@ -27,12 +28,16 @@ from weft.launch import other_launchers
 from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
-from weft.redaction import MASK, iterate_masked_options
+from weft.redaction import MASK, iterate_masked_options, redact
 from weft.registry import import_user_code
+from weft.storage.buckets import is_remote
+from weft.storage.copies import check_data, complete, forget_data_copies
+from weft.storage.views import view_runs
 
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
     from weft.runtime.directory import RunDirectory
+    from weft.runtime.mirror import RunMirror
     from weft.runtime.ray import RayCluster
     from weft.runtime.session import SessionParts
 
@@ -85,20 +90,25 @@ def run(
     finished and a recovery point is written.
     """
     # Configure, check, and download what is missing.
+    forget_data_copies()
     experiment, mode = set_up_experiment(config, mode, built=built)
     check_mode(mode)
     check(experiment)
     check_machine(experiment, mode)
     experiment = build_with_files(config, experiment)
     # Lock the run's directory.
-    from weft.runtime.directory import RunDirectory, RunLock, admit
+    from weft.runtime.directory import RunDirectory, RunLock
     from weft.runtime.processes import SupervisorPipe
 
     directory = RunDirectory.from_control(experiment.control)
-    resumes = admit(directory, experiment.control, experiment.resolve(), experiment.left_at_default)
+    in_bucket = is_remote(experiment.control.fileroot)
+    resumes = not in_bucket and admit_run(experiment, directory)
     lock = RunLock(directory.path)
     lock.take()
+    mirror = None
     try:
+        if in_bucket:
+            mirror, resumes = open_mirror(experiment, directory)
         # Resolve, read the data, plan and assemble; a restart after lost devices does so again.
         is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
         cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
@@ -111,14 +121,84 @@ def run(
             experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
         )
         restarting_run = RestartingRun(
-            Session(parts, show),
-            lambda: Session(prepare(experiment, directory, mode, is_restart=True, show=show), show),
+            Session(replace(parts, mirror=mirror), show),
+            lambda: Session(
+                replace(
+                    prepare(experiment, directory, mode, is_restart=True, show=show), mirror=mirror
+                ),
+                show,
+            ),
             experiment,
         )
         # Run.
-        return RunResult(restarting_run.run(resumes=resumes), directory.path)
+        with upload_during(mirror):
+            metrics = restarting_run.run(resumes=resumes)
+        return RunResult(metrics, directory.path)
     finally:
+        if mirror is not None:
+            mirror.release()  # does nothing if the run has ended and was uploaded
         lock.release()
+
+
+def admit_run(experiment: Experiment, directory: RunDirectory) -> bool:
+    """Return whether the run in the directory is resumed, as `admit` does."""
+    from weft.runtime.directory import admit
+
+    options = experiment.resolve()
+    return admit(directory, experiment.control, options, experiment.left_at_default)
+
+
+def open_mirror(experiment: Experiment, directory: RunDirectory) -> tuple[RunMirror, bool]:
+    """Lock the experiment's run in its bucket, and make the directory its working copy.
+
+    Returns the link to the bucket, and whether the run is resumed. Raises `ConfigError` if the
+    bucket cannot be used or the run can be neither resumed nor started; the bucket is unchanged
+    then.
+    """
+    from weft.runtime.mirror import RunMirror
+
+    control = experiment.control
+    url = find_run_url(control)
+
+    def print_note(note: str) -> None:
+        print(redact(f"note: {note}"), file=sys.stderr, flush=True)
+
+    mirror = RunMirror.open(url, directory.path, print_note)
+    try:
+        return mirror, admit_run(experiment, directory)
+    except ConfigError as error:
+        mirror.release()
+        raise ConfigError(str(error).replace(str(directory.path), url)) from error
+    except BaseException:
+        mirror.release()
+        raise
+
+
+def find_run_url(control: Control) -> str:
+    """Return the URL of a run whose `fileroot` is a URL."""
+    return f"{control.fileroot.rstrip('/')}/{control.experiment_name}/{control.trial_name}"
+
+
+@contextmanager
+def upload_during(mirror: RunMirror | None) -> Iterator[None]:
+    """Upload what a run writes in the context, and wait for the uploads at its end.
+
+    If the run fails and the last upload fails as well, the run's own error is raised with a note.
+    """
+    if mirror is None:
+        yield
+        return
+    mirror.start()
+    try:
+        yield
+    except BaseException as error:
+        try:
+            mirror.close()
+        except RunError as trouble:
+            if trouble is not error:
+                error.add_note(str(trouble))
+        raise
+    mirror.close()
 
 
 def prepare(
@@ -215,7 +295,7 @@ def plan_checked(
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import build_plan_lines
     from weft.launch.resolve import read_data, resolve_run
-    from weft.runtime.directory import RunDirectory, admit
+    from weft.runtime.directory import RunDirectory
 
     roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
     target = TargetDevices.from_experiment(experiment, mode)
@@ -223,12 +303,10 @@ def plan_checked(
     lines = build_plan_lines(resolved, read_data(resolved) if data else None, target, width)
     # Say whether the run itself would be refused.
     try:
-        admit(
-            RunDirectory.from_control(experiment.control),
-            experiment.control,
-            experiment.resolve(),
-            experiment.left_at_default,
-        )
+        directory = RunDirectory.from_control(experiment.control)
+        if is_remote(experiment.control.fileroot):
+            directory = RunDirectory(view_runs(find_run_url(experiment.control), missing_ok=True))
+        admit_run(experiment, directory)
     except ConfigError as error:  # does not matter for a plan
         lines.append(f"note: the run itself would be refused: {error}")
     return lines
@@ -278,12 +356,26 @@ def check(experiment: Experiment) -> None:
 
 def check_machine(experiment: Experiment, mode: str) -> None:
     """Raise `ConfigError` if the options name other machines or fewer devices than the run needs."""
+    check_bucket(experiment, mode)
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or "
             f"mode=slurm"
         )
     check_devices(experiment)
+
+
+def check_bucket(experiment: Experiment, mode: str) -> None:
+    """Raise `ConfigError` for a run in a bucket whose processes need a folder that they share."""
+    control = experiment.control
+    if not is_remote(control.fileroot) or (mode != "slurm" and control.n_nodes == 1):
+        return
+    option = "mode=slurm" if mode == "slurm" else f"n_nodes={control.n_nodes}"
+    raise ConfigError(
+        f"fileroot={control.fileroot}: with {option}, the processes of all machines write into one "
+        f"folder, and a run in a bucket has its working copy on one machine; name a folder that "
+        f"the machines share"
+    )
 
 
 def build_with_files(
@@ -320,6 +412,8 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
     fileroot = experiment.control.fileroot
     fetched = False
     for role, spec in experiment.roles.items():
+        if spec.path is not None and data and not (spec.planned or spec.init_from_scratch):
+            complete(spec.path)  # the weights of a model in a bucket
         for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue
@@ -333,8 +427,13 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
             if kind == "path" and not hub.is_cached(path, ["config.json"]):
                 huggingface_hub.hf_hub_download(path, "config.json")
                 fetched = True
-    for option, path in _iterate_datasets(experiment) if data else ():
-        check_available(path, option)
+    prompts = experiment.control.eval_prompts
+    sources = [*_iterate_datasets(experiment), *([("eval_prompts", prompts)] if prompts else [])]
+    for option, path in sources if data else ():
+        if is_remote(path):
+            check_data(path, f"{option}={path!r}")
+        elif path != prompts:
+            check_available(path, option)
     return fetched
 
 

@@ -26,6 +26,7 @@ from weft.experiments.machines import SlurmSpec
 from weft.launch.run import (
     build_with_files,
     check,
+    check_bucket,
     mark_as_planned,
     plan_checked,
     set_up_experiment,
@@ -147,6 +148,7 @@ def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = Tru
     the nodes see the same files and, unless the job runs in a container, the same packages.
     """
     experiment, _ = set_up_experiment(config, "slurm")
+    check_bucket(experiment, "slurm")
     if experiment.config.get("slurm", {}).get("container") is None:
         check(experiment)
     else:

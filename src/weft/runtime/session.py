@@ -30,6 +30,7 @@ from weft.runtime.directory import RunDirectory, Status, record_process, write_t
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
+from weft.runtime.mirror import RunMirror
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import ActionFrequency, StepProfiler
@@ -64,6 +65,7 @@ class SessionParts:
         plan_shown: True if the plan was already shown before the session was created.
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
+        mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
     """
 
     experiment: Experiment
@@ -80,6 +82,7 @@ class SessionParts:
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
     data: LoadedData | None = None
+    mirror: RunMirror | None = None
 
 
 class Session:
@@ -157,9 +160,11 @@ class Session:
         self._open_observer(
             RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None
         )
-        self._tell(
-            f"resuming after step {self.step}" if point else f"writing to {self._directory.path}"
-        )
+        mirror = self._parts.mirror
+        place = self._directory.path if mirror is None else mirror.url
+        self._tell(f"resuming after step {self.step}" if point else f"writing to {place}")
+        if mirror is not None:
+            mirror.request()
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended, and release the workers.
@@ -364,6 +369,8 @@ class Session:
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
+        if self._parts.mirror is not None:
+            self._parts.mirror.check()
         self._observer.record_step(line)
         self._observer.record_samples(self.step, self._recorder.rows)
         self._observer.report.renew_if_due()
@@ -387,7 +394,7 @@ class Session:
                 self._parts.fixed_prompts.write_completions(self.step)
 
     def _save(self, *, milestone: bool) -> None:
-        with self._open_span("save"):
+        with self._open_span("save"), self._upload_after():
             self._checkpoints.save(self.step, milestone=milestone)
         self._saved_step = self.step
 
@@ -397,9 +404,23 @@ class Session:
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
         }
-        with self._open_span("recover"):
+        with self._open_span("recover"), self._upload_after():
             self._points.write(self.step, lambda d: self._master.save(d, extra))
         self._point_step = self.step
+
+    @contextmanager
+    def _upload_after(self) -> Iterator[None]:
+        """Request an upload at the end of the context, and wait for earlier ones at its beginning.
+
+        A checkpoint or recovery point is therefore in the bucket before the next one is written,
+        and before it can be removed here.
+        """
+        mirror = self._parts.mirror
+        if mirror is not None:
+            mirror.wait()
+        yield
+        if mirror is not None:
+            mirror.request()
 
     @contextmanager
     def _open_span(self, name: str) -> Iterator[None]:
