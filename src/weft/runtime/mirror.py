@@ -24,8 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from weft.errors import ConfigError, RunError
 from weft.runtime.directory import LOCK, REPLACED, STATUS, compute_checksums, remove
@@ -40,6 +40,7 @@ RECOVER = "recover"
 CHECKPOINTS = "checkpoints"
 LARGE_BYTES = 1 << 26  # growing files above this size are uploaded with recovery points only
 BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
+UnitState = frozenset[tuple[str, int, int]]  # (name, size, modification time in ns) of files
 PROCESSES = Path("/proc/self/ns/pid")  # names the machine's or container's set of processes
 
 
@@ -121,7 +122,7 @@ class BucketLock:
         """Create the lock. Raises `ConfigError` naming the owner if there is one."""
         contents = json.dumps(asdict(self._owner)).encode()
         url = self._bucket.url
-        with explain_store_errors(f"{url}: the run cannot be locked", ConfigError):
+        with explain_store_errors(f"fileroot: {url}: cannot be locked", ConfigError):
             for _ in range(2):
                 if self._bucket.create(LOCK, contents):
                     return
@@ -228,7 +229,7 @@ class UploadPlan:
 def plan_uploads(
     local: Mapping[str, tuple[int, int]],
     known: Mapping[str, tuple[int, int]],
-    known_units: Mapping[str, tuple[Any, ...]],
+    known_units: Mapping[str, UnitState],
     *,
     whole: bool,
 ) -> UploadPlan:
@@ -249,7 +250,10 @@ def plan_uploads(
     units = {}
     for unit, names in sorted(groups.items()):
         is_complete = unit.startswith(f"{CHECKPOINTS}/") or get_manifest(unit) in names
-        if is_complete and known_units.get(unit) != compute_state(unit, local):
+        # Files of a unit that the run is removing disappear one by one, and do not change.
+        known_files = known_units.get(unit)
+        has_changed = known_files is None or not known_files.issuperset(compute_state(unit, local))
+        if is_complete and has_changed:
             units[unit] = [name for name in names if name != get_manifest(unit)]
     return UploadPlan(
         small,
@@ -259,11 +263,11 @@ def plan_uploads(
     )
 
 
-def compute_state(unit: str, local: Mapping[str, tuple[int, int]]) -> tuple[Any, ...]:
-    """Return a value that changes with the files of a checkpoint or recovery point."""
-    return tuple(
+def compute_state(unit: str, local: Mapping[str, tuple[int, int]]) -> UnitState:
+    """Return (name, size, modification time) of the files of a checkpoint or recovery point."""
+    return frozenset(
         (name, *state)
-        for name, state in sorted(local.items())
+        for name, state in local.items()
         if find_unit(name) == unit and name != get_manifest(unit)
     )
 
@@ -283,7 +287,7 @@ class RunMirror:
         self._note = note
         self._lock = BucketLock(bucket)
         self._known: dict[str, tuple[int, int]] = {}
-        self._known_units: dict[str, tuple[Any, ...]] = {}
+        self._known_units: dict[str, UnitState] = {}
         self._remote: set[str] = set()  # names of the files in the bucket
         # complete recovery points of the bucket before the one that the run goes on from
         self._older_points: list[str] = []
@@ -371,10 +375,10 @@ class RunMirror:
             for unit in {find_unit(name) for name in listing} - {None}
             if unit is not None and (manifest := self._read_manifest(unit, listing)) is not None
         }
-        partial = [
+        incomplete = [
             name for name in listing if (unit := find_unit(name)) is not None and unit not in whole
         ]
-        self._remove_remote(sorted(partial, key=lambda name: not name.endswith(".json")))
+        self._remove_remote(sorted(incomplete, key=lambda name: not name.endswith(".json")))
         for name in list_local_files(self._folder):
             unit = find_unit(name)
             if (unit is None and name not in listing) or (unit is not None and unit not in whole):
@@ -426,14 +430,15 @@ class RunMirror:
             folder = self._folder / unit
             manifest = self._folder / get_manifest(unit)
             expected = json.loads(whole[unit])["files"]
-            is_here = manifest.is_file() and manifest.read_bytes() == whole[unit]
-            if chosen is not None or not is_here or compute_checksums(folder) != expected:
+            if chosen is not None or compute_checksums(folder) != expected:
                 remove(manifest)
                 remove(folder)
             if chosen is not None:
                 continue
             for name in expected:
                 self._copy(f"{unit}/{name}", listing[f"{unit}/{name}"])
+            for name in json.loads(whole[unit]).get("folders", []):
+                (folder / name).mkdir(parents=True, exist_ok=True)
             if compute_checksums(folder) == expected:
                 write(manifest, whole[unit])
                 chosen = unit
@@ -518,7 +523,7 @@ class RunMirror:
         self._known[name] = state
         self._remote.add(name)
 
-    def _upload_unit(self, unit: str, names: list[str], state: tuple[Any, ...]) -> None:
+    def _upload_unit(self, unit: str, names: list[str], state: UnitState) -> None:
         """Upload a checkpoint or a recovery point, and its manifest last."""
         manifest = get_manifest(unit)
         if not (self._folder / unit).is_dir():
@@ -526,8 +531,16 @@ class RunMirror:
         contents = self._build_manifest(unit)
         self._remove_remote([manifest])
         for name in names:
-            retry(lambda name=name: self._bucket.upload(self._folder / name, name))  # type: ignore[misc]
+            path = self._folder / name
             self._remote.add(name)
+            try:
+                retry(partial(self._bucket.upload, path, name))
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                self._remove_unit(unit)  # the run has removed it
+                self._known_units.pop(unit, None)
+                return
         self._lock.check()
         retry(lambda: self._bucket.write(manifest, contents))
         self._remote.add(manifest)
@@ -539,7 +552,12 @@ class RunMirror:
         """Return the manifest of a unit. A checkpoint's is written into the working copy as well."""
         path = self._folder / get_manifest(unit)
         if unit.startswith(f"{RECOVER}/"):
-            return path.read_bytes()
+            # A restart reads empty folders as well, which an object store does not have.
+            values = json.loads(path.read_bytes())
+            folder = self._folder / unit
+            folders = [each for each in folder.rglob("*") if each.is_dir()]
+            values["folders"] = sorted(each.relative_to(folder).as_posix() for each in folders)
+            return json.dumps(values, indent=1).encode()
         path.unlink(missing_ok=True)
         files = compute_checksums(path.parent)
         sizes = {name: (path.parent / name).stat().st_size for name in files}

@@ -140,10 +140,6 @@ class BucketFolder:
             raise kind(f"{what}: {_describe_failure(error)}") from error
         return cls(url, system, str(root))
 
-    def open_folder(self, name: str) -> BucketFolder:
-        """Return the files in the folder `name`."""
-        return BucketFolder(f"{self.url}/{name}", self._system, self._get_path(name))
-
     def open_parent(self) -> BucketFolder:
         """Return the files in the folder that contains the URL."""
         return BucketFolder(
@@ -166,19 +162,16 @@ class BucketFolder:
                 files[str(path)[len(self._root) :].lstrip("/")] = FileStamp.from_info(info)
         return files
 
-    def list_folders(self) -> list[str]:
-        """Return the names of the folders directly below the URL, in order."""
-        self._system.invalidate_cache()
-        try:
-            entries = self._system.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return []
-        names = [
-            str(entry["name"]).rstrip("/").rpartition("/")[2]
-            for entry in entries
-            if entry.get("type") == "directory"
-        ]
-        return sorted(name for name in names if name)
+    def read_stamp(self, name: str) -> FileStamp:
+        """Return the stamp of one file. Raises `FileNotFoundError` if there is none.
+
+        It is the same as in `list_files`: some file systems describe a file otherwise if it is
+        asked for alone.
+        """
+        stamps = BucketFolder(f"{self.url}/{name}", self._system, self._get_path(name)).list_files()
+        if "" not in stamps:
+            raise FileNotFoundError(name)
+        return stamps[""]
 
     def read(self, name: str) -> bytes:
         """Return the contents of a file. Raises `FileNotFoundError` if there is none."""
