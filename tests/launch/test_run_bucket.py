@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_with_its_disk_ends_the_same(
         object_store.SECONDS: str(0.004 * seed),
         CACHE_VARIABLE: str(tmp_path / "cache"),
     }
-    words = [sys.executable, "-m", "tests.launch.killer", str(root), "sft", RUNS, "6", str(seed)]
+    words = [sys.executable, "-m", "tests.launch.killer", str(root), "sft", RUNS, "12", str(seed)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) >= 2, "the run was over before it was killed"

@@ -300,9 +300,12 @@ def check_dataset(dataset: DatasetSpec) -> None:
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
             "hub name"
         )
-    for source in list_source_specs(dataset):
+    for index, source in enumerate(list_source_specs(dataset)):
         if source.named is not None:
             find_entry(source.named, dataset.named_file)
+        for name, path in (("path", source.path), ("valid_path", source.valid_path)):
+            if path is not None and is_remote(path):
+                check_data(path, f"dataset.sources[{index}].{name}={path!r}")
     train = "dataset.train_path" if dataset.path is None else "dataset.path"
     for option, path in ((train, named), ("dataset.valid_path", dataset.valid_path)):
         if path is not None and _is_local_path(path):

@@ -30,7 +30,7 @@ from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
 from weft.redaction import MASK, iterate_masked_options, redact
 from weft.registry import import_user_code
-from weft.storage.buckets import is_remote
+from weft.storage.buckets import BucketFolder, is_remote
 from weft.storage.copies import check_data, complete, forget_data_copies
 from weft.storage.views import view_runs
 
@@ -366,9 +366,15 @@ def check_machine(experiment: Experiment, mode: str) -> None:
 
 
 def check_bucket(experiment: Experiment, mode: str) -> None:
-    """Raise `ConfigError` for a run in a bucket whose processes need a folder that they share."""
+    """Raise `ConfigError` for a run in a bucket whose processes need a folder that they share.
+
+    Also raises `ConfigError` if the package for this kind of bucket is missing.
+    """
     control = experiment.control
-    if not is_remote(control.fileroot) or (mode != "slurm" and control.n_nodes == 1):
+    if not is_remote(control.fileroot):
+        return
+    if mode != "slurm" and control.n_nodes == 1:
+        BucketFolder.open(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return
     option = "mode=slurm" if mode == "slurm" else f"n_nodes={control.n_nodes}"
     raise ConfigError(
@@ -427,13 +433,11 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
             if kind == "path" and not hub.is_cached(path, ["config.json"]):
                 huggingface_hub.hf_hub_download(path, "config.json")
                 fetched = True
+    for option, path in _iterate_datasets(experiment) if data else ():
+        check_available(path, option)
     prompts = experiment.control.eval_prompts
-    sources = [*_iterate_datasets(experiment), *([("eval_prompts", prompts)] if prompts else [])]
-    for option, path in sources if data else ():
-        if is_remote(path):
-            check_data(path, f"{option}={path!r}")
-        elif path != prompts:
-            check_available(path, option)
+    if prompts is not None and is_remote(prompts):
+        check_data(prompts, f"eval_prompts={prompts!r}")
     return fetched
 
 

@@ -385,7 +385,7 @@ class RunMirror:
                 remove(self._folder / name)
         for name, stamp in listing.items():
             if find_unit(name) is None and is_mirrored(name):
-                self._copy(name, stamp)
+                self._bucket.download(name, self._folder / name, stamp)
         for unit, manifest in whole.items():
             if unit.startswith(f"{CHECKPOINTS}/"):
                 self._place_checkpoint(unit, manifest)
@@ -436,7 +436,10 @@ class RunMirror:
             if chosen is not None:
                 continue
             for name in expected:
-                self._copy(f"{unit}/{name}", listing[f"{unit}/{name}"])
+                if not (folder / name).is_file():  # those that are here were verified above
+                    self._bucket.download(
+                        f"{unit}/{name}", folder / name, listing[f"{unit}/{name}"]
+                    )
             for name in json.loads(whole[unit]).get("folders", []):
                 (folder / name).mkdir(parents=True, exist_ok=True)
             if compute_checksums(folder) == expected:
@@ -452,12 +455,6 @@ class RunMirror:
             if unit != chosen and unit in whole:
                 self._older_points.append(unit)
                 del whole[unit]
-
-    def _copy(self, name: str, stamp: FileStamp) -> None:
-        target = self._folder / name
-        if target.is_file() and find_unit(name) is not None:
-            return  # verified by the caller
-        self._bucket.download(name, target, stamp)
 
     # -- to the bucket
 
