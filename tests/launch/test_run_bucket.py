@@ -136,7 +136,7 @@ def stop_after(config: SFTConfig, step: int) -> None:
         (
             {"eval_prompts": "objects://b/none.txt"},
             ConfigError,
-            "eval_prompts='objects://b/none.txt'",
+            "eval_prompts=.?objects://b/none.txt",
         ),
     ],
 )

@@ -33,7 +33,7 @@ from weft.graph.graph import DataflowGraph
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.registry import interfaces, losses
-from weft.storage.buckets import find_bucket_problem, is_remote
+from weft.storage.buckets import is_remote
 from weft.storage.copies import check_data, read_listing
 from weft.topology import Layout
 
@@ -51,7 +51,11 @@ def find_file_problem(path: str) -> str | None:
     if Path(path).expanduser().is_file():
         return None
     if is_remote(path):
-        return find_bucket_problem(path)
+        try:
+            check_data(path, path)
+        except ConfigError as error:
+            return str(error).removeprefix(f"{path}: ")
+        return None
     return find_url_problem(path) or "there is no such file; check the spelling"
 
 

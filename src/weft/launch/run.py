@@ -31,7 +31,7 @@ from weft.options import to_mapping
 from weft.redaction import MASK, iterate_masked_options, redact
 from weft.registry import import_user_code
 from weft.storage.buckets import BucketFolder, is_remote
-from weft.storage.copies import check_data, complete, forget_data_copies
+from weft.storage.copies import complete, forget_data_copies
 from weft.storage.views import view_runs
 
 if TYPE_CHECKING:
@@ -435,9 +435,6 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
                 fetched = True
     for option, path in _iterate_datasets(experiment) if data else ():
         check_available(path, option)
-    prompts = experiment.control.eval_prompts
-    if prompts is not None and is_remote(prompts):
-        check_data(prompts, f"eval_prompts={prompts!r}")
     return fetched
 
 
