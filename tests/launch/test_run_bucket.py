@@ -99,6 +99,22 @@ def test_a_run_goes_on_in_its_bucket_on_another_machine(root: Path, tmp_path: Pa
     )
 
 
+def test_a_stream_goes_on_at_the_same_row(root: Path, tmp_path: Path) -> None:
+    def build_stream(**more: Any) -> SFTConfig:
+        config = build(root, **more)
+        config.dataset.type = "stream"
+        config.dataset.args = {"form": "prompt_answer", "batch": 6, "steps": 5}
+        return config
+
+    expected = run(build_stream(fileroot=str(tmp_path / "whole"))).directory
+    with pytest.raises(RunError, match="stopped by the test"):
+        stop_after(build_stream(), 2)
+    shutil.rmtree(tmp_path / "cache")
+    found = run(build_stream()).directory
+    assert timeless(found / "metrics.jsonl") == timeless(expected / "metrics.jsonl")
+    assert len(timeless(found / "metrics.jsonl")) == 5
+
+
 def stop_after(config: SFTConfig, step: int) -> None:
     """Run until the recovery point of `step` is written, and fail then."""
     from weft.runtime.session import Session

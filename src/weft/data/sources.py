@@ -292,10 +292,10 @@ def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
         line = line.strip().lstrip("\ufeff")
         if not line:
             continue
-        yield number, _parse_value(line)
+        yield number, parse_line(line)
 
 
-def _parse_value(line: str) -> Any:
+def parse_line(line: str) -> Any:
     """Parse a line as JSON. Returns an `UnreadableRow` with the reason if that fails."""
     try:
         value = json.loads(line)

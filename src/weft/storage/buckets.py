@@ -157,9 +157,10 @@ class BucketFolder:
         except FileNotFoundError:
             return {}
         files = {}
+        root = self._root.lstrip("/")  # file systems differ in the slash before a path
         for path, info in sorted(entries.items()):
             if info.get("type") != "directory":
-                files[str(path)[len(self._root) :].lstrip("/")] = FileStamp.from_info(info)
+                files[str(path).lstrip("/")[len(root) :].lstrip("/")] = FileStamp.from_info(info)
         return files
 
     def read_stamp(self, name: str) -> FileStamp:
