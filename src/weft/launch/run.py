@@ -7,11 +7,11 @@ download of missing files needs no torch, so mistakes are reported before torch 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 from weft.checkpoints import config_file, names
 from weft.data.spec import list_source_specs
 from weft.engine.spec import ModelSpec
-from weft.errors import CheckpointError, ConfigError, RunError, build_unknown_name_error
-from weft.experiment import Control, Experiment
+from weft.errors import CheckpointError, ConfigError, build_unknown_name_error
+from weft.experiment import Experiment
 from weft.experiments.checks import MODES
 from weft.experiments.common import ExperimentConfig, build_experiment
 from weft.experiments.models import find_option_role, resolve_roles
@@ -28,11 +28,10 @@ from weft.launch import other_launchers
 from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
-from weft.redaction import MASK, iterate_masked_options, redact
+from weft.redaction import MASK, iterate_masked_options
 from weft.registry import import_user_code
-from weft.storage.buckets import BucketFolder, is_remote
+from weft.storage.buckets import is_remote
 from weft.storage.copies import complete, forget_data_copies
-from weft.storage.views import view_runs
 
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
@@ -97,18 +96,12 @@ def run(
     check_machine(experiment, mode)
     experiment = build_with_files(config, experiment)
     # Lock the run's directory.
-    from weft.runtime.directory import RunDirectory, RunLock
+    from weft.launch.run_lock import lock_run, upload_during
+    from weft.runtime.directory import RunDirectory
     from weft.runtime.processes import SupervisorPipe
 
     directory = RunDirectory.from_control(experiment.control)
-    in_bucket = is_remote(experiment.control.fileroot)
-    resumes = not in_bucket and admit_run(experiment, directory)
-    lock = RunLock(directory.path)
-    lock.take()
-    mirror = None
-    try:
-        if in_bucket:
-            mirror, resumes = open_mirror(experiment, directory)
+    with lock_run(experiment, directory) as (mirror, resumes):
         # Resolve, read the data, plan and assemble; a restart after lost devices does so again.
         is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
         cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
@@ -117,88 +110,14 @@ def run(
         from weft.runtime.session import Session
 
         show = show or DisplayOptions()
-        parts = prepare(
-            experiment, directory, mode, is_restart=is_restart, show=show, cluster=cluster
-        )
+        build = partial(prepare, experiment, directory, mode, mirror=mirror, show=show)
+        parts = build(is_restart=is_restart, cluster=cluster)
         restarting_run = RestartingRun(
-            Session(replace(parts, mirror=mirror), show),
-            lambda: Session(
-                replace(
-                    prepare(experiment, directory, mode, is_restart=True, show=show), mirror=mirror
-                ),
-                show,
-            ),
-            experiment,
+            Session(parts, show), lambda: Session(build(is_restart=True), show), experiment
         )
         # Run.
         with upload_during(mirror):
-            metrics = restarting_run.run(resumes=resumes)
-        return RunResult(metrics, directory.path)
-    finally:
-        if mirror is not None:
-            mirror.release()  # does nothing if the run has ended and was uploaded
-        lock.release()
-
-
-def admit_run(experiment: Experiment, directory: RunDirectory) -> bool:
-    """Return whether the run in the directory is resumed, as `admit` does."""
-    from weft.runtime.directory import admit
-
-    options = experiment.resolve()
-    return admit(directory, experiment.control, options, experiment.left_at_default)
-
-
-def open_mirror(experiment: Experiment, directory: RunDirectory) -> tuple[RunMirror, bool]:
-    """Lock the experiment's run in its bucket, and make the directory its working copy.
-
-    Returns the link to the bucket, and whether the run is resumed. Raises `ConfigError` if the
-    bucket cannot be used or the run can be neither resumed nor started; the bucket is unchanged
-    then.
-    """
-    from weft.runtime.mirror import RunMirror
-
-    control = experiment.control
-    url = find_run_url(control)
-
-    def print_note(note: str) -> None:
-        print(redact(f"note: {note}"), file=sys.stderr, flush=True)
-
-    mirror = RunMirror.open(url, directory.path, print_note)
-    try:
-        return mirror, admit_run(experiment, directory)
-    except ConfigError as error:
-        mirror.release()
-        raise ConfigError(str(error).replace(str(directory.path), url)) from error
-    except BaseException:
-        mirror.release()
-        raise
-
-
-def find_run_url(control: Control) -> str:
-    """Return the URL of a run whose `fileroot` is a URL."""
-    return f"{control.fileroot.rstrip('/')}/{control.experiment_name}/{control.trial_name}"
-
-
-@contextmanager
-def upload_during(mirror: RunMirror | None) -> Iterator[None]:
-    """Upload what a run writes in the context, and wait for the uploads at its end.
-
-    If the run fails and the last upload fails as well, the run's own error is raised with a note.
-    """
-    if mirror is None:
-        yield
-        return
-    mirror.start()
-    try:
-        yield
-    except BaseException as error:
-        try:
-            mirror.close()
-        except RunError as trouble:
-            if trouble is not error:
-                error.add_note(str(trouble))
-        raise
-    mirror.close()
+            return RunResult(restarting_run.run(resumes=resumes), directory.path)
 
 
 def prepare(
@@ -209,6 +128,7 @@ def prepare(
     is_restart: bool = False,
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
+    mirror: RunMirror | None = None,
 ) -> SessionParts:
     """Resolve models, read data, plan and build the engines of a checked experiment.
 
@@ -216,9 +136,10 @@ def prepare(
     separate process, which starts while the data are read. If `cluster` is given, the processes
     start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
 
-    `show` configures the output; the plan of a run with device processes is shown before their
-    engines are built. Raises `UserError` for every problem that can be detected before the first
-    step. On any error, device processes are ended and the cluster is closed.
+    `mirror` uploads the files of a run in a bucket. `show` configures the output; the plan of a run
+    with device processes is shown before their engines are built. Raises `UserError` for every
+    problem that can be detected before the first step. On any error, device processes are ended and
+    the cluster is closed.
     """
     from weft.launch.assemble import assemble, build_engines
     from weft.launch.cluster import launch_devices, relaunch_devices
@@ -260,7 +181,7 @@ def prepare(
         undo.callback(group.close, 0.0)
         parts = assemble(resolved, data, directory, group, baseline, plan_shown=shows_plan)
         undo.pop_all()
-    return parts
+    return replace(parts, mirror=mirror)
 
 
 def dry_run(
@@ -295,20 +216,16 @@ def plan_checked(
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import build_plan_lines
     from weft.launch.resolve import read_data, resolve_run
-    from weft.runtime.directory import RunDirectory
+    from weft.launch.run_lock import find_refusal
 
     roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
     target = TargetDevices.from_experiment(experiment, mode)
     resolved = resolve_run(replace(experiment, roles=roles), target.device, tokenizers=data)
     lines = build_plan_lines(resolved, read_data(resolved) if data else None, target, width)
     # Say whether the run itself would be refused.
-    try:
-        directory = RunDirectory.from_control(experiment.control)
-        if is_remote(experiment.control.fileroot):
-            directory = RunDirectory(view_runs(find_run_url(experiment.control), missing_ok=True))
-        admit_run(experiment, directory)
-    except ConfigError as error:  # does not matter for a plan
-        lines.append(f"note: the run itself would be refused: {error}")
+    refusal = find_refusal(experiment)
+    if refusal is not None:  # does not matter for a plan
+        lines.append(f"note: the run itself would be refused: {refusal}")
     return lines
 
 
@@ -356,32 +273,16 @@ def check(experiment: Experiment) -> None:
 
 def check_machine(experiment: Experiment, mode: str) -> None:
     """Raise `ConfigError` if the options name other machines or fewer devices than the run needs."""
-    check_bucket(experiment, mode)
+    if is_remote(experiment.control.fileroot):
+        from weft.launch.run_lock import check_bucket
+
+        check_bucket(experiment.control, mode)
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or "
             f"mode=slurm"
         )
     check_devices(experiment)
-
-
-def check_bucket(experiment: Experiment, mode: str) -> None:
-    """Raise `ConfigError` for a run in a bucket whose processes need a folder that they share.
-
-    Also raises `ConfigError` if the package for this kind of bucket is missing.
-    """
-    control = experiment.control
-    if not is_remote(control.fileroot):
-        return
-    if mode != "slurm" and control.n_nodes == 1:
-        BucketFolder.open(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
-        return
-    option = "mode=slurm" if mode == "slurm" else f"n_nodes={control.n_nodes}"
-    raise ConfigError(
-        f"fileroot={control.fileroot}: with {option}, the processes of all machines write into one "
-        f"folder, and a run in a bucket has its working copy on one machine; name a folder that "
-        f"the machines share"
-    )
 
 
 def build_with_files(

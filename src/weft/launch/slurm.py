@@ -26,11 +26,11 @@ from weft.experiments.machines import SlurmSpec
 from weft.launch.run import (
     build_with_files,
     check,
-    check_bucket,
     mark_as_planned,
     plan_checked,
     set_up_experiment,
 )
+from weft.launch.run_lock import check_bucket
 from weft.observe.jsonl import read_json
 from weft.options import read, validate
 from weft.redaction import mask_words
@@ -148,7 +148,7 @@ def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = Tru
     the nodes see the same files and, unless the job runs in a container, the same packages.
     """
     experiment, _ = set_up_experiment(config, "slurm")
-    check_bucket(experiment, "slurm")
+    check_bucket(experiment.control, "slurm")
     if experiment.config.get("slurm", {}).get("container") is None:
         check(experiment)
     else:

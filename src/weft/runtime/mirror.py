@@ -22,7 +22,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -571,6 +572,20 @@ class RunMirror:
         present = [name for name in names if name in self._remote]
         retry(lambda: self._bucket.remove(present))
         self._remote.difference_update(present)
+
+
+@contextmanager
+def upload_after(mirror: RunMirror | None) -> Iterator[None]:
+    """Request an upload at the end of the context, and wait for earlier ones at its beginning.
+
+    A checkpoint or recovery point is therefore in the bucket before the next one is written, and
+    before it can be removed here. Without a mirror, nothing is done.
+    """
+    if mirror is not None:
+        mirror.wait()
+    yield
+    if mirror is not None:
+        mirror.request()
 
 
 def retry(operation: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from weft.runtime.directory import RunDirectory, Status, record_process, write_t
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
-from weft.runtime.mirror import RunMirror
+from weft.runtime.mirror import RunMirror, upload_after
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import ActionFrequency, StepProfiler
@@ -394,7 +394,7 @@ class Session:
                 self._parts.fixed_prompts.write_completions(self.step)
 
     def _save(self, *, milestone: bool) -> None:
-        with self._open_span("save"), self._upload_after():
+        with self._open_span("save"), upload_after(self._parts.mirror):
             self._checkpoints.save(self.step, milestone=milestone)
         self._saved_step = self.step
 
@@ -404,23 +404,9 @@ class Session:
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
         }
-        with self._open_span("recover"), self._upload_after():
+        with self._open_span("recover"), upload_after(self._parts.mirror):
             self._points.write(self.step, lambda d: self._master.save(d, extra))
         self._point_step = self.step
-
-    @contextmanager
-    def _upload_after(self) -> Iterator[None]:
-        """Request an upload at the end of the context, and wait for earlier ones at its beginning.
-
-        A checkpoint or recovery point is therefore in the bucket before the next one is written,
-        and before it can be removed here.
-        """
-        mirror = self._parts.mirror
-        if mirror is not None:
-            mirror.wait()
-        yield
-        if mirror is not None:
-            mirror.request()
 
     @contextmanager
     def _open_span(self, name: str) -> Iterator[None]:
