@@ -70,6 +70,13 @@ def test_a_run_goes_on_in_its_bucket_on_another_machine(root: Path, tmp_path: Pa
     bucket = BucketFolder.open(f"{RUNS}/e/t")
     assert "recover/step2.json" in bucket.list_files() and directory.LOCK not in bucket.list_files()
     shutil.rmtree(tmp_path / "cache")
+    model = BucketFolder.open("objects://b/model")
+    config = model.read("config.json")
+    model.write("config.json", config + b"\n")
+    with pytest.raises(ConfigError, match=rf"^objects://b/model: has changed since .*{RUNS}/e/t"):
+        run(build(root))
+    assert directory.LOCK not in bucket.list_files()
+    model.write("config.json", config)
     result = run(build(root))
     assert timeless(result.directory / "metrics.jsonl") == timeless(expected / "metrics.jsonl")
     steps = [json.loads(line)["step"] for line in bucket.read("metrics.jsonl").splitlines()]
@@ -81,18 +88,18 @@ def test_a_run_goes_on_in_its_bucket_on_another_machine(root: Path, tmp_path: Pa
     }
     assert read_checkpoints(bucket) == weights
     assert json.loads(bucket.read("status.json"))["status"] == "finished"
-    config = yaml.safe_load(bucket.read("config.yaml"))
-    assert config["model"]["path"] == "objects://b/model"
-    assert config["dataset"]["train_path"] == "objects://b/sft.jsonl"
+    stored = yaml.safe_load(bucket.read("config.yaml"))
+    assert stored["model"]["path"] == "objects://b/model"
+    assert stored["dataset"]["train_path"] == "objects://b/sft.jsonl"
     with pytest.raises(ConfigError, match=rf"^{RUNS}/e/t contains a finished run"):
         run(build(root))
     assert directory.LOCK not in bucket.list_files()
     # The checkpoint is a model by its URL, also for a plan, which copies no weights.
     after = build(root, trial_name="after")
-    after.model.path = f"{RUNS}/e/t/checkpoints/model/step4"
+    after.model.path = f"{RUNS}/e/t"
     assert any("39.1k parameters" in line for line in dry_run(after))
     copies = list((tmp_path / "cache" / "copies").rglob("step4@*"))
-    assert [find_url(copy) for copy in copies] == [after.model.path]
+    assert [find_url(copy) for copy in copies] == [f"{RUNS}/e/t/checkpoints/model/step4"]
     assert not (copies[0] / "model.safetensors").exists()
     assert not any(
         name.startswith("runs/e/after") for name in BucketFolder.open("objects://b").list_files()

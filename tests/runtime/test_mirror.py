@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from tests import object_store
 from tests.object_store import ObjectStore
 from weft.errors import ConfigError, RunError
 from weft.runtime import directory, mirror
+from weft.runtime.bucket_lock import BucketLock
 from weft.runtime.checkpoints import RecoveryPointStore, find_damage
 from weft.runtime.mirror import (
-    BucketLock,
-    LockOwner,
     RunMirror,
     compute_state,
     find_unit,
@@ -325,32 +322,6 @@ def test_one_process_at_a_time(store: Path) -> None:
     run_mirror.close()
     open_mirror(store / "two").close()
     assert list_bucket() == set()
-
-
-def test_the_lock_of_a_killed_process_of_this_machine_is_replaced(store: Path) -> None:
-    code = (
-        "import os, signal; from tests import object_store; object_store.register();"
-        "from weft.runtime.mirror import BucketLock; from weft.storage.buckets import BucketFolder;"
-        f"BucketLock(BucketFolder.open({URL!r})).take(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ})
-    assert list_bucket() == {directory.LOCK}
-    lock = BucketLock(BucketFolder.open(URL))
-    lock.take()
-    lock.check()
-    owner = lock.read_owner()
-    assert owner is not None and owner.pid == os.getpid() and owner.is_alive()
-
-
-def test_the_lock_of_another_machine_stays(store: Path) -> None:
-    bucket = BucketFolder.open(URL)
-    owner = LockOwner("1", 2, "", "another", "elsewhere", 0.0)
-    assert not owner.has_ended() and not owner.is_alive()
-    for contents in (json.dumps(vars(owner)).encode(), b"?"):
-        bucket.write(directory.LOCK, contents)
-        with pytest.raises(ConfigError, match=r"process 2 on elsewhere|an unknown process"):
-            BucketLock(bucket).take()
-        assert bucket.read(directory.LOCK) == contents
 
 
 def test_a_process_that_lost_its_lock_writes_nothing_more(store: Path) -> None:

@@ -20,6 +20,7 @@ from weft.storage.copies import (
     copy_file,
     copy_if_remote,
     copy_model,
+    find_checkpoint_url,
     find_runs_folder,
     find_url,
     forget_data_copies,
@@ -120,6 +121,17 @@ def test_a_checkpoint_counts_with_its_manifest() -> None:
     BucketFolder.open(url).remove(["model.safetensors"])
     with pytest.raises(CheckpointError, match=r"model.safetensors is missing"):
         copy_model(url)
+
+
+def test_a_run_stands_for_its_newest_whole_checkpoint() -> None:
+    url = "memory://b/runs/e/t"
+    for name in ("critic/step9", "actor/step4", "actor/step12"):
+        put(f"{url}/checkpoints/{name}", {"config.json": b"{}", MANIFEST: b"{}"})
+    put(f"{url}/checkpoints/actor/step16", {"config.json": b"{}"})
+    assert find_checkpoint_url(f"{url}/", ["actor", "critic"]) == f"{url}/checkpoints/actor/step12"
+    assert find_checkpoint_url(url, ["rew", "critic"]) == f"{url}/checkpoints/critic/step9"
+    for other in (url, f"{url}/checkpoints/actor/step4", "memory://b/none"):
+        assert find_checkpoint_url(other, ["rew"]) == other
 
 
 def test_a_single_file(cache: Path) -> None:

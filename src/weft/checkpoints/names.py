@@ -10,6 +10,7 @@ latest@step40               checkpoint of step 40 of that run
 latest:critic               newest checkpoint of the newest run that has the role `critic`
 MODEL_DIR, OWNER/NAME       Hugging Face model directory, hub name
 gs://BUCKET/MODEL_DIR       model directory in a bucket, copied to this machine
+gs://BUCKET/runs/E/T        newest checkpoint of a run in a bucket, of a suitable role
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP
 from weft.observe.run_list import list_newest_first
 from weft.reading import refuse_url, suggest_sibling
 from weft.storage.buckets import is_remote
-from weft.storage.copies import copy_if_remote, find_runs_folder
+from weft.storage.copies import copy_if_remote, find_checkpoint_url, find_runs_folder
 
 SCORERS = ("rew", "model")  # roles that can be used as a reward model, best first
 # roles that can be used as a critic, best first
@@ -99,7 +100,8 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     """
     wanted = wanted or ModelQuery()
     if is_remote(given):
-        return LocatedModel(copy_if_remote(given, wanted.format_option(given)))
+        url = find_checkpoint_url(given, wanted.roles)
+        return LocatedModel(copy_if_remote(url, wanted.format_option(url)))
     refuse_url(given, wanted.format_option(given), CheckpointError)
     folder = Path(given).expanduser()
     if folder.is_file() or is_model(folder):
@@ -209,6 +211,11 @@ def _find_in_newest_run(
         and STEP.fullmatch(Path(wanted.initial_checkpoint).name)
     ):
         return _choose_initial(given, Path(wanted.initial_checkpoint).expanduser(), "", wanted)
+    if is_remote(wanted.fileroot):
+        raise CheckpointError(
+            f"{wanted.format_option(given)}: the newest run is not looked up in a bucket; name a run "
+            f"or checkpoint by its URL, such as {wanted.fileroot.rstrip('/')}/E/T"
+        )
     root = find_runs_folder(wanted.fileroot)
     own = None if wanted.own_run is None else wanted.own_run.absolute()
     for run in list_newest_first(root):
@@ -373,6 +380,8 @@ def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None
+    if is_remote(wanted.fileroot):
+        return None  # a run in a bucket is named by its URL
     run = find_runs_folder(wanted.fileroot) / given
     same = wanted.own_run is not None and run.absolute() == wanted.own_run.absolute()
     if not same and ((run / RUN_CONFIG).is_file() or (run / CHECKPOINTS).is_dir()):

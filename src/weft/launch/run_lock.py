@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
+from weft.observe.jsonl import read_json
 from weft.redaction import redact
-from weft.runtime.directory import RunDirectory, RunLock, admit
+from weft.runtime.directory import COPIES, RunDirectory, RunLock, admit
 from weft.storage.buckets import BucketFolder, is_remote
 from weft.storage.views import view_runs
 
@@ -49,9 +51,21 @@ def lock_run(
 
 
 def admit_run(experiment: Experiment, directory: RunDirectory) -> bool:
-    """Return whether the run in the directory is resumed, as `admit` does."""
+    """Return whether the run in the directory is resumed, as `admit` does.
+
+    Also raises `ConfigError` if a model in a bucket has changed since the run was started.
+    """
     options = experiment.resolve()
-    return admit(directory, experiment.control, options, experiment.left_at_default)
+    resumes = admit(directory, experiment.control, options, experiment.left_at_default)
+    if resumes and experiment.control.resume_from is None:
+        before = read_json(directory.path / COPIES)
+        for url, version in experiment.read_copy_versions().items():
+            if before.get(url, version) != version:
+                raise ConfigError(
+                    f"{url}: has changed since the run in {directory.path} was started; restore "
+                    f"it, or choose another trial_name"
+                )
+    return resumes
 
 
 def find_refusal(experiment: Experiment) -> str | None:
@@ -88,6 +102,13 @@ def check_bucket(control: Control, mode: str) -> None:
 def find_run_url(control: Control) -> str:
     """Return the URL of a run whose `fileroot` is a URL."""
     return f"{control.fileroot.rstrip('/')}/{control.experiment_name}/{control.trial_name}"
+
+
+def find_run_place(control: Control) -> str:
+    """Return the URL of a run in a bucket, or the path of another run, for messages."""
+    if is_remote(control.fileroot):
+        return find_run_url(control)
+    return str(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
 
 @contextmanager

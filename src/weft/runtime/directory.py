@@ -161,6 +161,7 @@ LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
 LOCK = "run.lock"
+COPIES = "copies.json"  # versions of the models in buckets that the run uses, by URL
 MOST_DIFFERENCES = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")
 

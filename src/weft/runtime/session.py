@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from weft.runtime.checkpoints import (
     RecoveryPointStore,
     find_named_point,
 )
-from weft.runtime.directory import RunDirectory, Status, record_process, write_text
+from weft.runtime.directory import COPIES, RunDirectory, Status, record_process, write_text
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
@@ -457,6 +458,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     directory.set_status("running", step)
     write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    if versions := parts.experiment.read_copy_versions():
+        write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +44,7 @@ SMALL = (".json", ".model", ".txt", ".jinja")
 MODEL_FOLDERS = ("", "adapter")  # folders of a model's directory that are copied
 MANIFEST = "weft_manifest.json"  # written last into a checkpoint, with the checksums of its files
 CHECKPOINT = re.compile(r"/checkpoints/[^/]+/step\d+/?$")
+WHOLE_CHECKPOINT = re.compile(rf"checkpoints/([^/]+)/step(\d+)/{re.escape(MANIFEST)}")
 GIGABYTE = 1 << 30
 NOTED_BYTES = 1 << 28  # copies of at least this size are announced
 
@@ -75,6 +76,18 @@ def find_url(path: str | Path) -> str | None:
             named = [*parts[:index], match[1], *parts[index + 1 :]]
             return f"{scheme}://{'/'.join(filter(None, named))}"
     return None
+
+
+def read_versions(paths: Iterable[str | None]) -> dict[str, str]:
+    """Return the version of each copy among `paths`, by its URL. Other paths are left out."""
+    versions = {}
+    for path in paths:
+        url = None if path is None else find_url(path)
+        for part in Path(path or "").parts:
+            match = COPY_NAME.fullmatch(part)
+            if url is not None and match is not None:
+                versions[url] = match[2]
+    return versions
 
 
 def restore_urls(value: Any) -> Any:
@@ -118,6 +131,26 @@ def copy_model(url: str, what: str = "", kind: type[UserError] = CheckpointError
     copy = _copy_files(bucket, files, what, kind, lambda name: name.endswith(SMALL))
     _check_manifest(copy, bucket, files, what, kind)
     return copy
+
+
+def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
+    """Return the URL of the newest whole checkpoint if `url` is a run, else `url`.
+
+    `roles` are the roles whose checkpoints are suitable, best first. Raises `CheckpointError` if the
+    bucket cannot be read.
+    """
+    bucket = BucketFolder.open(url, url, CheckpointError)
+    with explain_store_errors(url, CheckpointError):
+        listing = bucket.list_files()
+    steps: dict[str, int] = {}
+    for name in listing:
+        match = WHOLE_CHECKPOINT.fullmatch(name)
+        if match is not None:
+            steps[match[1]] = max(steps.get(match[1], 0), int(match[2]))
+    role = next((role for role in roles if role in steps), None)
+    if role is None or "config.json" in listing:
+        return url
+    return f"{bucket.url}/checkpoints/{role}/step{steps[role]}"
 
 
 def complete(path: str | Path) -> None:
