@@ -78,8 +78,8 @@ report request require reserve reset reshape reshard resize resolve restart rest
 resume retry reuse rewrite rotate round route run sample save scale scan scatter score search
 select send separate serve set settle shape shard share shorten show shuffle silence simulate
 skip slice snapshot sort split spread start state step stop store stream strip submit subtract
-suggest sum summarize switch sync take tell thin tidy time toggle tokenize trace track train
-transfer translate truncate try turn unfuse ungroup unpack unset unshard unshare unwrap update
+suggest sum summarize switch sync synchronize take tell thin tidy time toggle tokenize trace track train
+transfer translate truncate try turn unfuse ungroup unpack unset unshard unshare unwrap update upload
 use validate verify view vote wait weight whiten widen wrap write zero
 """
 PREFIXES = """

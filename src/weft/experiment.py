@@ -19,6 +19,7 @@ from weft.errors import ConfigError, GraphError, build_unknown_name_error, quali
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
 from weft.registry import interfaces
+from weft.storage.copies import read_versions, restore_urls
 from weft.topology import Layout, Mesh, parse_mesh
 
 EVALUATION = "eval/"  # prefix of the names of calls outside the main graph
@@ -186,10 +187,18 @@ class Experiment:
         """Return the contents of the run's config.yaml.
 
         These are the options of the run or, if the experiment has none, a description of its parts.
-        When a run is restarted, the contents are compared with those of the stored file to detect
-        changed options.
+        Copies of files in buckets appear under their URLs. When a run is restarted, the contents
+        are compared with those of the stored file to detect changed options.
         """
-        return dict(self.config) or _describe_experiment(self)
+        options: dict[str, Any] = restore_urls(dict(self.config) or _describe_experiment(self))
+        return options
+
+    def read_copy_versions(self) -> dict[str, str]:
+        """Return the versions of the models and tokenizers in buckets, by URL."""
+        paths = []
+        for spec in self.roles.values():
+            paths += [spec.path, spec.tokenizer.path]
+        return read_versions(paths)
 
     def check(self) -> None:
         """Check everything that can be checked without torch.

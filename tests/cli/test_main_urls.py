@@ -1,5 +1,5 @@
-"""A URL in place of a path is refused by every command and option, and nothing is made under its
-name.
+"""A URL is refused by every command and option that takes a path of this machine, and one of a
+bucket that cannot be read by all others. Nothing is made under its name.
 """
 
 from __future__ import annotations
@@ -33,18 +33,39 @@ OPTIONS = (
 )
 
 
+# Options and commands that read and write buckets, if the package for it is installed.
+IN_BUCKETS = {
+    "fileroot",
+    "model.path",
+    "model.tokenizer.path",
+    "dataset.train_path",
+    "dataset.valid_path",
+    "dataset.path",
+}
+BUCKET_COMMANDS = {"ls", "show", "report", "logs", "eval", "sample", "chat", "serve"}
+
+
+@pytest.fixture(autouse=True)
+def no_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(url: str) -> None:
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", fail)
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def refused(words: list[str], url: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def refused(words: list[str], url: str, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     before = sorted(folder.rglob("*"))
     assert main(words) == 2, words
     said = capsys.readouterr().err
-    assert url in said and "is a URL" in said, said
+    assert url in said and ("is a URL" in said or "[gcs]'" in said or "[s3]'" in said), said
     assert sorted(folder.rglob("*")) == before, "nothing is made"
+    return said
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -58,12 +79,16 @@ def test_options_that_are_paths(
         for word in words
         if (option, word.split("=")[0]) != ("dataset.path", "dataset.train_path")
     ]
-    refused([*words, f"{option}={url}"], url, capsys, folder)
+    (folder / "none.jsonl").write_text("{}\n")
+    in_bucket = url.startswith("gs://") and option in IN_BUCKETS
+    said = refused([*words, f"{option}={url}"], url, capsys, folder)
+    assert ("is a URL" not in said) is in_bucket, said
 
 
 def test_options_of_a_file_and_of_a_mixture(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
+    (folder / "none.jsonl").write_text("{}\n")
     (folder / "c.yaml").write_text("fileroot: s3://bucket/runs\n")
     refused([*SFT, "--config", "c.yaml"], "s3://bucket/runs", capsys, folder)
     words = [word for word in SFT if not word.startswith("dataset.train_path")]
@@ -108,7 +133,10 @@ def test_arguments_that_are_paths(
     (folder / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert main([word.replace("URL", "gs://OUT/x.jsonl") for word in words]) == 2
     said = capsys.readouterr().err
-    assert "gs://OUT/x.jsonl" in said and "is a URL" in said, said
+    reads_bucket = words[0] in BUCKET_COMMANDS and not {"-o", "--out", "--prompts"} & set(
+        words[: words.index("URL")][-1:]
+    )
+    assert "gs://OUT/x.jsonl" in said and ("[gcs]'" if reads_bucket else "is a URL") in said, said
     assert {path.name for path in folder.iterdir()} == {"runs", "x.jsonl"}, "nothing is made"
 
 

@@ -24,7 +24,7 @@ def options(root: Path, folder: str, **more: Any) -> dict[str, Any]:
     fixed = {
         "experiment_name": "e",
         "trial_name": "t",
-        "fileroot": str(root / folder),
+        "fileroot": folder if "://" in folder else str(root / folder),
         "progress": False,
     }
     often = {

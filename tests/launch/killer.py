@@ -4,6 +4,9 @@ its end.
 `python -m tests.launch.killer ROOT CASE FOLDER KILLS SEED`: the child is forked after torch is
 imported, so that a kill costs a second. A run that was over before it was killed twice begins anew,
 a few times, and its kills come sooner. Prints the number of kills.
+
+If FOLDER is a URL of `tests.object_store`, the disk is lost with each process: the working copy of
+the run is removed before the next one begins.
 """
 
 from __future__ import annotations
@@ -19,13 +22,20 @@ from pathlib import Path
 
 def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
     import weft.launch.assemble  # noqa: F401  # everything heavy, before the first fork
+    from tests import object_store
     from tests.launch.cases import CASES
     from weft.errors import ConfigError
     from weft.launch import run
+    from weft.storage.buckets import BucketFolder
+    from weft.storage.copies import find_cache_folder
 
+    in_bucket = "://" in folder
+    object_store.register()
     draw = random.Random(seed)
     killed, latest = 0, 2.0  # seconds until a kill
     while True:
+        if in_bucket:
+            shutil.rmtree(find_cache_folder(), ignore_errors=True)
         child = os.fork()
         if child == 0:
             try:
@@ -58,7 +68,11 @@ def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
             _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         if code == 0 and killed < min(2, kills) and latest > 0.2:
-            shutil.rmtree(root / folder)
+            if in_bucket:
+                bucket = BucketFolder.open(folder)
+                bucket.remove(bucket.list_files())
+            else:
+                shutil.rmtree(root / folder)
             killed, latest = 0, latest / 2
             continue
         print(killed)

@@ -43,6 +43,7 @@ from weft.models.network.linear import find_canonical_values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
 from weft.reading import check_folder, refuse_url
 from weft.registry import families
+from weft.storage.copies import complete, copy_if_remote, find_url
 from weft.topology import Slice, build_whole_slice
 
 CONFIG = "config.json"
@@ -62,7 +63,9 @@ def resolve(path: str | Path) -> Path:
     Downloads the snapshot if it is not in the cache. Raises `CheckpointError` if `path` is neither
     a directory nor a hub name that can be downloaded.
     """
+    path = copy_if_remote(str(path))
     directory = Path(path).expanduser()
+    complete(directory)  # a copy from a bucket, whose weights are copied now
     if directory.is_dir():
         check_folder(directory, str(path), CheckpointError)
         return directory
@@ -105,6 +108,8 @@ def find_config_file(path: str | Path) -> Path:
     downloaded. Raises `CheckpointError` if `path` is neither a directory nor a hub name that can be
     downloaded.
     """
+    if find_url(path) is not None and (Path(path) / CONFIG).is_file():
+        return Path(path) / CONFIG  # without the weights
     if (
         Path(path).expanduser().exists()
         or str(path).startswith((".", "/", "~"))

@@ -9,6 +9,8 @@ latest                      newest checkpoint of the newest run in runs/ that ha
 latest@step40               checkpoint of step 40 of that run
 latest:critic               newest checkpoint of the newest run that has the role `critic`
 MODEL_DIR, OWNER/NAME       Hugging Face model directory, hub name
+gs://BUCKET/MODEL_DIR       model directory in a bucket, copied to this machine
+gs://BUCKET/runs/E/T        newest checkpoint of a run in a bucket, of a suitable role
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from weft.errors import CheckpointError
 from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP
 from weft.observe.run_list import list_newest_first
 from weft.reading import refuse_url, suggest_sibling
+from weft.storage.buckets import is_remote
+from weft.storage.copies import copy_if_remote, find_checkpoint_url, find_runs_folder
 
 SCORERS = ("rew", "model")  # roles that can be used as a reward model, best first
 # roles that can be used as a critic, best first
@@ -95,6 +99,9 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     kinds of names and suggests a similar name.
     """
     wanted = wanted or ModelQuery()
+    if is_remote(given):
+        url = find_checkpoint_url(given, wanted.roles)
+        return LocatedModel(copy_if_remote(url, wanted.format_option(url)))
     refuse_url(given, wanted.format_option(given), CheckpointError)
     folder = Path(given).expanduser()
     if folder.is_file() or is_model(folder):
@@ -204,7 +211,12 @@ def _find_in_newest_run(
         and STEP.fullmatch(Path(wanted.initial_checkpoint).name)
     ):
         return _choose_initial(given, Path(wanted.initial_checkpoint).expanduser(), "", wanted)
-    root = Path(wanted.fileroot).expanduser()
+    if is_remote(wanted.fileroot):
+        raise CheckpointError(
+            f"{wanted.format_option(given)}: the newest run is not looked up in a bucket; name a run "
+            f"or checkpoint by its URL, such as {wanted.fileroot.rstrip('/')}/E/T"
+        )
+    root = find_runs_folder(wanted.fileroot)
     own = None if wanted.own_run is None else wanted.own_run.absolute()
     for run in list_newest_first(root):
         checkpoints = _find_checkpoints(run / CHECKPOINTS) if run.absolute() != own else {}
@@ -368,7 +380,9 @@ def _find_short_run(given: str, wanted: ModelQuery) -> Path | None:
     """
     if len(Path(given).parts) != 2 or given.startswith((".", "/", "~")):
         return None
-    run = Path(wanted.fileroot).expanduser() / given
+    if is_remote(wanted.fileroot):
+        return None  # a run in a bucket is named by its URL
+    run = find_runs_folder(wanted.fileroot) / given
     same = wanted.own_run is not None and run.absolute() == wanted.own_run.absolute()
     if not same and ((run / RUN_CONFIG).is_file() or (run / CHECKPOINTS).is_dir()):
         return run
@@ -383,7 +397,7 @@ def _is_cached(name: str) -> bool:
 
 def _list_runs(fileroot: str) -> Iterator[Path]:
     """Yield runs that have checkpoints. At most `MAX_RUNS` runs are listed, to limit the time."""
-    root = Path(fileroot).expanduser()
+    root = find_runs_folder(fileroot)
     if not root.is_dir():
         return
     for count, folder in enumerate(root.glob(f"*/*/{CHECKPOINTS}")):

@@ -21,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for an unknown run or worker.
     """
     parser = CommandParser(
-        prog="weft logs", description="Show the logs of a run, starting with its first failure."
+        url_arguments=("fileroot",),
+        prog="weft logs",
+        description="Show the logs of a run, starting with its first failure.",
     )
     add_run(parser)
     parser.add_argument(

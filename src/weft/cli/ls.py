@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.cli.named_run import open_root
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.observe.metrics import find_title, format_number
@@ -65,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for an unknown folder, sort key or status.
     """
-    parser = CommandParser(prog="weft ls", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(
+        prog="weft ls", description=__doc__, epilog=EPILOG, url_arguments=("root",)
+    )
     parser.add_argument(
         "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
     )
@@ -95,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     if given.sort not in SORT_KEYS:
         raise build_unknown_name_error("--sort", given.sort, SORT_KEYS)
     # Choose the runs and their order.
-    root = Path(given.root).expanduser()
+    root = open_root(given.root)
     filtered = bool(given.status or given.algorithm)
     runs = select_runs(root, _split_words(given.status), _split_words(given.algorithm))
     if not given.json and not filtered:

@@ -15,7 +15,11 @@ from weft.experiments.common import RunConfig, build_experiment
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
+from weft.runtime.bucket_lock import LockOwner
 from weft.runtime.directory import RunDirectory, admit, find_owner
+from weft.storage.buckets import is_remote
+from weft.storage.copies import find_runs_folder
+from weft.storage.views import view_runs
 
 RUNS = "./runs"
 LATEST = "latest"
@@ -54,14 +58,21 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
     `command` is the command's name, for error messages. Raises `ConfigError` if the run does not
     exist, or if the arguments do not select exactly one run.
     """
-    root = Path(given.fileroot or RUNS).expanduser()
+    in_bucket = is_remote(given.fileroot or "") or is_remote(given.run or "")
+    if in_bucket and (command != "logs" or getattr(given, "follow", False)):
+        action = "logs --follow" if command == "logs" else command
+        raise ConfigError(
+            f"weft {action}: works with runs of this machine, and "
+            f"{given.run or given.fileroot} is a URL; use the machine that runs it"
+        )
+    root = open_root(given.fileroot or RUNS)
     named = (given.experiment, given.trial)
     if given.run is not None:
         if named != (None, None):
             raise ConfigError(
                 f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out"
             )
-        path = Path(given.run).expanduser()
+        path = open_root(given.run)
         for directory in (path, root / path):
             # A run that has not finished a step has no metrics yet.
             if any((directory / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS)):
@@ -83,6 +94,17 @@ def find_given_run(given: argparse.Namespace, command: str) -> Path:
     return find_run_directory(given.experiment, given.trial, str(root))
 
 
+def open_root(root: str) -> Path:
+    """Return a folder of runs, or a view of its runs if it is a URL of a bucket.
+
+    Raises `ConfigError` for a URL that cannot be read.
+    """
+    if is_remote(root):
+        return view_runs(root)
+    refuse_url(root, root, ConfigError)
+    return Path(root).expanduser()
+
+
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with experiment and trial names, and a note on the chosen trial.
 
@@ -97,20 +119,24 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     config = replace(config, experiment_name=experiment)
     if config.trial_name:
         return config, None
-    folder = Path(config.fileroot).expanduser() / experiment
+    folder = find_runs_folder(config.fileroot) / experiment
+    place = str(folder)
+    if is_remote(config.fileroot):
+        place = f"{config.fileroot.rstrip('/')}/{experiment}"
+        folder = view_runs(place, missing_ok=True)
     numbers = sorted(
         (int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), reverse=True
     )
     following = replace(config, trial_name=str(max(numbers, default=0) + 1))
     if config.recover_mode == "disabled" or config.resume_from is not None:
-        return following, f"this run is {folder / following.trial_name}"
+        return following, f"this run is {place}/{following.trial_name}"
     following_experiment = build_experiment(following)
     for number in numbers:
         if _is_resumable(RunDirectory(folder / str(number)), following_experiment):
             return replace(
                 config, trial_name=str(number)
-            ), f"continuing {folder / str(number)}, an unfinished run of this configuration"
-    return following, f"this run is {folder / following.trial_name}"
+            ), f"continuing {place}/{number}, an unfinished run of this configuration"
+    return following, f"this run is {place}/{following.trial_name}"
 
 
 def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
@@ -122,6 +148,7 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
         not directory.has_run()
         or directory.read_status() == "finished"
         or find_owner(directory.path) is not None
+        or _is_locked_in_bucket(directory)
     ):
         return False
     config = {**experiment.resolve(), "trial_name": directory.path.name}
@@ -132,14 +159,20 @@ def _is_resumable(directory: RunDirectory, experiment: Experiment) -> bool:
         return False
 
 
+def _is_locked_in_bucket(directory: RunDirectory) -> bool:
+    """Return whether a view of a run has a lock whose owner may still run."""
+    lock = directory.path / LOCK
+    owner = LockOwner.from_bytes(lock.read_bytes()) if lock.is_file() else None
+    return owner is not None and not owner.has_ended()
+
+
 def find_run(word: str, root: Path) -> Path:
     """Return the directory of the run with the name or path `word`.
 
     `word` is a path, `EXPERIMENT/TRIAL` in `root`, or `latest` for the newest run in `root`. Raises
     `ConfigError` if there is no such run.
     """
-    refuse_url(word, word, ConfigError)
-    given = Path(word).expanduser()
+    given = open_root(word)
     for path in (given, root / given):
         if is_run(path):
             return path

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from weft.errors import ConfigError
 from weft.reading import find_url_problem, refuse_url
+from weft.storage.buckets import is_remote
 
 # arguments that are paths and have a flag
 FLAGS = ("fileroot", "output", "out", "prompts", "folders")
@@ -25,13 +26,15 @@ OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises `ConfigError` for invalid arguments.
 
-    The line breaks of its description and examples are kept in the help.
+    The line breaks of its description and examples are kept in the help. `url_arguments` are the
+    names of arguments that can be URLs of folders in buckets, besides local paths.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, url_arguments: Sequence[str] = (), **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **options)
         self.register("type", Path, _parse_path)
+        self._url_arguments = url_arguments
         self.description = OWN_NAME.sub("", self.description or "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -40,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
             end = list(args).index("--") if "--" in args else len(args)
             args = [*map(self._normalize_flag, args[:end]), *args[end:]]
         values, rest = super().parse_known_args(args, namespace)
-        _check_paths(values)
+        _check_paths(values, self._url_arguments)
         return values, rest
 
     def _normalize_flag(self, word: str) -> str:
@@ -69,7 +72,7 @@ def _parse_path(text: str) -> Path:
     return Path(text)
 
 
-def _check_paths(values: argparse.Namespace) -> None:
+def _check_paths(values: argparse.Namespace, url_arguments: Sequence[str]) -> None:
     """Raise `ConfigError` if an argument that must be a local path is a URL.
 
     Only arguments with string values are checked. Names of models and data are checked when they
@@ -77,7 +80,8 @@ def _check_paths(values: argparse.Namespace) -> None:
     """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:
-            if name in PATHS and isinstance(each, str):
+            can_be_url = name in url_arguments and isinstance(each, str) and is_remote(each)
+            if name in PATHS and isinstance(each, str) and not can_be_url:
                 flag = f"--{name.replace('_', '-')} " if name in FLAGS else ""
                 refuse_url(each, f"{flag}{each}", ConfigError)
 

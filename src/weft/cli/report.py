@@ -10,7 +10,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.cli.named_run import find_run
+from weft.cli.named_run import find_run, open_root
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError
 from weft.observe import compare
@@ -25,7 +25,9 @@ EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="weft report", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(
+        prog="weft report", description=__doc__, epilog=EPILOG, url_arguments=("fileroot",)
+    )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -55,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    root = Path(given.fileroot).expanduser()
+    root = open_root(given.fileroot)
     runs = [_find(word, root) for word in given.runs]
     try:
         page_path = _build(runs, given.output)
@@ -83,7 +85,7 @@ def _find(word: str, root: Path) -> Path:
 
     A folder that has only some of the files of a run is also accepted.
     """
-    given = Path(word).expanduser()
+    given = open_root(word)
     if any((given / name).is_file() for name in KNOWN):
         return given
     return find_run(word, root)

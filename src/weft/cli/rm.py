@@ -19,6 +19,8 @@ from weft.errors import ConfigError
 from weft.observe.jsonl import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
 from weft.observe.run_list import count_tree_bytes, find_runs
+from weft.runtime.bucket_lock import BucketLock
+from weft.storage.buckets import BucketFolder, explain_store_errors, is_remote
 
 CHECKPOINTS = "checkpoints"
 RECOVER = "recover"
@@ -26,7 +28,8 @@ MAX_LISTED_ENTRIES = 6  # number of entries listed per run, largest first
 EPILOG = """examples:
   weft rm runs/first/ppo
   weft rm runs/first/ppo --recover              keeps checkpoints, metrics and report; the run cannot be resumed
-  weft rm runs/a/one runs/a/two --checkpoints --recover --yes"""
+  weft rm runs/a/one runs/a/two --checkpoints --recover --yes
+  weft rm gs://b/runs/first/ppo --lock          after its process was killed on another machine"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `ConfigError` for a path that is not a run, and for a run that a process is working on.
     """
-    parser = CommandParser(prog="weft rm", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(
+        prog="weft rm", description=__doc__, epilog=EPILOG, url_arguments=("fileroot",)
+    )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL"
     )
@@ -61,10 +66,23 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--checkpoints", action="store_true", help="remove only the checkpoints")
     parser.add_argument("--recover", action="store_true", help="remove only the recovery points")
+    parser.add_argument(
+        "--lock",
+        action="store_true",
+        help="remove only the lock of a run in a bucket, whose process has ended",
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
+    urls = list_run_urls(given.runs, given.fileroot)
+    if given.lock:
+        return remove_locks(given.runs, urls, is_confirmed=given.yes)
+    if urls:
+        raise ConfigError(
+            f"{urls[0]}: is a URL, and weft rm removes runs of this machine; remove the folder with "
+            f"the program of the storage"
+        )
     parts = []
     for name, is_requested in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)):
         if is_requested:
@@ -87,6 +105,41 @@ def main(argv: Sequence[str]) -> int:
         return 1
     for removal in removals:
         remove(removal)
+    return 0
+
+
+def list_run_urls(runs: Sequence[str], fileroot: str) -> list[str]:
+    """Return the URLs of those of the given runs that are in buckets."""
+    if is_remote(fileroot):
+        return [f"{fileroot.rstrip('/')}/{run}" for run in runs if not is_remote(run)]
+    return [run for run in runs if is_remote(run)]
+
+
+def remove_locks(runs: Sequence[str], urls: Sequence[str], *, is_confirmed: bool) -> int:
+    """Remove the locks of runs in buckets, and return the exit code, 1 if the user declines.
+
+    Raises `ConfigError` for a run on this machine, whose lock ends with its process, and for a run
+    whose process still runs on this machine.
+    """
+    if len(urls) < len(runs):
+        raise ConfigError(
+            f"--lock: is for runs in buckets, and {runs[0]} is none; the lock of a run on this "
+            f"machine ends with its process"
+        )
+    locks = {url: BucketLock(BucketFolder.open(url)) for url in urls}
+    for url, lock in locks.items():
+        with explain_store_errors(url, ConfigError):
+            owner = lock.read_owner()
+            if owner is None:
+                print(f"{url} has no lock")
+                continue
+            if owner.is_alive():
+                raise ConfigError(f"{url}: process {owner.pid} still runs here; stop it first")
+            print(f"{url} is locked by process {owner.pid} on {owner.host}")
+            if not is_confirmed and not confirm_removal(0):
+                print("nothing was removed")
+                return 1
+            lock.discard()
     return 0
 
 

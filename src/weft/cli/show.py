@@ -17,7 +17,7 @@ import yaml
 from weft import registry
 from weft.cli.help import format_value, get_terminal_width, split_command
 from weft.cli.ls import UNKNOWN, format_age, format_size, format_steps
-from weft.cli.named_run import find_run
+from weft.cli.named_run import find_run, open_root
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
@@ -38,7 +38,9 @@ EPILOG = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `weft show ...` and return the exit code. Raises `ConfigError` for an unknown run."""
-    parser = CommandParser(prog="weft show", description=__doc__, epilog=EPILOG)
+    parser = CommandParser(
+        prog="weft show", description=__doc__, epilog=EPILOG, url_arguments=("fileroot",)
+    )
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
     parser.add_argument(
         "--fileroot",
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if print_help_if_empty(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    run = find_run(given.run, Path(given.fileroot).expanduser())
+    run = find_run(given.run, open_root(given.fileroot))
     config = mask_values(_read_run_config(run))
     if given.config:
         print(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), end="")

@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from weft.data import groups
 from weft.data.background_tokenizing import BackgroundTokenTable
-from weft.data.datasets.base import MapDataset, StreamDataset, TokenizedDataset, is_table_dataset
+from weft.data.datasets.base import (
+    MapDataset,
+    ResumableStream,
+    StreamDataset,
+    TokenizedDataset,
+    is_table_dataset,
+)
 from weft.data.mixture import (
     Index,
     SourceShare,
@@ -400,7 +406,7 @@ class StreamLoader:
 
     An epoch ends when the iterator is exhausted, or after `len(dataset)` batches if the dataset has
     a length (required for endless datasets). To restore a position, the loader skips the earlier
-    batches of the epoch.
+    batches of the epoch; a `ResumableStream` restores its own position instead.
     """
 
     def __init__(self, dataset: StreamDataset, name: str) -> None:
@@ -412,6 +418,8 @@ class StreamLoader:
         self._next_sample: SequenceSample | None = None
         self._first_epoch_counts: tuple[int, int] | None = None
         self._largest: SequenceSample | None = None
+        self._stream = dataset if isinstance(dataset, ResumableStream) else None
+        self._stream_state = None if self._stream is None else self._stream.state_dict()
         self.epoch_done = False
 
     @property
@@ -420,6 +428,8 @@ class StreamLoader:
 
     @property
     def num_ids(self) -> int:
+        if self._stream is not None:
+            return self._stream.num_ids
         return self._count_first_epoch()[0]
 
     @property
@@ -432,8 +442,14 @@ class StreamLoader:
     def build_large_batches(self) -> list[SequenceSample]:
         """Return a list that contains only the largest batch of the first epoch.
 
-        Raises `DataError` if that epoch has no batch.
+        Of a `ResumableStream`, which is not read in advance, it is the next batch. Raises
+        `DataError` if that epoch has no batch.
         """
+        if self._stream is not None:
+            batch = next(iter(self._stream))
+            self._stream.load_state_dict(self._stream_state or {})
+            self._iterator = self._next_sample = None
+            return [batch]
         self._count_first_epoch()
         if self._largest is None:
             raise DataError(
@@ -446,7 +462,7 @@ class StreamLoader:
         epoch, batch = self._position
         if self._iterator is None:
             self._iterator = self._open_epoch(epoch)
-            for _ in range(batch):
+            for _ in range(batch if self._stream is None else 0):
                 next(self._iterator)
             self._next_sample = next(self._iterator, None)
         sample = self._next_sample
@@ -457,6 +473,8 @@ class StreamLoader:
                 f"{description}"
             )
         at_limit = self._limit is not None and batch + 1 >= self._limit
+        if self._stream is not None:
+            self._stream_state = self._stream.state_dict()
         self._next_sample = None if at_limit else next(self._iterator, None)
         self.epoch_done = self._next_sample is None
         if self.epoch_done:
@@ -467,17 +485,21 @@ class StreamLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state = {
             "epoch": self._position[0],
             "batch": self._position[1],
             "epoch_done": self.epoch_done,
         }
+        return state if self._stream is None else state | {"stream": self._stream_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position that `state_dict` returned."""
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
         self._iterator = self._next_sample = None
+        if self._stream is not None:
+            self._stream_state = state["stream"]
+            self._stream.load_state_dict(state["stream"])
 
     def _open_epoch(self, epoch: int) -> Iterator[SequenceSample]:
         if isinstance(self._dataset, EpochAwareDataset):

@@ -23,6 +23,8 @@ import huggingface_hub
 from weft.data import hub
 from weft.errors import DataError, find_nearest
 from weft.reading import check_file, describe_cause, explain_read_errors, iterate_files, refuse_url
+from weft.storage.buckets import is_remote
+from weft.storage.copies import copy_data
 
 if TYPE_CHECKING:
     import pyarrow
@@ -165,10 +167,13 @@ class UnreadableRow:
 def find_files(path: str, split: str | None = None) -> list[Path]:
     """Return the data files at `path`, sorted by name.
 
-    `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`). `split` selects the
+    `path` is a file, a directory, a hub dataset (`owner/name[:folder]`), or the URL of a file or
+    folder in a bucket, which is copied to this machine. `split` selects the
     files whose path names that split. By default, the files of the split "train" are selected, or
     all files if there are none. Raises `DataError` if there is nothing to read.
     """
+    if is_remote(path):
+        path = str(copy_data(path, SUFFIXES))
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
     if place.is_file():
@@ -287,10 +292,10 @@ def _read_line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
         line = line.strip().lstrip("\ufeff")
         if not line:
             continue
-        yield number, _parse_value(line)
+        yield number, parse_line(line)
 
 
-def _parse_value(line: str) -> Any:
+def parse_line(line: str) -> Any:
     """Parse a line as JSON. Returns an `UnreadableRow` with the reason if that fails."""
     try:
         value = json.loads(line)

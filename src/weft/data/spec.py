@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from weft.errors import ConfigError, find_nearest
 from weft.options import option
-from weft.reading import find_url_problem, refuse_url
+from weft.reading import find_url_problem
+from weft.storage.buckets import find_bucket_problem
 
 OVERLONG = ("truncate", "drop", "error")
 
@@ -21,7 +22,8 @@ OVERLONG = ("truncate", "drop", "error")
 class TokenizerSpec:
     path: str | None = option(
         None,
-        "HF directory, tokenizer.json or sentencepiece tokenizer.model; absent: the model's own",
+        "HF directory, tokenizer.json or sentencepiece tokenizer.model, also gs://BUCKET/FILE; absent: "
+        "the model's own",
     )
     chat_template: str | None = option(
         None,
@@ -164,11 +166,9 @@ class SourceSpec:
                 f"columns"
             )
         for name in ("path", "valid_path"):
-            refuse_url(
-                str(getattr(self, name) or ""),
-                f"{where}.{name}={getattr(self, name)!r}",
-                ConfigError,
-            )
+            problem = find_bucket_problem(str(getattr(self, name) or ""))
+            if problem is not None:
+                raise ConfigError(f"{where}.{name}={getattr(self, name)!r}: {problem}")
         wrong = find_columns_problem(self.columns)
         if wrong:
             raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
@@ -305,14 +305,14 @@ class DatasetSpec:
     of fraction, size and weight.
     """
 
-    train_path: str | None = option(None, "the same as path", check=find_url_problem)
+    train_path: str | None = option(None, "the same as path", check=find_bucket_problem)
     valid_path: str | None = option(
-        None, "validation rows; evaluated every eval_freq_*", check=find_url_problem
+        None, "validation rows; evaluated every eval_freq_*", check=find_bucket_problem
     )
     path: str | None = option(
         None,
         "training rows, or prompts: JSON, JSONL(.gz), Parquet, Arrow, a hub name, or a directory "
-        "of them",
+        "of them, also in a bucket: gs://BUCKET/FILE",
     )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")

@@ -31,6 +31,7 @@ from weft.data.tokenizer_files import format_option
 from weft.data.turns import TemplateFunctions, find_leading_token
 from weft.errors import ConfigError, DataError, NoTemplate, UserError
 from weft.reading import explain_read_errors
+from weft.storage.copies import copy_if_remote
 from weft.writing import write
 
 NO_ADDITIONS = ConversationAdditions()
@@ -86,6 +87,8 @@ class Tokenizer:
         """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
+        path = copy_if_remote(path)
+        model_path = None if model_path is None else copy_if_remote(model_path)
         with tokenizer_files.silence_transformers():
             hf = tokenizer_files.read_tokenizer(
                 path, trust_remote_code, option, own=spec.path is None

@@ -25,7 +25,7 @@ from weft.errors import ConfigError
 from weft.extras import install
 from weft.options import option
 from weft.parallel.schedule import Kind, build_placement
-from weft.reading import find_url_problem
+from weft.storage.buckets import find_bucket_problem
 from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
@@ -197,8 +197,8 @@ class ModelSpec:
 
     path: str | None = option(
         None,
-        "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40",
-        check=find_url_problem,
+        "Hugging Face directory (also gs://BUCKET/DIR), hub name, or a run: runs/E/T, runs/E/T@step40",
+        check=find_bucket_problem,
     )
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(

@@ -5,6 +5,7 @@ They run within the first second of a command.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -32,6 +33,8 @@ from weft.graph.graph import DataflowGraph
 from weft.planner.placement import MODES as MODES_OF_ALLOCATION
 from weft.reading import ROOT, find_url_problem, is_root, refuse_url, suggest_sibling
 from weft.registry import interfaces, losses
+from weft.storage.buckets import is_remote
+from weft.storage.copies import check_data, read_listing
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -46,6 +49,12 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def find_file_problem(path: str) -> str | None:
     """Return an error message if the path is not a file, else None."""
     if Path(path).expanduser().is_file():
+        return None
+    if is_remote(path):
+        try:
+            check_data(path, path)
+        except ConfigError as error:
+            return str(error).removeprefix(f"{path}: ")
         return None
     return find_url_problem(path) or "there is no such file; check the spelling"
 
@@ -208,8 +217,9 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
             f"{option}: is a reward or value model ({values['architectures'][0]}), which cannot "
             "generate text; give a language model"
         )
+    names = read_listing(directory)  # of a copy from a bucket, whose weights are copied later
     if not (spec.init_from_scratch or spec.planned) and not any(
-        next(directory.glob(p), None) for p in WEIGHTS
+        next(directory.glob(p), None) or fnmatch.filter(names, p) for p in WEIGHTS
     ):
         raise CheckpointError(
             f"{option}: has no weights (*.safetensors); add them, or write "
@@ -294,9 +304,12 @@ def check_dataset(dataset: DatasetSpec) -> None:
             "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
             "hub name"
         )
-    for source in list_source_specs(dataset):
+    for index, source in enumerate(list_source_specs(dataset)):
         if source.named is not None:
             find_entry(source.named, dataset.named_file)
+        for name, path in (("path", source.path), ("valid_path", source.valid_path)):
+            if path is not None and is_remote(path):
+                check_data(path, f"dataset.sources[{index}].{name}={path!r}")
     train = "dataset.train_path" if dataset.path is None else "dataset.path"
     for option, path in ((train, named), ("dataset.valid_path", dataset.valid_path)):
         if path is not None and _is_local_path(path):
@@ -311,6 +324,9 @@ def _is_local_path(path: str) -> bool:
 
 
 def _check_data_file(option: str, path: str) -> None:
+    if is_remote(path):
+        check_data(path, f"{option}={path!r}")
+        return
     refuse_url(path, f"{option}={path!r}", ConfigError)
     local_path = Path(path).expanduser()
     if not local_path.exists():

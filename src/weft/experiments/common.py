@@ -20,6 +20,7 @@ from weft.graph.mfc import Call, Hook, MFCDef, Offload
 from weft.options import iterate_options, option, read
 from weft.planner.placement import SearchSpec
 from weft.reading import find_url_problem
+from weft.storage.buckets import find_bucket_problem
 
 
 @dataclass
@@ -210,9 +211,9 @@ class RunConfig(ABC):
     )
     fileroot: str = option(
         "./runs",
-        "folder of all runs; a run is in fileroot/experiment_name/trial_name",
+        "folder of all runs, also gs://BUCKET/DIR; a run is in fileroot/experiment_name/trial_name",
         check=lambda path: (
-            find_url_problem(path) if path.strip() else "is empty; write a folder such as ./runs"
+            find_bucket_problem(path) if path.strip() else "is empty; write a folder such as ./runs"
         ),
     )
     mode: str = option(

@@ -22,6 +22,7 @@ from weft.experiment import Control, Experiment
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.observe.jsonl import POLICIES
+from weft.storage.copies import find_runs_folder
 
 # Roles of another run whose checkpoints a role can use; all other roles use those of a policy
 ACCEPTED_ROLES = {"rew": SCORERS, "critic": CRITICS}
@@ -157,7 +158,7 @@ def _locate_path(
     """
     if given is None or (tokenizer and _has_tokenizer(Path(given).expanduser())):
         return given, ""
-    run = Path(config.fileroot).expanduser() / config.experiment_name / config.trial_name
+    run = find_runs_folder(config.fileroot) / config.experiment_name / config.trial_name
     wanted = ModelQuery(
         option, roles, config.fileroot, _find_initial_value(config, run, option), run
     )

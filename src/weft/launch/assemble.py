@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.facts import forecast, make_peak_formatter
 from weft.launch.resolve import ResolvedRun, RunData
+from weft.launch.run_lock import find_run_place
 from weft.observe.jsonl import shorten_path
 from weft.observe.plan_table import build_plan
 from weft.planner.run_plan import describe_run
@@ -30,6 +32,7 @@ from weft.runtime.hosts import HostGroup
 from weft.runtime.master import Master
 from weft.runtime.samples import SampleReader
 from weft.runtime.session import SessionParts
+from weft.storage.copies import find_runs_folder
 
 if TYPE_CHECKING:
     from weft.runtime.ray import DeviceLaunch
@@ -95,7 +98,7 @@ def assemble(
         horizon=horizon,
         plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         hardware=hardware,
-        ending_lines=build_next_lines(experiment, directory.path),
+        ending_lines=build_next_lines(experiment, find_run_place(experiment.control)),
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
         plan_shown=plan_shown,
         fixed_prompts=_build_fixed_prompts(
@@ -149,10 +152,10 @@ INDENT = " " * 8
 REPORT = "report.html"
 
 
-def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
+def build_next_lines(experiment: Experiment, run: Path | str) -> list[str]:
     """Return the lines for the end of a run: the path of its report, and follow-up commands.
 
-    Returns an empty list if the run saves no model.
+    `run` is the run's directory or URL. Returns an empty list if the run saves no model.
     """
     heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
     if "lm" in heads:
@@ -162,10 +165,10 @@ def build_next_lines(experiment: Experiment, run: Path) -> list[str]:
     else:
         return []
     first, *others = commands
-    return [f"report: {run / REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
+    return [f"report: {run}/{REPORT}", f"next:   {first}", *(INDENT + each for each in others)]
 
 
-def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
+def _build_policy_lines(experiment: Experiment, role: str, run: Path | str) -> list[str]:
     control = experiment.control
     at = shlex.quote(str(run))
     calls = []
@@ -180,7 +183,7 @@ def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[st
             beside = [f"weft chat {shlex.quote(shorten_path(began))} {at}    # before and after"]
         return [f"weft chat {at}", *beside]
     name = _find_free_trial(control, "rw")
-    reward = Path(control.fileroot) / control.experiment_name / name
+    reward = find_run_place(replace(control, trial_name=name))
     return [
         f"weft chat {at}",
         f"{_build_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
@@ -191,7 +194,7 @@ def _build_policy_lines(experiment: Experiment, role: str, run: Path) -> list[st
     ]
 
 
-def _build_reward_model_lines(experiment: Experiment, role: str, run: Path) -> list[str]:
+def _build_reward_model_lines(experiment: Experiment, role: str, run: Path | str) -> list[str]:
     control = experiment.control
     began = experiment.roles[role].path
     at = shlex.quote(str(run))
@@ -219,7 +222,7 @@ def _find_free_trial(control: Control, name: str) -> str:
     The name is `name` itself or, if that exists, the first free one of `name-2`, `name-3` and so
     on.
     """
-    folder = Path(control.fileroot).expanduser() / control.experiment_name
+    folder = find_runs_folder(control.fileroot) / control.experiment_name
     return next(
         each
         for each in (name, *(f"{name}-{n}" for n in range(2, 10_000)))

@@ -9,6 +9,7 @@ from weft.checkpoints import config_file, names
 from weft.data.spec import list_source_specs
 from weft.experiment import Experiment
 from weft.experiments.models import find_option_role
+from weft.storage.copies import complete
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
@@ -31,6 +32,8 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
     fileroot = experiment.control.fileroot
     fetched = False
     for role, spec in experiment.roles.items():
+        if spec.path is not None and data and not (spec.planned or spec.init_from_scratch):
+            complete(spec.path)  # the weights of a model in a bucket
         for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue

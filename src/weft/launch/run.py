@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,11 +25,14 @@ from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
 from weft.redaction import MASK, iterate_masked_options
 from weft.registry import import_user_code
+from weft.storage.buckets import is_remote
+from weft.storage.copies import forget_data_copies
 
 if TYPE_CHECKING:
     from weft.observe.progress import DisplayOptions
     from weft.runtime.directory import RunDirectory
     from weft.runtime.hosts import HostGroup
+    from weft.runtime.mirror import RunMirror
     from weft.runtime.ray import RayCluster
     from weft.runtime.session import SessionParts
 
@@ -81,6 +85,7 @@ def run(
     finished and a recovery point is written.
     """
     # Configure, check, and download what is missing.
+    forget_data_copies()
     experiment, mode = set_up_experiment(config, mode, built=built)
     check_mode(mode)
     check(experiment)
@@ -88,7 +93,8 @@ def run(
     experiment = build_with_files(config, experiment)
     # Find the other hosts of the run, and lock its directory.
     from weft.launch.cluster import start_ray_while_torch_loads
-    from weft.runtime.directory import RunDirectory, RunLock, admit
+    from weft.launch.run_lock import lock_run, upload_during
+    from weft.runtime.directory import RunDirectory
     from weft.runtime.processes import SupervisorPipe
 
     hosts = None
@@ -97,15 +103,9 @@ def run(
 
         hosts, experiment = join_hosts(experiment, mode, os.environ)
     directory = RunDirectory.from_control(experiment.control)
-
-    def check_directory() -> bool:
-        resolved = experiment.resolve()
-        return admit(directory, experiment.control, resolved, experiment.left_at_default)
-
-    resumes = check_directory() if hosts is None else hosts.decide(check_directory)
-    lock = RunLock(directory.path)
-    lock.take()
-    try:
+    with lock_run(experiment, directory) as (mirror, resumes):
+        if hosts is not None:
+            resumes = hosts.decide(lambda: resumes)
         # Resolve, read the data, plan and assemble; a restart after lost devices does so again.
         is_restart = SupervisorPipe.from_environment(os.environ).restarts > 0
         cluster = None if is_restart else start_ray_while_torch_loads(experiment, mode)
@@ -114,24 +114,14 @@ def run(
         from weft.runtime.session import Session
 
         show = show or DisplayOptions()
-        parts = prepare(
-            experiment,
-            directory,
-            mode,
-            is_restart=is_restart,
-            show=show,
-            cluster=cluster,
-            hosts=hosts,
-        )
+        build = partial(prepare, experiment, directory, mode, mirror=mirror, show=show, hosts=hosts)
+        parts = build(is_restart=is_restart, cluster=cluster)
         restarting_run = RestartingRun(
-            Session(parts, show),
-            lambda: Session(prepare(experiment, directory, mode, is_restart=True, show=show), show),
-            experiment,
+            Session(parts, show), lambda: Session(build(is_restart=True), show), experiment
         )
         # Run.
-        return RunResult(restarting_run.run(resumes=resumes), directory.path)
-    finally:
-        lock.release()
+        with upload_during(mirror):
+            return RunResult(restarting_run.run(resumes=resumes), directory.path)
 
 
 def prepare(
@@ -143,6 +133,7 @@ def prepare(
     show: DisplayOptions | None = None,
     cluster: RayCluster | None = None,
     hosts: HostGroup | None = None,
+    mirror: RunMirror | None = None,
 ) -> SessionParts:
     """Resolve models, read data, plan and build the engines of a checked experiment.
 
@@ -151,9 +142,10 @@ def prepare(
     start in this running Ray cluster. With `is_restart`, they replace those of lost devices.
     `hosts` are those that run the experiment together, each with all of it in one process.
 
-    `show` configures the output; the plan of a run with device processes is shown before their
-    engines are built. Raises `UserError` for every problem that can be detected before the first
-    step. On any error, device processes are ended and the cluster is closed.
+    `mirror` uploads the files of a run in a bucket. `show` configures the output; the plan of a run
+    with device processes is shown before their engines are built. Raises `UserError` for every
+    problem that can be detected before the first step. On any error, device processes are ended and
+    the cluster is closed.
     """
     from weft.launch.assemble import assemble, build_engines
     from weft.launch.cluster import launch_devices, relaunch_devices
@@ -197,7 +189,7 @@ def prepare(
             resolved, data, directory, group, baseline, plan_shown=shows_plan, hosts=hosts
         )
         undo.pop_all()
-    return parts
+    return replace(parts, mirror=mirror)
 
 
 def dry_run(
@@ -232,22 +224,16 @@ def plan_checked(
     from weft.launch.facts import TargetDevices
     from weft.launch.plan import build_plan_lines
     from weft.launch.resolve import read_data, resolve_run
-    from weft.runtime.directory import RunDirectory, admit
+    from weft.launch.run_lock import find_refusal
 
     roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
     target = TargetDevices.from_experiment(experiment, mode)
     resolved = resolve_run(replace(experiment, roles=roles), target.device, tokenizers=data)
     lines = build_plan_lines(resolved, read_data(resolved) if data else None, target, width)
     # Say whether the run itself would be refused.
-    try:
-        admit(
-            RunDirectory.from_control(experiment.control),
-            experiment.control,
-            experiment.resolve(),
-            experiment.left_at_default,
-        )
-    except ConfigError as error:  # does not matter for a plan
-        lines.append(f"note: the run itself would be refused: {error}")
+    refusal = find_refusal(experiment)
+    if refusal is not None:  # does not matter for a plan
+        lines.append(f"note: the run itself would be refused: {refusal}")
     return lines
 
 
@@ -295,6 +281,10 @@ def check(experiment: Experiment) -> None:
 
 def check_machine(experiment: Experiment, mode: str) -> None:
     """Raise `ConfigError` if the options name other machines or fewer devices than the run needs."""
+    if is_remote(experiment.control.fileroot):
+        from weft.launch.run_lock import check_bucket
+
+        check_bucket(experiment.control, mode)
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
             f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or "

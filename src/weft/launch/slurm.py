@@ -30,6 +30,7 @@ from weft.launch.run import (
     plan_checked,
     set_up_experiment,
 )
+from weft.launch.run_lock import check_bucket
 from weft.observe.jsonl import read_json
 from weft.options import read, validate
 from weft.redaction import mask_words
@@ -147,6 +148,7 @@ def _build_experiment(config: ExperimentConfig | Experiment, *, data: bool = Tru
     the nodes see the same files and, unless the job runs in a container, the same packages.
     """
     experiment, _ = set_up_experiment(config, "slurm")
+    check_bucket(experiment.control, "slurm")
     if experiment.config.get("slurm", {}).get("container") is None:
         check(experiment)
     else:

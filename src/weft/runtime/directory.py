@@ -28,8 +28,10 @@ from weft.errors import ConfigError, RunError
 from weft.experiment import Control
 from weft.observe.jsonl import read_json
 from weft.observe.run_files import RECORD, RunRecord, RunStart
-from weft.reading import explain_read_errors, make_folder, read_text, refuse_url
+from weft.reading import explain_read_errors, make_folder, read_text
 from weft.redaction import mask_values, mask_words
+from weft.storage.buckets import find_bucket_problem
+from weft.storage.copies import find_runs_folder
 from weft.writing import TEMPORARY, open_file, rename, sync
 
 REPLACED = ".old"
@@ -159,6 +161,7 @@ LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
 LOCK = "run.lock"
+COPIES = "copies.json"  # versions of the models in buckets that the run uses, by URL
 MOST_DIFFERENCES = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")
 
@@ -200,11 +203,15 @@ class RunDirectory:
 
     @classmethod
     def from_control(cls, control: Control) -> RunDirectory:
-        """Return the directory of the run with the options `control`."""
-        refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
-        return cls(
-            Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name
-        )
+        """Return the directory of the run with the options `control`.
+
+        For a run in a bucket, this is its working copy on this machine (`runtime/mirror.py`).
+        """
+        problem = find_bucket_problem(control.fileroot)
+        if problem is not None:
+            raise ConfigError(f"fileroot={control.fileroot}: {problem}")
+        root = find_runs_folder(control.fileroot)
+        return cls(root / control.experiment_name / control.trial_name)
 
     @property
     def checkpoints_folder(self) -> Path:

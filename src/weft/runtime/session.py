@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,11 +27,12 @@ from weft.runtime.checkpoints import (
     RecoveryPointStore,
     find_named_point,
 )
-from weft.runtime.directory import RunDirectory, Status, record_process, write_text
+from weft.runtime.directory import COPIES, RunDirectory, Status, record_process, write_text
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.hosts import HostGroup
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
+from weft.runtime.mirror import RECOVER, RunMirror, fetch_point, upload_after
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import ActionFrequency, StepProfiler
@@ -66,6 +68,7 @@ class SessionParts:
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
         hosts: Hosts that run this experiment together, or None for one host.
+        mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
     """
 
     experiment: Experiment
@@ -83,6 +86,7 @@ class SessionParts:
     fixed_prompts: FixedPrompts | None = None
     data: LoadedData | None = None
     hosts: HostGroup | None = None
+    mirror: RunMirror | None = None
 
 
 class Session:
@@ -139,12 +143,8 @@ class Session:
         point = self._find_point(own=instead_of is not None) if resumes else None
         if point is None and self._control.resume_from is not None:
             point = find_named_point(Path(self._control.resume_from))
-        hosts = self._parts.hosts
-        if hosts is not None:
-            chosen = hosts.decide(
-                lambda: None if point is None else [point.step, str(point.directory.resolve())]
-            )
-            point = None if chosen is None else RecoveryPoint(chosen[0], Path(chosen[1]))
+        if self._parts.hosts is not None:
+            point = self._agree_on_point(self._parts.hosts, point)
         if point is not None:
             self._restore_point(point)
         elif resumes and self._control.recover_mode == "resume":
@@ -166,9 +166,11 @@ class Session:
         self._open_observer(
             RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None
         )
-        self._tell(
-            f"resuming after step {self.step}" if point else f"writing to {self._directory.path}"
-        )
+        mirror = self._parts.mirror
+        place = self._directory.path if mirror is None else mirror.url
+        self._tell(f"resuming after step {self.step}" if point else f"writing to {place}")
+        if mirror is not None:
+            mirror.request()
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended, and release the workers.
@@ -229,6 +231,24 @@ class Session:
         ):
             return None  # resume_from names a point of this run; the caller uses that
         return self._points.find_newest(self._notes.append)
+
+    def _agree_on_point(
+        self, hosts: HostGroup, point: RecoveryPoint | None
+    ) -> RecoveryPoint | None:
+        """Return the recovery point of the first host, which other hosts may have to download."""
+        url = None
+        if point is not None and self._parts.mirror is not None:
+            url = f"{self._parts.mirror.url}/{RECOVER}/{point.directory.name}"
+        own = None if point is None else [point.step, str(point.directory.resolve()), url]
+        chosen = hosts.decide(lambda: own)
+        if chosen is None or hosts.is_first:
+            return point
+        step, path, url = chosen
+        if url is None:
+            return RecoveryPoint(step, Path(path))
+        folder = self._directory.path / f"of-first-host-{step}"
+        fetch_point(url, folder)
+        return RecoveryPoint(step, folder)
 
     def _restore_point(self, point: RecoveryPoint) -> None:
         """Restore a recovery point.
@@ -376,6 +396,8 @@ class Session:
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
+        if self._parts.mirror is not None:
+            self._parts.mirror.check()
         self._observer.record_step(line)
         self._observer.record_samples(self.step, self._recorder.rows)
         self._observer.report.renew_if_due()
@@ -399,7 +421,7 @@ class Session:
                 self._parts.fixed_prompts.write_completions(self.step)
 
     def _save(self, *, milestone: bool) -> None:
-        with self._open_span("save"):
+        with self._open_span("save"), upload_after(self._parts.mirror):
             self._checkpoints.save(self.step, milestone=milestone)
         self._saved_step = self.step
 
@@ -409,7 +431,7 @@ class Session:
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
         }
-        with self._open_span("recover"):
+        with self._open_span("recover"), upload_after(self._parts.mirror):
             self._points.write(self.step, lambda d: self._master.save(d, extra))
         self._point_step = self.step
 
@@ -462,6 +484,8 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     directory.set_status("running", step)
     write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     write_text(directory.path / HARDWARE, parts.hardware + "\n")
+    if versions := parts.experiment.read_copy_versions():
+        write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen

@@ -112,6 +112,22 @@ class StreamDataset(Protocol):
 
 
 @runtime_checkable
+class ResumableStream(Protocol):
+    """Dataset that yields whole batches and can continue at any of them.
+
+    Each `iter()` continues behind the last batch. An epoch has `len(dataset)` batches with
+    `num_ids` samples in total, which are known without reading them.
+    """
+
+    @property
+    def num_ids(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[SequenceSample]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+@runtime_checkable
 class TokenizedDataset(Protocol):
     """Dataset whose rows weft itself tokenizes.
 

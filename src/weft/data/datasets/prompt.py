@@ -38,6 +38,8 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 from weft.reading import check_file, explain_read_errors
 from weft.registry import register_dataset
+from weft.storage.buckets import is_remote
+from weft.storage.copies import copy_file
 
 # metadata: a prompt's messages, for roles that read the text in a form of their own
 MESSAGES = "prompt_messages"
@@ -187,7 +189,7 @@ def read_prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_texts(path: str) -> Iterator[tuple[str, Any]]:
-    file = Path(path).expanduser()
+    file = copy_file(path, kind=DataError) if is_remote(path) else Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: no such file")
     check_file(file, path, DataError)

@@ -1,0 +1,183 @@
+"""Rows of JSONL files read one after the other, without holding a file, and from any position.
+
+The files are on this machine, in a bucket (`gs://B/x.jsonl`) or on the hub (`owner/name[:folder]`).
+A position is a file and a byte offset in it, so a recovery point continues at the same row without
+reading the rows before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.data.sources import HUB_NAME, UnreadableRow, parse_line
+from weft.errors import DataError
+from weft.reading import explain_read_errors, iterate_files
+from weft.storage.buckets import BucketFolder, explain_store_errors, is_remote
+
+SUFFIXES = (".jsonl", ".ndjson")
+BLOCK_BYTES = 1 << 20  # bytes that are read at once
+LONGEST_BYTES = 1 << 28  # longest line
+CHECKED_BYTES = 1 << 10  # bytes before a position that must be unchanged when it is restored
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Position in a stream of rows.
+
+    Attributes:
+        file: Number of the file, in the order of their names.
+        offset: Number of bytes of this file that were read.
+        line: Number of lines of this file that were read.
+        rounds: Number of times that all files were read.
+    """
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+    rounds: int = 0
+
+
+class RowStream:
+    """Endless stream of the rows of JSONL files, which begins again after the last one.
+
+    `path` is a file or folder on this machine or in a bucket, or the name of a hub dataset. Raises
+    `DataError` if there are no JSONL files.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._bucket: BucketFolder | None = None
+        if is_remote(path):
+            self._bucket = BucketFolder.open(path, path, DataError)
+        elif not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
+            self._bucket = _open_hub(path)
+        self._sizes: dict[str, int] = {}  # of files that are not on this machine
+        self._names = self._list_names()
+        self._block = b""  # bytes that were read in advance
+        self._block_at = (0, 0)  # file and offset of the first of them
+        self.position = StreamPosition()
+
+    def read_next(self) -> tuple[str, Any]:
+        """Return (location, row) of the next row, and advance behind it.
+
+        A line that is not JSON gives an `UnreadableRow`. Blank lines are skipped. Raises
+        `DataError` if a file cannot be read, or if no file has a row.
+        """
+        begin = self.position
+        while True:
+            at = self.position
+            line, length = self._read_line(at)
+            if length == 0:
+                following = StreamPosition(at.file + 1, rounds=at.rounds)
+                if following.file == len(self._names):
+                    following = StreamPosition(rounds=at.rounds + 1)
+                self.position = following
+                if at.rounds > begin.rounds and at.file >= begin.file:
+                    raise DataError(f"{self.path}: the files have no rows")
+                continue
+            self.position = StreamPosition(at.file, at.offset + length, at.line + 1, at.rounds)
+            place = f"{self._get_label(at.file)}:{at.line + 1}"
+            try:
+                text = line.decode().strip().lstrip("\ufeff")
+            except UnicodeDecodeError as error:
+                return place, UnreadableRow(f"is not UTF-8 text ({error.reason})")
+            if text:
+                return place, parse_line(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, with a hash of the bytes before it, as JSON values."""
+        at = self.position
+        values = {"file": at.file, "offset": at.offset, "line": at.line, "rounds": at.rounds}
+        return {**values, "files": len(self._names), "before": self._hash_before(at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a position that `state_dict` returned.
+
+        Raises `DataError` if the files differ from those that the position is of.
+        """
+        at = StreamPosition(state["file"], state["offset"], state["line"], state["rounds"])
+        if len(self._names) != state["files"] or self._hash_before(at) != state["before"]:
+            raise DataError(
+                f"{self.path}: has changed since the recovery point was written; restore the data, "
+                f"or start another run"
+            )
+        self.position = at
+        self._block = b""
+
+    # -- files
+
+    def _read_line(self, at: StreamPosition) -> tuple[bytes, int]:
+        """Return the line at a position, and its number of bytes, which is 0 at the end of a file."""
+        file, start = self._block_at
+        skipped = at.offset - start
+        held = b""
+        if file == at.file and 0 <= skipped <= len(self._block):
+            held = self._block[skipped:]
+        searched = 0
+        while (end := held.find(b"\n", searched)) < 0:
+            searched = len(held)
+            block = self._read(at.file, at.offset + len(held), BLOCK_BYTES)
+            held += block
+            if not block:
+                end = len(held) - 1
+                break
+            if len(held) > LONGEST_BYTES:
+                raise DataError(
+                    f"{self._get_label(at.file)}:{at.line + 1}: has more than {LONGEST_BYTES:,} bytes"
+                )
+        self._block = held
+        self._block_at = (at.file, at.offset)
+        return held[: end + 1], end + 1
+
+    def _hash_before(self, at: StreamPosition) -> str:
+        start = max(0, at.offset - CHECKED_BYTES)
+        before = self._read(at.file, start, at.offset - start) if at.offset else b""
+        return hashlib.blake2b(before, digest_size=16).hexdigest()
+
+    def _read(self, file: int, start: int, count: int) -> bytes:
+        name = self._names[file]
+        if self._bucket is not None:
+            size = self._sizes[name]
+            if start >= size:
+                return b""
+            with explain_store_errors(self._get_label(file), DataError):
+                return self._bucket.read_range(name, start, min(start + count, size))
+        with explain_read_errors(name, DataError), Path(name).open("rb") as stream:
+            stream.seek(start)
+            return stream.read(count)
+
+    def _list_names(self) -> list[str]:
+        if self._bucket is not None:
+            with explain_store_errors(self.path, DataError):
+                stamps = self._bucket.list_files()
+            self._sizes = {name: stamp.size for name, stamp in stamps.items()}
+            names = sorted(name for name in stamps if (name or self.path).endswith(SUFFIXES))
+        else:
+            place = Path(self.path).expanduser()
+            files = [place]
+            if place.is_dir():
+                files = sorted(iterate_files(place, self.path, DataError))
+            names = [str(file) for file in files if file.is_file() and file.name.endswith(SUFFIXES)]
+        if not names:
+            raise DataError(
+                f"{self.path}: there are no files {' or '.join(SUFFIXES)} there, which a stream reads"
+            )
+        return names
+
+    def _get_label(self, file: int) -> str:
+        name = self._names[file]
+        if self._bucket is None:
+            return name
+        return f"{self._bucket.url}/{name}" if name else self._bucket.url
+
+
+def _open_hub(path: str) -> BucketFolder:
+    """Return the files of a hub dataset, `owner/name` or `owner/name:folder`."""
+    from huggingface_hub import HfFileSystem
+
+    name, _, folder = path.partition(":")
+    root = f"datasets/{name}/{folder}".rstrip("/")
+    return BucketFolder(f"hf://{root}", HfFileSystem(), root)
