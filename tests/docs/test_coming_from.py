@@ -24,6 +24,7 @@ HEAD = re.compile(
     r"^\| (?P<old>[^|]+) \| default \| weft (?P<quickstart>\w+) \| default \| remarks \|$"
 )
 NAMES = re.compile(r"`([^`]+)`")
+CELL = re.compile(r"(?<!\\)\|")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ def tables(path: Path) -> list[Table]:
             inside = False
         elif inside and not line.startswith("|---"):
             old, old_default, names, default, _ = (
-                cell.strip() for cell in line.strip("|").split("|")
+                cell.strip() for cell in CELL.split(line.strip("|"))
             )
             found[-1][1].append(
                 Row(tuple(NAMES.findall(old)), old_default, tuple(NAMES.findall(names)), default)

@@ -338,7 +338,7 @@ def format_length_table(data: LoadedData, limit: int) -> list[str]:
     longer than `limit`. Raises `ConfigError` for a user-defined dataset class, whose row lengths
     are unknown.
     """
-    lines = [("source", "longest", "p99", f"above {limit:,}")]
+    lines: list[tuple[str, ...]] = [("source", "longest", "p99", f"above {limit:,}")]
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
             raise ConfigError(f"{part.name}: only weft's own dataset types have row lengths")

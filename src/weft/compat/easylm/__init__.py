@@ -1,0 +1,1 @@
+"""EasyLM's files, flags and commands."""
