@@ -18,8 +18,8 @@ from tests.tiny import make_llama, write_jsonl
 from weft.cli import dialects
 from weft.cli.main import COMMANDS, format_usage, main
 from weft.compat.easylm import commands, meshes
-from weft.compat.easylm.arguments import ModelConversion
-from weft.compat.easylm.commands import convert_stream, format_help, name_folder
+from weft.compat.easylm.arguments import TranslatedCommand
+from weft.compat.easylm.commands import choose_folder, format_help
 from weft.compat.easylm.flags import CONVERTERS, TRAINING
 
 ROWS = [{"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "4"}]}]
@@ -138,16 +138,16 @@ def test_a_stream_is_converted_once(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_llama(here / "m")
-    (here / "stream").write_bytes(b"1")
     calls = []
 
-    def prepare_model(
-        checkpoint: str, config: str, update: str, tokenizer: str | None, folder: Path, **more: Any
-    ) -> Path:
-        calls.append((checkpoint, config, update, tokenizer, more))
-        return Path(shutil.copytree(here / "m", folder))
+    def locate_model(*values: Any, **more: Any) -> Path:
+        return Path(values[4]) / "debug"
 
-    stand_in(monkeypatch, "checkpoints", prepare_model=prepare_model)
+    def prepare_model(*values: Any, **more: Any) -> Path:
+        calls.append((*values[:4], more))
+        return Path(shutil.copytree(here / "m", values[4] / "debug"))
+
+    stand_in(monkeypatch, "checkpoints", locate_model=locate_model, prepare_model=prepare_model)
     started: list[list[str]] = []
 
     def start(words: list[str], supervise: bool) -> int:
@@ -160,44 +160,20 @@ def test_a_stream_is_converted_once(
     update = "--update_llama_config={'max_sequence_length': 64}"
     words = [*words_of_sft(here, "params::stream"), "--load_llama_config=debug", update]
     assert main([*words, "--dry-run"]) == 0
-    assert "params::stream is converted to runs/converted/stream-" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "params::stream: is converted when the run starts" in out
+    assert "model.path=runs/converted/debug" in out
     assert not calls and not started and not (here / "runs").exists()
     assert main(words) == main(words) == main([*words, "--dry-run"]) == 0
     expected = ("params::stream", "debug", "{'max_sequence_length': 64}", None)
     assert calls == [(*expected, {"is_reward_model": False})]
-    (folder,) = (here / "runs" / "converted").iterdir()
-    assert f"model.path=runs/converted/{folder.name}" in started[0]
-    (here / "stream").write_bytes(b"12")  # another state of the file
-    assert main(words) == 0 and len(calls) == 2
+    assert len(started) == 3 and "model.path=runs/converted/debug" in started[0]
 
 
-def test_a_conversion_that_fails_leaves_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prepare_model(*arguments: Any, **more: Any) -> Path:
-        arguments[4].mkdir()
-        raise ValueError("cut short")
-
-    stand_in(monkeypatch, "checkpoints", prepare_model=prepare_model)
-    source = ModelConversion("params::stream", "", "", None, False)
-    with pytest.raises(ValueError, match="cut short"):
-        convert_stream(source, here / "converted" / "a")
-    assert list((here / "converted").iterdir()) == []
-
-
-def test_models_of_other_settings_have_other_folders() -> None:
-    one = ModelConversion("params::G/llama2/7b", "7b", "", None, False)
-    names = {
-        name_folder(each)
-        for each in (
-            one,
-            ModelConversion("params::G/llama2/7b", "7b", "", "t", False),
-            ModelConversion("params::G/llama2/7b", "7b", "", None, True),
-            ModelConversion("params::G/llama2/7b", "7b", "{'vocab_size': 8}", None, False),
-        )
-    }
-    assert len(names) == 4 and all(name.startswith("7b-") for name in names)
-    assert name_folder(one) in names
+def test_models_of_runs_in_a_bucket_are_converted_on_this_machine() -> None:
+    bucket = TranslatedCommand("sft", {"fileroot": "gs://bucket/out"})
+    assert choose_folder(bucket) == Path.home() / ".cache" / "weft" / "converted"
+    assert choose_folder(TranslatedCommand("sft", {"fileroot": "out"})) == Path("out/converted")
 
 
 @pytest.mark.parametrize("name", CONVERTERS)

@@ -396,6 +396,14 @@ def test_streams_and_their_configuration() -> None:
     assert done.options["model.residual_dropout"] == 0.1
 
 
+def test_without_a_checkpoint_weights_begin_at_random() -> None:
+    words = [*parse_words("llama_train")[:-1], "--load_llama_config=debug", "--tokenizer=t"]
+    done = convert("llama_train", words)
+    assert done.streams["model"] == ModelConversion("", "debug", "", "t", False)
+    assert done.options["model.init_from_scratch"] is True
+    assert done.notes == ["--load_checkpoint is not set: the weights begin at random"]
+
+
 def test_configurations_are_literals() -> None:
     """EasyLM evaluates them (its defect m)."""
     refuse(
@@ -416,7 +424,7 @@ def test_configurations_are_literals() -> None:
             ["--load_checkpoint=params::f", "--load_llama_config=7b", "--llama.vocab_size=8"],
             'has no effect in EasyLM beside --load_llama_config=7b; write --update_llama_config="dict(',
         ),
-        (["--load_checkpoint=params::f", "--load_llama_config=7c"], "Known are 1b, 3b"),
+        (["--load_checkpoint=params::f", "--load_llama_config=7c"], "nown are 1b, 3b"),
         (["--llama.fcm_max_ratio=0.1"], "forgetful causal mask"),
         (["--tokenizer=a", "--tokenizer.vocab_file=b"], "both name the tokenizer; set one"),
         (["--dtype=fp8"], "--dtype=fp8: must be one of fp32, bf16, fp16"),

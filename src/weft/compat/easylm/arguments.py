@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from weft.compat.easylm import flags as tables
@@ -143,6 +144,27 @@ class ModelConversion:
     update: str
     tokenizer: str | None
     is_reward_model: bool
+
+    def __str__(self) -> str:
+        return self.load_checkpoint or "a model without weights"
+
+    def locate(self, folder: Path) -> Path:
+        """Return the Hugging Face directory below `folder` that `write` writes."""
+        from weft.compat.easylm.checkpoints import locate_model
+
+        is_reward_model = self.is_reward_model
+        return locate_model(*self._values, folder, is_reward_model=is_reward_model)
+
+    def write(self, folder: Path) -> Path:
+        """Convert the stream to a Hugging Face directory below `folder`, and return it."""
+        from weft.compat.easylm.checkpoints import prepare_model
+
+        is_reward_model = self.is_reward_model
+        return prepare_model(*self._values, folder, is_reward_model=is_reward_model)
+
+    @property
+    def _values(self) -> tuple[str, str, str, str | None]:
+        return self.load_checkpoint, self.config, self.update, self.tokenizer
 
 
 @dataclass

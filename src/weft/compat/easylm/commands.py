@@ -6,21 +6,16 @@ runs it. Streams are converted to Hugging Face directories first, once for each 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from importlib import import_module
 from pathlib import Path
 
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import (
     GivenFlags,
-    ModelConversion,
     TranslatedCommand,
     parse_flags,
 )
@@ -32,6 +27,7 @@ from weft.redaction import mask_words
 HELP = ("--help", "-h", "help", "--helpfull", "--helpshort")
 PLAN_FLAGS = ("--dry-run", "--cfg", "--print-script")  # of commands that start no run
 CONVERTED = "converted"  # folder of converted streams, in the folder of all runs
+CONFIG = "config.json"  # the last file of a converted model
 CACHE = "~/.cache/weft"  # where it is if runs are in a bucket
 CONVERTER_SUMMARIES = {
     "convert_easylm_to_hf": "a stream as a Hugging Face directory",
@@ -72,64 +68,31 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
     backend = choose_backend(given.get("backend"))
     devices = count_devices(backend, os.environ)
     translated = translate(given, backend=backend, num_devices=devices)
-    folders = _choose_folders(translated)
-    for role, folder in folders.items():
-        translated.options[f"{role}.path"] = str(folder)
+    folder = choose_folder(translated)
+    missing = {}
+    for role, conversion in translated.streams.items():
+        model = conversion.locate(folder)
+        translated.options[f"{role}.path"] = str(model)
+        if not (model / CONFIG).is_file():
+            missing[role] = conversion
     words = translated.format_words()
     quickstart.print_notes(translated.notes)
     if quickstart.is_reporting():
         print(f"$ weft {shlex.join(mask_words(words))}", flush=True)
-    missing = {role: folder for role, folder in folders.items() if not folder.is_dir()}
     if missing and any(word.partition("=")[0] in PLAN_FLAGS for word in given.passed):
-        for role, folder in missing.items():
-            stream = translated.streams[role].load_checkpoint
-            print(f"{stream} is converted to {folder} when the run starts; a plan needs it")
+        for conversion in missing.values():
+            print(f"{conversion}: is converted when the run starts, and a plan needs the result")
         return 0
-    for role, folder in missing.items():
-        convert_stream(translated.streams[role], folder)
+    for conversion in missing.values():
+        print(f"converting {conversion} into {folder}", file=sys.stderr, flush=True)
+        conversion.write(folder)
     return quickstart.main(words[1:], supervise=supervise)
 
 
-def _choose_folders(translated: TranslatedCommand) -> dict[str, Path]:
-    """Return the folder of each role whose stream is converted."""
+def choose_folder(translated: TranslatedCommand) -> Path:
+    """Return the folder of converted models: in that of all runs, unless runs are in a bucket."""
     root = str(translated.options.get("fileroot", "./runs"))
-    parent = Path(CACHE).expanduser() if "://" in root else Path(root).expanduser()
-    return {
-        role: parent / CONVERTED / name_folder(source)
-        for role, source in translated.streams.items()
-    }
-
-
-def name_folder(source: ModelConversion) -> str:
-    """Return the name of the folder for a stream, which differs for other content and settings."""
-    place = Path(source.load_checkpoint.partition("::")[2]).expanduser()
-    state = (place.stat().st_size, place.stat().st_mtime_ns) if place.is_file() else ()
-    digest = hashlib.sha256(json.dumps([astuple(source), state]).encode()).hexdigest()
-    return f"{place.name}-{digest[:12]}"
-
-
-def convert_stream(source: ModelConversion, folder: Path) -> None:
-    """Convert a stream to a Hugging Face directory, which exists only once it is complete."""
-    from weft.compat.easylm.checkpoints import prepare_model
-
-    if folder.is_dir():  # two roles can have one stream
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"converting {source.load_checkpoint} to {folder}", file=sys.stderr, flush=True)
-    try:
-        prepare_model(
-            source.load_checkpoint,
-            source.config,
-            source.update,
-            source.tokenizer,
-            partial,
-            is_reward_model=source.is_reward_model,
-        )
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return Path(CACHE if "://" in root else root).expanduser() / CONVERTED
 
 
 # -- help

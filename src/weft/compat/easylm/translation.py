@@ -195,11 +195,14 @@ def _translate_checkpoint(
     """Set the path of a role; `source` is the role and the suffix of the flags that describe it."""
     flag = f"load_checkpoint{source[1]}"
     checkpoint = given.get(flag)
-    if not checkpoint:
+    if not checkpoint and not tokenizer:
         raise ConfigError(
-            f"--{flag} is missing: name a stream such as params::FILE, or a Hugging Face directory "
-            f"(with {source[0]}.init_from_scratch=true its weights are random)"
+            f"--{flag} is missing: name a stream such as params::FILE, or a Hugging Face directory; "
+            f"for random weights, name a --tokenizer"
         )
+    if not checkpoint:
+        done.notes.append(f"--{flag} is not set: the weights begin at random")
+        done.options[f"{source[0]}.init_from_scratch"] = True
     _set_source(given, done, source, checkpoint, tokenizer, is_reward_model=is_reward_model)
 
 
@@ -217,7 +220,7 @@ def _set_source(
     config, changes = _read_llama_config(given, suffix)
     _translate_memory(given, done, role, changes, config)
     network = {key: value for key, value in changes.items() if not _is_for_training(key)}
-    if "::" in checkpoint:
+    if "::" in checkpoint or not checkpoint:
         update = repr(network) if network else ""
         stream = ModelConversion(checkpoint, config, update, tokenizer, is_reward_model)
         done.streams[role] = stream
