@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -129,6 +130,18 @@ def test_a_mesh_that_does_not_fit(
     words = [*words_of_sft(here, "m"), "--backend=jax", "--mesh_dim=1,64,4"]
     assert main(words) == 2
     assert "must be the number of devices, 8; write 1,8,1" in capsys.readouterr().err
+
+
+def test_without_jax_the_extra_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from weft.engine.backends import jax
+
+    make_llama(here / "m")
+    monkeypatch.setattr(jax, "find_spec", lambda name: None)
+    assert main([*words_of_sft(here, "m"), "--backend=jax", "--mesh_dim=1,8,1"]) == 2
+    assert re.search(r"'jax' is not installed; run: .*\[jax\]", capsys.readouterr().err)
+    assert not (here / "runs").exists()
 
 
 # -- conversions

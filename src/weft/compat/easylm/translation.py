@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from weft.compat.easylm import flags as tables
@@ -111,6 +112,11 @@ def _translate_names(given: GivenFlags, done: TranslatedCommand) -> None:
     wandb = {"entity": logger["entity"], "project": project, "dir": logger["wandb_dir"]}
     if logger["online"]:
         done.options["logger.wandb.mode"] = "online"
+    elif any(wandb.values()) and find_spec("wandb") is None:
+        done.notes.append(
+            "--logger.* of W&B are left out: logger.online is false and it is not installed"
+        )
+        return
     elif any(wandb.values()):
         done.options["logger.wandb.mode"] = "offline"
     for key, value in wandb.items():
