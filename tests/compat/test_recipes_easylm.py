@@ -57,7 +57,7 @@ def test_a_section_has_the_values_of_the_guides_command(section: str) -> None:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_is_listed_and_shown(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "ls", section]) == 0
-    assert "weft:easylm.yaml:" in capsys.readouterr().out
+    assert "weft:tulu.yaml:" in capsys.readouterr().out
     assert main(["config", "show", section]) == 0
     quickstart = TRAINING[SECTIONS[section][0]].quickstart
     assert capsys.readouterr().out.startswith(f"weft quickstart {quickstart} --configs {section}\n")
