@@ -15,6 +15,7 @@ import yaml
 
 from tests.docs.test_pages import ROOT
 from weft import registry
+from weft.cli import dialects
 from weft.cli.main import COMMANDS
 from weft.experiments.common import RunConfig
 from weft.options import OptionDescription, iterate_options
@@ -131,7 +132,7 @@ def test_commands_and_settings_in_the_text_exist(path: Path) -> None:
         words = shlex.split(code)
         if words[:1] != ["weft"]:
             continue
-        assert words[1] in COMMANDS, code
+        assert words[1] in (*COMMANDS, *dialects.COMMANDS), code
         if words[1] == "quickstart" and len(words) > 2:
             known_here = set(options_of(words[2]))
             given = [

@@ -70,6 +70,7 @@ def test_the_backend_is_jax_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_devices_of_one_host_of_several_are_not_counted() -> None:
     assert count_devices("jax", {"TPU_WORKER_HOSTNAMES": "a,b"}) is None
+    assert count_devices("jax", {"WEFT_JAX_COORDINATOR": "auto"}) is None
 
 
 @pytest.mark.slow  # imports jax in a process

@@ -351,6 +351,25 @@ def test_an_epoch_of_some_batches() -> None:
     assert options["dataset.sources"] == [{"path": "rows.jsonl", "size": 24}]
 
 
+def test_several_hosts() -> None:
+    words = parse_words("llama_train")
+    assert convert("llama_train", words).environment == {}
+    automatic = {"WEFT_JAX_COORDINATOR": "auto"}
+    for flag in ("initialize_jax_distributed", "jax_distributed.initialize_jax_distributed"):
+        assert convert("llama_train", [*words, f"--{flag}=True"]).environment == automatic
+    group = "--jax_distributed."
+    more = [f"{group}coordinator_address=h:1", f"{group}num_processes=2", f"{group}process_id=0"]
+    started = f"{group}initialize_jax_distributed"
+    assert convert("llama_train", [*words, started, *more]).environment == {
+        "WEFT_JAX_COORDINATOR": "h:1",
+        "WEFT_JAX_PROCESSES": "2",
+        "WEFT_JAX_PROCESS": "0",
+    }
+    refuse("has no effect without", "llama_train", *more)
+    refuse(f"{group}process_id is missing: set all of", "llama_train", started, *more[:2])
+    refuse("all devices of its host", "llama_train", f"{group}local_device_ids=0,1")
+
+
 # -- what a published result needs
 
 

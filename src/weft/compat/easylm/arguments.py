@@ -175,6 +175,7 @@ class TranslatedCommand:
         quickstart: name of the quickstart
         options: values by option name
         streams: streams to convert, by the role whose `path` the result becomes
+        environment: variables that the run needs
         notes: lines for the user
         passed: further words of the command line
     """
@@ -182,6 +183,7 @@ class TranslatedCommand:
     quickstart: str
     options: dict[str, Any] = field(default_factory=dict)
     streams: dict[str, ModelConversion] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     passed: tuple[str, ...] = ()
 

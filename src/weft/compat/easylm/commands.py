@@ -20,7 +20,7 @@ from weft.compat.easylm.arguments import (
     parse_flags,
 )
 from weft.compat.easylm.flags import FlagRule, TrainingCommand
-from weft.compat.easylm.translation import translate
+from weft.compat.easylm.translation import list_host_variables, translate
 from weft.errors import build_unknown_name_error
 from weft.redaction import mask_words
 
@@ -66,7 +66,8 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
     from weft.compat.easylm.meshes import choose_backend, count_devices
 
     backend = choose_backend(given.get("backend"))
-    devices = count_devices(backend, os.environ)
+    hosts = list_host_variables(given)
+    devices = count_devices(backend, {**os.environ, **hosts})
     translated = translate(given, backend=backend, num_devices=devices)
     folder = choose_folder(translated)
     missing = {}
@@ -78,7 +79,8 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
     words = translated.format_words()
     quickstart.print_notes(translated.notes)
     if quickstart.is_reporting():
-        print(f"$ weft {shlex.join(mask_words(words))}", flush=True)
+        variables = [f"{name}={value}" for name, value in translated.environment.items()]
+        print(f"$ {shlex.join([*variables, 'weft', *mask_words(words)])}", flush=True)
     if missing and any(word.partition("=")[0] in PLAN_FLAGS for word in given.passed):
         for conversion in missing.values():
             print(f"{conversion}: is converted when the run starts, and a plan needs the result")
@@ -86,6 +88,7 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
     for conversion in missing.values():
         print(f"converting {conversion} into {folder}", file=sys.stderr, flush=True)
         conversion.write(folder)
+    os.environ.update(translated.environment)
     return quickstart.main(words[1:], supervise=supervise)
 
 

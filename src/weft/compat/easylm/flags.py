@@ -68,7 +68,7 @@ def refuse(default: Any, note: str, kind: type | None = None) -> FlagRule:
 
 
 NO_STREAM_STATE = "rerun the same command: a run resumes exactly, data included"
-ONE_FOR_ALL = "weft launch tpu start starts the command on all hosts and connects them"
+CONNECTED = "sets WEFT_JAX_COORDINATOR and the like, as weft launch tpu start does"
 NO_PADDING = "rows are packed, not padded"
 ENDS_WITH_RUN = "a schedule ends with the run"
 
@@ -82,11 +82,11 @@ RUN: Mapping[str, FlagRule] = {
     "dtype": compute("fp32", "{roles}.dtype", note="fp32, bf16 or fp16; trained weights: float32"),
     "load_dataset_state": refuse("", NO_STREAM_STATE),
     "log_all_worker": ignore(False, "the logs of all workers are in the run's folder"),
-    "jax_distributed.initialize_jax_distributed": refuse(False, ONE_FOR_ALL),
-    "jax_distributed.coordinator_address": refuse("", ONE_FOR_ALL),
-    "jax_distributed.num_processes": refuse("", ONE_FOR_ALL, int),
-    "jax_distributed.process_id": refuse("", ONE_FOR_ALL, int),
-    "jax_distributed.local_device_ids": refuse("", ONE_FOR_ALL),
+    "jax_distributed.initialize_jax_distributed": compute(False, note=CONNECTED),
+    "jax_distributed.coordinator_address": compute("", note=f"absent: auto; {CONNECTED}"),
+    "jax_distributed.num_processes": compute("", note=CONNECTED, kind=int),
+    "jax_distributed.process_id": compute("", note=CONNECTED, kind=int),
+    "jax_distributed.local_device_ids": refuse("", "a process has all devices of its host"),
     "checkpointer.float_dtype": ignore("bf16", "checkpoints have the dtype of the role"),
     "checkpointer.save_optimizer_state": ignore(
         False, "recovery points hold the optimizer's state, checkpoints never do"
@@ -371,7 +371,7 @@ def list_dataset_flags(types: Sequence[str]) -> dict[str, FlagRule]:
 
 
 ONE_MODEL: Mapping[str, FlagRule] = {
-    "initialize_jax_distributed": refuse(False, ONE_FOR_ALL),
+    "initialize_jax_distributed": compute(False, note=CONNECTED),
     "total_steps": compute(10000, "max_steps", note="if num_epochs is 0"),
     "num_epochs": compute(0, "total_train_epochs", note="0: total_steps"),
     "log_freq": compute(50, "log_freq_steps"),

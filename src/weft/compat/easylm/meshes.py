@@ -15,6 +15,7 @@ from sys import executable
 from weft.engine.jax.mesh_sizes import read_sizes
 from weft.errors import ConfigError
 
+COORDINATOR = "WEFT_JAX_COORDINATOR"  # set on each of several hosts
 COUNT_DEVICES = "import jax; print(jax.device_count())"
 
 
@@ -38,7 +39,8 @@ def count_devices(backend: str, environment: Mapping[str, str]) -> int | None:
         import torch
 
         return torch.cuda.device_count() or None
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or not find_spec("jax"):
+    several = COORDINATOR in environment or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+    if several or not find_spec("jax"):
         return None
     done = run(
         [executable, "-c", COUNT_DEVICES],

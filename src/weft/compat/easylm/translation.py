@@ -17,13 +17,24 @@ from typing import Any
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import GivenFlags, ModelConversion, TranslatedCommand
 from weft.compat.easylm.dataset_flags import translate_dataset
-from weft.compat.easylm.meshes import check_minibatch, check_product, format_layout
+from weft.compat.easylm.meshes import (
+    COORDINATOR,
+    check_minibatch,
+    check_product,
+    format_layout,
+)
 from weft.errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 REMAT = ("nothing_saveable", "checkpoint_dots", "checkpoint_dots_with_no_batch_dims")
 MISSING_EOS_REWARD = -10.0  # EasyLM's score of a completion without end token
 HIDDEN_TOP_K = 50  # of Hugging Face's sampler, which EasyLM uses without saying so
+# flag of `jax_distributed` -> environment variable of weft.engine.jax.hosts
+HOST_VARIABLES = {
+    "coordinator_address": COORDINATOR,
+    "num_processes": "WEFT_JAX_PROCESSES",
+    "process_id": "WEFT_JAX_PROCESS",
+}
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.-]+")
 
 
@@ -51,6 +62,7 @@ def translate(
         _translate_steps(given, done)
     _translate_saving(given, done)
     _translate_mesh(given, done, backend, num_devices)
+    done.environment = list_host_variables(given)
     return done
 
 
@@ -62,6 +74,32 @@ def _check_refused(given: GivenFlags, done: TranslatedCommand) -> None:
             raise ConfigError(f"--{flag}={value}: {rule.note}")
         if rule.treatment == "ignore" and value != rule.default:
             done.notes.append(f"--{flag} is left out: {rule.note}")
+
+
+def list_host_variables(given: GivenFlags) -> dict[str, str]:
+    """Return the environment variables with which JAX starts on several hosts; empty for one.
+
+    Raises `ConfigError` if only some of the flags `jax_distributed.*` are set.
+    """
+    flags = {name: f"jax_distributed.{name}" for name in HOST_VARIABLES}
+    values = {name: given.get(flag) for name, flag in flags.items() if given.has(flag)}
+    starts = "initialize_jax_distributed"
+    asked = given.get(f"jax_distributed.{starts}") or (
+        starts in given.command.flags and given.get(starts)
+    )
+    if not asked and values:
+        raise ConfigError(
+            f"--{flags[next(iter(values))]}: has no effect without --jax_distributed.{starts}=True"
+        )
+    if values and len(values) < len(flags):
+        missing = next(flag for name, flag in flags.items() if name not in values)
+        raise ConfigError(
+            f"--{missing} is missing: set all of {', '.join(flags.values())}, or none"
+        )
+    if not asked:
+        return {}
+    values = values or {"coordinator_address": "auto"}
+    return {HOST_VARIABLES[name]: str(value) for name, value in values.items()}
 
 
 def _check_compatible(given: GivenFlags) -> None:
