@@ -252,6 +252,15 @@ def test_value_loss_by_hand() -> None:
     assert evaluate(PPOCriticLoss(None), sample, out).loss == pytest.approx((1.0 + 0.01) / 4)
 
 
+def test_the_value_loss_has_a_factor_which_its_metric_leaves_out() -> None:
+    keys = {"values": [0.0, 0.0], "returns": [2.0, 0.0]}
+    sample, out = make_sample([[2]], keys), {"values": [1.0, 0.1]}
+    value, stats, found = gradients(PPOCriticLoss(None, vf_coef=0.1), sample, out)
+    assert value == pytest.approx(0.1 * (1.0 + 0.01) / 4)
+    assert stats["value_loss"] == pytest.approx((1.0 + 0.01) / 4)
+    assert found["values"].tolist() == pytest.approx([0.1 * -0.5, 0.1 * 0.05])
+
+
 def test_explained_variance_is_the_definition() -> None:
     rng = np.random.default_rng(0)
     returns, values = rng.normal(3.0, 1.0, 50), rng.normal(2.0, 1.0, 50)

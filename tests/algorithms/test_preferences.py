@@ -332,6 +332,7 @@ def test_by_hand() -> None:
     assert hand("hinge", 0.5) == 0.0
     assert hand("sigmoid_norm", 1.0) == pytest.approx(nls(1.5))
     assert hand("ipo", 1.0) == pytest.approx((1.5 - 0.5) ** 2)
+    assert hand("ipo_sum", 1.0) == pytest.approx((2.0 - 0.5) ** 2)  # sums: 1 and -1
     assert hand("simpo", 2.0, simpo_gamma=0.5) == pytest.approx(nls(2.0 * (-1.0 + 2.0) - 0.5))
     assert hand("nca_pair", 0.5) == pytest.approx(nls(0.5) + 0.5 * nls(-0.5) + 0.5 * nls(0.5))
     assert hand("sppo_hard", 1.0) == pytest.approx((1.0 - 0.5) ** 2 + (-1.0 + 0.5) ** 2)

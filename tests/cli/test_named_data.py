@@ -147,10 +147,11 @@ def test_lengths_scan_and_inspect(here: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr()
     assert "tokenizing gsm8k (train): " in told.err and "tokenizing gsm8k (valid): " in told.err
     lines = told.out.splitlines()
-    longest = int(lines[0].split()[1])
-    assert lines[0].startswith("gsm8k: ") and f"(p99 {longest}, >30: " in lines[0]
-    above = int(lines[0].rstrip(")").split()[-1])
-    assert above == min(10, max(0, longest - 30)) and lines[1].startswith("gsm8k (valid): ")
+    assert lines[0].split() == ["source", "longest", "p99", "above", "30"]
+    name, longest, high, above = lines[1].split()
+    assert name == "gsm8k" and longest == high
+    assert int(above) == min(10, max(0, int(longest) - 30)) and lines[2].startswith("gsm8k (valid)")
+    assert len({len(line) for line in lines}) == 1
     assert main(["scan", f"dataset.cache_dir={here}", "--datasets", "vicuna"]) == 0
     assert (
         "vicuna: 1 rows" in (said := capsys.readouterr().out)

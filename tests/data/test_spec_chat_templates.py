@@ -105,6 +105,20 @@ def test_what_is_trained_of_every_form(name: str, data_dir: Path) -> None:
     )
 
 
+def test_tulu_is_what_easylm_writes_byte_for_byte(data_dir: Path) -> None:
+    """EasyLM strips contents and the whole text, and trains what each assistant says and its end."""
+    tokenizer = load(data_dir, chat_template="tulu")
+    talk = [{**turn, "content": f" \n{turn['content']}\t "} for turn in TALK]
+    written = ""
+    for turn in talk:
+        end = EOS if turn["role"] == "assistant" else ""
+        written += f"<|{turn['role']}|>\n{turn['content'].strip()}{end}\n"
+    assert tokenizer.render(talk) == written.strip()
+    assert marked(tokenizer, talk) == FORMS["tulu"].format(eos=EOS)
+    prompt = tokenizer.render(talk[:2], add_generation_prompt=True)
+    assert prompt == "<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n"
+
+
 def test_a_leading_system_message_is_never_trained(data_dir: Path) -> None:
     """Open-Assistant's collator trained it: the parity of -1 is odd (defect 2)."""
     tokenizer = load(data_dir, chat_template="oasst", add_tokens=["template"])

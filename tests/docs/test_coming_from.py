@@ -15,6 +15,7 @@ import yaml
 
 from tests.docs.test_pages import ROOT
 from weft import registry
+from weft.cli import dialects
 from weft.cli.main import COMMANDS
 from weft.experiments.common import RunConfig
 from weft.options import OptionDescription, iterate_options
@@ -24,6 +25,7 @@ HEAD = re.compile(
     r"^\| (?P<old>[^|]+) \| default \| weft (?P<quickstart>\w+) \| default \| remarks \|$"
 )
 NAMES = re.compile(r"`([^`]+)`")
+CELL = re.compile(r"(?<!\\)\|")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ def tables(path: Path) -> list[Table]:
             inside = False
         elif inside and not line.startswith("|---"):
             old, old_default, names, default, _ = (
-                cell.strip() for cell in line.strip("|").split("|")
+                cell.strip() for cell in CELL.split(line.strip("|"))
             )
             found[-1][1].append(
                 Row(tuple(NAMES.findall(old)), old_default, tuple(NAMES.findall(names)), default)
@@ -130,7 +132,7 @@ def test_commands_and_settings_in_the_text_exist(path: Path) -> None:
         words = shlex.split(code)
         if words[:1] != ["weft"]:
             continue
-        assert words[1] in COMMANDS, code
+        assert words[1] in (*COMMANDS, *dialects.COMMANDS), code
         if words[1] == "quickstart" and len(words) > 2:
             known_here = set(options_of(words[2]))
             given = [

@@ -454,6 +454,48 @@ def test_critic_warmup_freezes_the_actor_alone() -> None:
     )
 
 
+def test_a_part_of_an_epoch_can_train_the_critic_alone() -> None:
+    optimizer = build("ppo", ppo__critic_warmup_epochs=0.5).roles["actor"].optimizer
+    schedule = optimizer.build_schedule(20, 8.0)
+    assert (schedule.frozen_steps, schedule.total_steps) == (4, 16)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_log_probs_of_another_temperature_are_scored_again(name: str) -> None:
+    values = {
+        f"{name}__gen__temperature": 0.7,
+        f"{name}__gen__top_k": 2,
+        f"{name}__logprob_temperature": 1.0,
+    }
+    experiment = build(name, **values)
+    generation = experiment.get_node("actor_gen")
+    assert (generation.args["temperature"], generation.args["top_k"]) == (0.7, 2)
+    assert "support" not in generation.output_keys
+    scoring, training = experiment.get_node("actor_inf"), experiment.get_node("actor_train")
+    assert scoring.args == {"outputs": ["logprobs"], "temperature": 1.0}
+    assert scoring.outputs == ("old_logprobs",)
+    assert "old_logprobs" in training.inputs and training.args["temperature"] == 1.0
+    assert "support" not in training.inputs
+    if name == "ppo":
+        assert experiment.get_node("ref_inf").args["temperature"] == 1.0
+        read = experiment.get_node("advantages").inputs
+        assert "old_logprobs" in read and "logprobs" not in read
+    with pytest.raises(ConfigError, match=r"logprob_temperature=1.0 and .*sampler_correction="):
+        build(name, **values, **{f"{name}__sampler_correction": "token_mask"})
+    with pytest.raises(ConfigError, match="must be above 0"):
+        build(name, **{f"{name}__logprob_temperature": 0.0})
+
+
+def test_online_dpo_takes_another_temperature_for_log_probs_alone() -> None:
+    experiment = build(
+        "online_dpo", online_dpo__gen__temperature=0.7, online_dpo__logprob_temperature=1.0
+    )
+    assert "actor_inf" not in experiment.graph.order
+    assert experiment.get_node("actor_gen").args["temperature"] == 0.7
+    for name in ("actor_train", "ref_inf"):
+        assert experiment.get_node(name).args["temperature"] == 1.0
+
+
 def test_a_reward_model_with_a_prompt_form_is_called_with_it() -> None:
     node = build("ppo", rew__prompt_prefix="Q: ", rew__prompt_suffix=" A:").get_node("rew_inf")
     assert node.args == {"outputs": ["scores"], "prompt_prefix": "Q: ", "prompt_suffix": " A:"}

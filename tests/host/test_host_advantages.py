@@ -108,6 +108,38 @@ def test_reward_shaping() -> None:
     assert call(function, batch)[0]["advantages"] == [1.0, -5.0]
 
 
+def test_a_reward_in_place_of_that_of_a_cut_completion() -> None:
+    """EasyLM: -10 without end token, then score x gain + bias; here gain 2 and bias 3."""
+    batch = sample([[1, 1]], rewards=[1.0, 8.0], values=[0.0] * 4, finished=[1.0, 0.0])
+    options = {
+        "missing_eos_reward": -10.0,
+        "reward_output_scaling": 2.0,
+        "reward_output_bias": -1.5,
+        "max_reward_clip": None,
+    }
+    function = by_hand(kl_ctl=0.0, truncated="score", **options, **PLAIN)
+    assert call(function, batch)[0]["advantages"] == [2.0 * 1.0 + 3.0, 2.0 * -10.0 + 3.0]
+    with pytest.raises(ConfigError, match=r"missing_eos_reward=-10.0 and truncated=bootstrap"):
+        gae(missing_eos_reward=-10.0, truncated="bootstrap")
+
+
+def test_rewards_of_tokens_can_be_whitened_without_their_mean() -> None:
+    # Rewards of the tokens: -0.1 x KL, and the completion's at its end: -1, 2 and 2; mean 1,
+    # deviation sqrt(3); values 0, so a return is the sum of what follows.
+    batch = sample(
+        [[2], [1]],
+        logprobs=[10.0, 0.0, 0.0],
+        ref_logprobs=[0.0, 0.0, 0.0],
+        rewards=[2.0, 2.0],
+        values=[0.0] * 5,
+        finished=[1.0, 1.0],
+    )
+    function = by_hand(truncated="score", whiten_rewards=True, **PLAIN)
+    low, high = 1.0 - 2.0 / math.sqrt(3.0), 1.0 + 1.0 / math.sqrt(3.0)
+    returns = call(function, batch)[0]["returns"]
+    assert returns == pytest.approx([low + high, high, high], abs=1e-6)
+
+
 def test_masked_tokens_take_no_time() -> None:
     """What somebody else wrote in the middle is passed over: the same as if it were not there."""
     keys = {"rewards": [1.0], "finished": [1.0]}

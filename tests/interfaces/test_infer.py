@@ -229,6 +229,21 @@ def test_messages_are_rendered_in_the_roles_own_template(
     assert first.tolist() == whole
 
 
+def test_a_form_surrounds_the_text_that_the_data_kept(
+    tokenizers: tuple[Tokenizer, Tokenizer],
+) -> None:
+    """EasyLM's hf_prompt: the prompt's tokens hold the policy's own form already."""
+    data, own = tokenizers
+    engine = Scores()
+    batch = replace(batch_of(data), metadata={"prompt_text": ("two?", None)})
+    InferInterface(
+        outputs=["scores"], prompt_prefix="Human: ", prompt_suffix="\nAssistant: "
+    ).inference(model_of(engine, own, data), batch)
+    assert engine.read is not None
+    prompts = [own.decode(ids.tolist()) for ids in engine.read.sequences("prompt")]
+    assert prompts == ["Human: two?\nAssistant: ", "Human: Once upon\nAssistant: "]
+
+
 def test_messages_need_a_template_or_a_form(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     data, own = tokenizers
     bare = replace(own, hf=deepcopy(own.hf))

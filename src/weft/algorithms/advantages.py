@@ -30,7 +30,8 @@ class RewardShaping:
 
         clip((reward - bias) * scaling, -clip, clip) - missing_eos_penalty
 
-    The penalty is subtracted only from the rewards of truncated completions. If the bound is None,
+    The penalty is subtracted only from the rewards of truncated completions. If
+    `missing_eos_reward` is set, it takes the place of their rewards first. If the bound is None,
     the rewards are not clipped.
     """
 
@@ -43,6 +44,11 @@ class RewardShaping:
     reward_output_bias: float = option(0.0, "subtracted from rewards first")
     missing_eos_penalty: float = option(
         0.0, "subtracted from the reward of a completion that hit the length limit"
+    )
+    missing_eos_reward: float | None = option(
+        None,
+        "reward of a completion that hit the length limit, in place of its own; bias and scaling "
+        "apply to it; null: its own reward",
     )
 
 
@@ -112,6 +118,9 @@ class GAEAdvantages(RewardShaping):
         0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0
     )
     adv_norm: bool = option(True, "whiten advantages over the whole batch")
+    whiten_rewards: bool = option(
+        False, "scale token rewards, with the KL penalty, to deviation 1 over the batch; same mean"
+    )
     value_norm: bool = option(
         True, "train the critic on returns normalised by their running mean and standard deviation"
     )

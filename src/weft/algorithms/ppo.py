@@ -375,6 +375,8 @@ class PPOCriticLoss(Loss):
     The loss of each token is computed by `compute_clipped_value_loss`. The loss reads the keys
     `values`, which the critic predicted when the batch was generated, and `returns`.
 
+    The result is multiplied by `vf_coef`, the metric `value_loss` is not.
+
     The metrics `value_loss`, `value_clip_ratio`, `value` and `return` are means over tokens.
     `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch, for predicted
     values V and returns R.
@@ -382,6 +384,9 @@ class PPOCriticLoss(Loss):
 
     value_eps_clip: float | None = option(
         0.2, "maximum difference of a new value from the old one; null: no bound"
+    )
+    vf_coef: float = option(
+        1.0, "factor of the value loss; adamw notices it only where gradients are clipped"
     )
 
     outputs = frozenset({"values"})
@@ -416,7 +421,7 @@ class PPOCriticLoss(Loss):
             "return_square": masked_mean(xp.square(returns), mask),
             "error_square": masked_mean(xp.square(returns - now), mask),
         }
-        return compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
+        return self.vf_coef * compute_masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics to log, with `explained_variance` added.

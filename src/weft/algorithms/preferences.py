@@ -107,9 +107,10 @@ def compute_hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P
 def compute_ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
-    `delta` is the score of the better answer minus the score of the worse answer. Scores are means
-    over tokens, not sums as the equation suggests: the authors confirmed to TRL that their own
-    experiments used means. With sums, the target gap would depend on the length.
+    `delta` is the score of the better answer minus the score of the worse answer. Scores of `ipo`
+    are means over tokens: the authors confirmed to TRL that their own experiments used means. Those
+    of `ipo_sum` are sums, as in the equation and in EasyLM; the target gap then depends on the
+    length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
@@ -298,6 +299,7 @@ KINDS: Mapping[str, PreferenceLossKind] = {
     ),
     "hinge": _build_delta_kind(lambda d, o: compute_hinge_loss(d, o.beta)),
     "ipo": _build_delta_kind(lambda d, o: compute_ipo_loss(d, o.beta), score="mean"),
+    "ipo_sum": _build_delta_kind(lambda d, o: compute_ipo_loss(d, o.beta)),
     "exo_pair": PreferenceLossKind(
         lambda b, w, o: compute_exo_loss(b - w, o.beta, o.label_smoothing),
         options=frozenset({SMOOTHED}),

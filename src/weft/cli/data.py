@@ -358,12 +358,12 @@ def print_counts(config: DataConfig, paths: list[str], arguments: argparse.Names
 
 
 def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print, for each source, the longest and 99th-percentile row length, and a count of long rows.
+    """Print a table of the longest and 99th-percentile rows of each source, and of long rows.
 
-    A line has the form `name: longest (p99 N, >LIMIT: COUNT)`, where LIMIT is the value of
-    `--limit`. Lengths are in tokens and are measured without truncation.
+    Rows are long if they have more tokens than `--limit`. Lengths are in tokens and are measured
+    without truncation.
     """
-    from weft.cli.named_data import iterate_length_statistics
+    from weft.cli.named_data import format_length_table
 
     spec = replace(
         _build_spec(config, paths),
@@ -386,8 +386,7 @@ def print_lengths(config: DataConfig, paths: list[str], arguments: argparse.Name
             f"{DEFAULT_END_TOKEN}"
         )
     data, _, more = _load_with_template(config, spec, kind, tokenizer)
-    for line in iterate_length_statistics(data, arguments.limit):
-        print(line)
+    print("\n".join(format_length_table(data, arguments.limit)))
     for note in [*notes, *more]:
         print(f"note: {note}", file=sys.stderr)
 

@@ -21,7 +21,10 @@ DIALECTS = {
     "deepspeed": ("weft.compat.deepspeed", "DeepSpeed's configuration files"),
     "triton": ("weft.compat.triton_command", "model stores for NVIDIA Triton"),
     "scripts": ("weft.compat.scripts", "the command lines of other programs' scripts"),
+    "easylm": ("weft.compat.easylm.commands", "EasyLM's commands and files"),
 }
+# dialects that add a command of their name to `weft`, with a function `main(words, supervise=...)`
+COMMANDS = {"easylm": "EasyLM's scripts with their flags: llama_train..., convert_..."}
 # dialects that add a subcommand of their name to `weft convert`
 CONVERSIONS = ("triton",)
 # flags of `weft quickstart` that name a file with another program's options -> dialect of the file
@@ -38,6 +41,11 @@ def find(name: str) -> Any:
         if not f"{module}.".startswith(f"{error.name}."):  # a mistake within the package
             raise
         return None
+
+
+def list_commands() -> dict[str, str]:
+    """Return the commands of the installed dialects, with the help text of each."""
+    return {name: what for name, what in COMMANDS.items() if find(name) is not None}
 
 
 def is_flag_available(flag: str) -> bool:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TextIO
 
 from weft import __version__
+from weft.cli import dialects
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, build_unknown_name_error
 from weft.observe.memory import build_segment_variables, keep_freed_memory
 from weft.reading import check_working_directory, find_path_problem
@@ -68,16 +69,18 @@ COMMAND_GROUPS = {
         "completion": "complete commands and options in bash, zsh and fish",
     },
 }
+if dialects.list_commands():
+    COMMAND_GROUPS["other programs"] = dialects.list_commands()
 COMMANDS = {name: what for group in COMMAND_GROUPS.values() for name, what in group.items()}
 GLOBAL_FLAGS = {
     "--version": "the version",
     "--help": "this list",
     "--debug": "with any command: show the traceback of an error",
 }
-TRAINING_COMMANDS = ("quickstart", "start", "demo")
+TRAINING_COMMANDS = ("quickstart", "start", "demo", "easylm")
 # commands that need no arguments; the others print their help without any
 ARGUMENT_FREE_COMMANDS = ("quickstart", "demo", "ls", "dashboard")
-SUPERVISED_COMMANDS = ("quickstart", "start")
+SUPERVISED_COMMANDS = ("quickstart", "start", "easylm")
 HELP_WORDS = ("--help", "-h", "help")
 INTERRUPTED_CODE = 130
 UNREAD_OUTPUT_CODE = 141  # 128 + SIGPIPE, as in other programs
@@ -236,6 +239,8 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
+    if name in dialects.COMMANDS and name not in COMMANDS:
+        raise ConfigError(dialects.describe_absence(name))
     if name not in COMMANDS:
         raise build_unknown_name_error("command", name, COMMANDS)
     check_working_directory()
@@ -249,7 +254,10 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
             # Launchers kill all processes when the first one ends, so the first prints the error.
             time.sleep(FIRST_RANK_SECONDS)
             return 2
-    module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
+    if name in dialects.COMMANDS:
+        module = dialects.load(name)
+    else:
+        module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
     if not rest and name not in ARGUMENT_FREE_COMMANDS:
         with suppress(SystemExit):

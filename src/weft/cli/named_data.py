@@ -331,13 +331,14 @@ def to_source_entry(source: SourceSpec) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if value not in (None, "", {})}
 
 
-def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
-    """Yield, for each source, a line about the lengths of its rows in tokens.
+def format_length_table(data: LoadedData, limit: int) -> list[str]:
+    """Return a table of the lengths of rows in tokens, with one line for each source.
 
-    The line contains the length of the longest row, the 99th percentile, and the number of rows
+    The columns are the length of the longest row, the 99th percentile, and the number of rows
     longer than `limit`. Raises `ConfigError` for a user-defined dataset class, whose row lengths
     are unknown.
     """
+    lines: list[tuple[str, ...]] = [("source", "longest", "p99", f"above {limit:,}")]
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, TokenizedDataset):
             raise ConfigError(f"{part.name}: only weft's own dataset types have row lengths")
@@ -346,8 +347,15 @@ def iterate_length_statistics(data: LoadedData, limit: int) -> Iterator[str]:
             label = part.name
         else:
             label = f"{part.name} (valid)"
-        above = int((sizes > limit).sum())
-        yield f"{label}: {sizes.max()} (p99 {int(np.percentile(sizes, 99, method='higher'))}, >{limit}: {above})"
+        high = int(np.percentile(sizes, 99, method="higher"))
+        numbers = (int(sizes.max()), high, int((sizes > limit).sum()))
+        lines.append((label, *(f"{number:,}" for number in numbers)))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    table = []
+    for name, *cells in lines:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        table.append("  ".join([name.ljust(widths[0]), *padded]))
+    return table
 
 
 def run(request: CountRequest, *, output: Path | None, detect: bool) -> int:

@@ -114,7 +114,7 @@ class OptimizerSpec:
         "device has a copy for computing",
     )
     # epochs at the start in which the role is not trained
-    frozen_epochs: int = option(0, "", at_least=0, hidden=True)
+    frozen_epochs: float = option(0.0, "", at_least=0.0, hidden=True)
 
     def __post_init__(self) -> None:
         warmups = []
@@ -153,7 +153,7 @@ class OptimizerSpec:
         total_steps -= frozen
         if total_steps < 1:
             raise ConfigError(
-                f"the run has no optimizer steps after {self.frozen_epochs} epochs without "
+                f"the run has no optimizer steps after {self.frozen_epochs:g} epochs without "
                 f"training; raise total_train_epochs"
                 if frozen
                 else "the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0"

@@ -1,23 +1,20 @@
-"""Options, roles and graph nodes of the methods that train on sampled completions.
+"""Roles and graph nodes of the methods that train on sampled completions.
 
-The first half has the options. The second half builds the roles, and the nodes that sample,
-compute rewards and log-probs, train and evaluate.
+The nodes sample, compute rewards and log-probs, train and evaluate. The options that they follow
+are in `_rl_options.py`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from weft.algorithms.advantages import PassRates
-from weft.algorithms.ppo import CORRECTIONS, HighCovariance, PolicyLoss, SamplerCorrection
+from weft.algorithms.ppo import HighCovariance, SamplerCorrection
 from weft.data.spec import DatasetSpec
-from weft.engine.service_spec import NO_NETWORK, ServedSpec
-from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
-from weft.engine.spec_parts import MOST_PASSES
+from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
@@ -28,8 +25,8 @@ from weft.experiments._assemble import (
     choose_dataset_type,
     fill_batch_sizes,
 )
+from weft.experiments._rl_options import PolicyOptions, SamplingConfig, SamplingOptions
 from weft.experiments._roles import (
-    VARIABLES,
     build_critic,
     build_reference,
     build_reward_model,
@@ -40,171 +37,14 @@ from weft.experiments._roles import (
     resolve_servers,
     with_lr,
 )
-from weft.experiments.common import MFCOptions, RunConfig
 from weft.experiments.models import find_context
 from weft.graph.mfc import HostFunction, MFCDef, Node, ParamSync
 from weft.host.spec import RewardOptions
-from weft.options import include, option, to_mapping
+from weft.options import to_mapping
 from weft.planner.lengths import compute_max_length, fill_sample_lengths
 
 SAMPLE_KEYS = ("completion", "logprobs", "versions", "finished", "loss_mask")
 SUPPORT_KEYS = ("support", "support_counts")
-
-
-@dataclass
-class SamplingOptions:
-    """Options of methods that train on sampled and rewarded completions.
-
-    Each method adds the options of its components: its loss, and what becomes of rewards.
-    """
-
-    gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
-    ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
-    mini_batch_size: int | None = option(
-        None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
-    )
-    ppo_epochs: int = option(
-        1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES
-    )
-    pass_rates: PassRates = include(PassRates, count="eval_samples")
-    eval_samples: int = option(
-        1, "completions of each validation prompt, for avg@k and pass@k", at_least=1
-    )
-    ref_ema_eta: float | None = option(
-        None,
-        "move the reference this share of the way to the actor after every step; null: keep it "
-        "fixed",
-        at_least=0.0,
-        at_most=1.0,
-    )
-
-
-@dataclass
-class PolicyOptions(SamplingOptions):
-    """Additional options of the policy gradient methods PPO and GRPO."""
-
-    loss: PolicyLoss = include(PolicyLoss)
-    sampler_correction: str = option(
-        "none",
-        "score completions again with the actor before its first update, and weight the loss by "
-        "how these log-probs differ from the sampler's: token_truncate (TIS), token_mask, "
-        "sequence_truncate, sequence_mask",
-        choices=("none", *CORRECTIONS),
-    )
-    correction: SamplerCorrection = include(
-        SamplerCorrection,
-        correction="correction_method",
-        high="sampler_correction_high",
-        low="sampler_correction_low",
-    )
-    max_staleness: int = option(
-        0,
-        "maximum number of training steps by which the sampling weights are older than the "
-        "trained ones: above 0, sampling continues while earlier batches are trained, on other "
-        "devices than training, and the loss is the decoupled one (sampler_correction, or "
-        "token_truncate if that is none); up to max_staleness - 1 sets of weights are kept in "
-        "host memory; 0: sample every batch with the newest weights",
-        at_least=0,
-    )
-    interrupt_generation: bool = option(
-        False,
-        "with max_staleness above 0: switch to new weights in the middle of completions, so that "
-        "tokens of one completion come from several versions, depending on timing",
-    )
-    high_covariance: HighCovariance = include(
-        HighCovariance,
-        method="covariance",
-        share="covariance_share",
-        low="clip_cov_low",
-        high="clip_cov_high",
-    )
-
-    @property
-    def correction_method(self) -> str:
-        """Name of the correction for differences between the log-probs of sampler and actor.
-
-        This is the value of `sampler_correction`, except that "none" becomes "token_truncate" if
-        completions can be sampled with older weights (`max_staleness`).
-        """
-        lags = self.max_staleness and self.sampler_correction == "none"
-        return SamplerCorrection.correction if lags else self.sampler_correction
-
-
-@dataclass
-class SamplingConfig(RunConfig):
-    """Options of a run that samples completions and trains on their rewards."""
-
-    main_role: ClassVar[str] = "actor"
-    trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    host_nodes: ClassVar[tuple[str, ...]] = ("reward", "pass_rates")
-
-    actor: ModelSpec = option(
-        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")),
-        "the policy that is trained",
-    )
-    ref: ServedSpec = option(
-        ServedSpec(), "the frozen reference of the KL; the actor's path if ref.path is absent"
-    )
-    rew: ServedSpec = option(
-        ServedSpec(), "reward model; none when rew.path and rew.url are absent"
-    )
-    rew_step: str | None = option(
-        None,
-        "text that ends a step, such as \\n\\n for a blank line: the reward model then scores "
-        "every step of a completion",
-    )
-    rewards: RewardOptions = include(
-        RewardOptions,
-        column="reward_column",
-        by_token="reward_by_token",
-        timeout_s="reward_timeout_s",
-        on_timeout="reward_on_timeout",
-        scores_weight="rew_weight",
-    )
-    dataset: DatasetSpec = option(
-        DatasetSpec(), "rows of type prompt, with columns for the reward function"
-    )
-    actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
-    rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
-    ref_inf: MFCOptions = option(
-        MFCOptions(), "the call that scores completions with the reference"
-    )
-    actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
-
-    def missing(self) -> list[str]:
-        """Return a description of each required option that is not set.
-
-        If there is no source of rewards, the list includes a description of the options that set
-        one.
-        """
-        model = (
-            self.rew.path
-            or self.rew.url
-            or self.rew.backend in NO_NETWORK
-            or os.environ.get(VARIABLES["rew"])
-        )
-        if model or self.rewards.given:
-            return super().missing()
-        return [*super().missing(), "reward=FUNCTION or rew.path=MODEL (what gives the reward)"]
-
-
-@dataclass
-class PolicyConfig(SamplingConfig):
-    """Options that PPO and GRPO share."""
-
-    host_nodes: ClassVar[tuple[str, ...]] = (
-        *SamplingConfig.host_nodes,
-        "advantages",
-        "sampler_correction",
-        "high_covariance",
-    )
-
-    actor_inf: MFCOptions = option(
-        MFCOptions(), "the call that scores completions with the actor (sampler_correction)"
-    )
-
-
-# -- roles and graph nodes
 
 
 @dataclass(frozen=True)
@@ -253,6 +93,12 @@ class RLGraphBuilder:
                     "it out"
                 )
             corrects = options.correction_method != "none"
+            if corrects and options.logprob_temperature is not None:
+                raise ConfigError(
+                    f"{name}.logprob_temperature={options.logprob_temperature} and "
+                    f"{name}.sampler_correction={options.correction_method}: the correction "
+                    f"compares log-probs of one temperature; set one of the two"
+                )
             covariance = options.high_covariance
             stale = {
                 "max_staleness": options.max_staleness,
@@ -279,7 +125,7 @@ class RLGraphBuilder:
             name,
             dataset,
             samples,
-            replace(gen, record_support=gen.truncates),
+            replace(gen, record_support=gen.truncates and options.logprob_temperature is None),
             rewards,
             pass_rates,
             has_reward_model(rew),
@@ -308,8 +154,23 @@ class RLGraphBuilder:
 
     @property
     def temperature(self) -> float:
-        """Temperature for log-probs: the sampling temperature, or 1 if sampling is greedy."""
+        """Temperature for log-probs: `logprob_temperature` if it is set, else that of sampling.
+
+        For greedy sampling, the temperature is 1.
+        """
+        if self.options.logprob_temperature is not None:
+            return self.options.logprob_temperature
         return 1.0 if self.gen.greedy else self.gen.temperature
+
+    @property
+    def rescores(self) -> bool:
+        """True if the actor scores completions again because `logprob_temperature` is set."""
+        return self.options.logprob_temperature is not None
+
+    @property
+    def logprob_remap(self) -> dict[str, str]:
+        """Mapping from the key `logprobs` of a host function to the log-probs that it reads."""
+        return {"logprobs": "old_logprobs"} if self.rescores else {}
 
     @property
     def token_reward_keys(self) -> tuple[str, ...]:
@@ -510,11 +371,14 @@ class RLGraphBuilder:
         )
 
     def build_corrections(self, waits: Sequence[str] = ()) -> list[Node]:
-        """Return the nodes of the sampler correction, or an empty list if it is disabled.
+        """Return the nodes that replace or correct the sampler's log-probs; empty without them.
 
         The first node computes the actor's log-probs before its update, once all keys in `waits`
-        exist; the second, weights that correct the loss for their difference from the sampler's.
+        exist. The second one, of `sampler_correction`, computes weights that correct the loss for
+        their difference from the sampler's.
         """
+        if self.rescores:
+            return [self._build_scoring("actor_inf", "actor", "old_logprobs", waits)]
         if self.correction is None:
             return []
         correction = HostFunction(
@@ -540,6 +404,7 @@ class RLGraphBuilder:
                 input_keys=("prompt", "completion", "logprobs", "advantages"),
                 optional_keys=("loss_mask",),
                 output_keys=("high_covariance",),
+                input_key_remap=self.logprob_remap,
                 args=asdict(self.covariance),
             )
         ]
@@ -566,6 +431,8 @@ class RLGraphBuilder:
         if samples:
             optional += ["ref_logprobs", *(["versions"] if self.max_staleness else [])]
             read += self.support_keys
+            if loss != "dpo" and self.rescores:
+                read.append("old_logprobs")
             read += ["old_logprobs", "sampler_weights"] if self.correction is not None else []
             read += ["high_covariance"] if self.covariance is not None else []
         return MFCDef(

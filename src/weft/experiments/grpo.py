@@ -14,7 +14,8 @@ from weft.algorithms.grpo import GRPOLoss
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._rl_graph import MFCOptions, PolicyConfig, PolicyOptions, RLGraphBuilder
+from weft.experiments._rl_graph import RLGraphBuilder
+from weft.experiments._rl_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.host.spec import parse_reward
 from weft.options import include, option
@@ -211,7 +212,7 @@ class GRPOConfig(PolicyConfig):
             input_keys=("prompt", "completion", "rewards", "finished", *baselines, *more),
             optional_keys=() if grpo.advantages.mask_truncated else ("loss_mask",),
             output_keys=("advantages", *(("loss_mask",) if grpo.advantages.mask_truncated else ())),
-            input_key_remap=baselines,
+            input_key_remap={**baselines, **(policy.logprob_remap if self._kl_in_reward else {})},
             args=asdict(options),
         )
 

@@ -27,7 +27,8 @@ from weft.algorithms.preferences import PreferencesByReward
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._rl_graph import RLGraphBuilder, SamplingConfig, SamplingOptions
+from weft.experiments._rl_graph import RLGraphBuilder
+from weft.experiments._rl_options import SamplingConfig, SamplingOptions
 from weft.graph.mfc import HostFunction, Node
 from weft.options import include, option
 from weft.registry import register_quickstart

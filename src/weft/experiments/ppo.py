@@ -10,7 +10,8 @@ from weft.algorithms.ppo import PPOActorLoss, PPOCriticLoss
 from weft.engine.spec import ModelSpec, OptimizerSpec
 from weft.engine.spec_parts import MOST_SAMPLES
 from weft.experiment import Experiment
-from weft.experiments._rl_graph import MFCOptions, PolicyConfig, PolicyOptions, RLGraphBuilder
+from weft.experiments._rl_graph import RLGraphBuilder
+from weft.experiments._rl_options import MFCOptions, PolicyConfig, PolicyOptions
 from weft.graph.mfc import HostFunction, MFCDef
 from weft.options import include, option
 from weft.registry import register_quickstart
@@ -33,8 +34,8 @@ class PPOOptions(PolicyOptions):
         "actor's tokens) or actor",
         choices=("rew", "actor"),
     )
-    critic_warmup_epochs: int = option(
-        0, "epochs at the start that train only the critic", at_least=0
+    critic_warmup_epochs: float = option(
+        0.0, "epochs at the start that train only the critic, such as 1 or 0.5", at_least=0.0
     )
 
 
@@ -117,6 +118,7 @@ class PPOConfig(PolicyConfig):
             input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *more),
             optional_keys=("loss_mask",),
             output_keys=("advantages", "returns"),
+            input_key_remap=policy.logprob_remap,
             args=asdict(gae),
         )
         nodes = [

@@ -136,6 +136,8 @@ def shape_rewards(
 
     Records the metric `reward_clipped_fraction` if rewards are clipped.
     """
+    if shaping.missing_eos_reward is not None:
+        rewards = np.where(finished == 0.0, shaping.missing_eos_reward, rewards)
     shaped = (rewards - shaping.reward_output_bias) * shaping.reward_output_scaling
     clip = shaping.max_reward_clip
     if clip is not None:

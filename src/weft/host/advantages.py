@@ -80,6 +80,11 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
     def __init__(self, options: GAEAdvantages) -> None:
         if options.truncated not in ("bootstrap", "score"):
             raise ConfigError(f"truncated={options.truncated!r} must be bootstrap or score")
+        if options.truncated == "bootstrap" and options.missing_eos_reward is not None:
+            raise ConfigError(
+                f"missing_eos_reward={options.missing_eos_reward} and truncated=bootstrap both "
+                f"replace the reward of a completion that hit the length limit; set one of them"
+            )
         self.options = options
         adaptive = AdaptiveKLController(
             options.kl_ctl, options.adaptive_kl_target, options.adaptive_kl_horizon
@@ -109,6 +114,8 @@ class GAEAdvantagesFunction(ConfiguredHostFunction):
         trained = mask != 0.0
         counts = compute_segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
+        if self.options.whiten_rewards:
+            rewards = whiten(rewards, trained.astype(np.float64), shift_mean=False)
         estimates = compute_gae(
             rewards[trained],
             values[trained],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.datasets.prompt import MESSAGES
+from weft.data.datasets.prompt import MESSAGES, PLAIN_TEXT
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.data.turns import count_common_prefix
@@ -58,9 +58,10 @@ def convert_to_own_tokens(
     Sample ids and numbers of completions are unchanged; each id must have one prompt. Prompts that
     are messages are rendered with the role's chat template, and their completions as the
     assistant's turn. All other prompts, or all prompts if `prefix` or `suffix` is set, are encoded
-    as plain text between `prefix` and `suffix`. Only completions that ended get an end token. The
-    key `finished` marks these; without this key, a completion has ended if its last token is a stop
-    token.
+    as plain text between `prefix` and `suffix`: the text in the metadata column `prompt_text` if
+    there is one, else that of the prompt's tokens. Only completions that ended get an end token.
+    The key `finished` marks these; without this key, a completion has ended if its last token is a
+    stop token.
 
     The metadata column `left_out` lists, for each id, the parts of its messages that the role's
     template does not render. Raises `ConfigError` naming the role and the id if the role has no
@@ -80,10 +81,10 @@ def convert_to_own_tokens(
         completions[int(index)].append((ids, ended))
     # Encode each id's prompt and completions with the role's tokenizer.
     nothing = (None,) * batch.num_ids
-    given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
+    given = [batch.metadata.get(name, nothing) for name in (MESSAGES, "tools", PLAIN_TEXT)]
     encoded = []
     left_out = list[list[str]]()
-    for id, prompt, group, messages, tools in zip(
+    for id, prompt, group, messages, tools, plain in zip(
         batch.ids, batch.sequences("prompt"), completions, *given, strict=True
     ):
         texts = [
@@ -91,8 +92,9 @@ def convert_to_own_tokens(
             for ids, ended in group
         ]
         if messages is None or prefix or suffix:
-            text = prefix + model.data_tokenizer.decode(prompt.tolist(), skip_special=True) + suffix
-            encoded.append(_encode_as_text(model.tokenizer, text, texts))
+            if plain is None:
+                plain = model.data_tokenizer.decode(prompt.tolist(), skip_special=True)
+            encoded.append(_encode_as_text(model.tokenizer, prefix + plain + suffix, texts))
             left_out.append([])
         else:
             context, missing = _render_prompt(model, id, messages, tools)

@@ -43,6 +43,9 @@ from weft.storage.copies import copy_file
 
 # metadata: a prompt's messages, for roles that read the text in a form of their own
 MESSAGES = "prompt_messages"
+# metadata: a prompt's text without the form of the actor, for roles with `prompt_prefix` or
+# `prompt_suffix`
+PLAIN_TEXT = "prompt_text"
 
 
 @dataclass(frozen=True)

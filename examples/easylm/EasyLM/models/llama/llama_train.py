@@ -1,0 +1,8 @@
+"""EasyLM's `llama_train` on weft: `weft easylm llama_train` with the same flags."""
+
+import sys
+
+from weft.apps.easylm import main
+
+if __name__ == "__main__":
+    sys.exit(main("llama_train"))
