@@ -47,7 +47,7 @@ class PlannedTraining:
     per_step: int
     per_epoch: int
     total: int
-    late_epochs: int = 0
+    late_epochs: float = 0
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,13 @@ import hmac
 import json
 import time
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from weft.data.sample import SequenceSample
 from weft.errors import RunError, WeftError
+from weft.runtime.checkpoints import RecoveryPoint
+from weft.runtime.mirror import RECOVER, RunMirror, fetch_point
 
 LONGEST_PAUSE = 0.05  # seconds between two looks at what the first host shares
 MAC_BYTES = 32
@@ -119,3 +122,30 @@ class HostGroup:
 
     def _compute_signature(self, key: str, value: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + value, hashlib.sha256)
+
+
+def agree_on_point(
+    hosts: HostGroup, point: RecoveryPoint | None, mirror: RunMirror | None, folder: Path
+) -> RecoveryPoint | None:
+    """Return the recovery point that the first host continues with, or None.
+
+    `point` is that of this host, and `mirror` the link to the bucket of a run in a bucket, from
+    which the other hosts download the recovery point into `folder`. Otherwise they read it where
+    the first host has it.
+    """
+
+    def describe() -> list[Any] | None:
+        if point is None:
+            return None
+        url = None if mirror is None else f"{mirror.url}/{RECOVER}/{point.directory.name}"
+        return [point.step, str(point.directory.resolve()), url]
+
+    chosen = hosts.decide(describe)
+    if chosen is None or hosts.is_first:
+        return point
+    step, path, url = chosen
+    if url is None:
+        return RecoveryPoint(step, Path(path))
+    copy = folder / f"of-first-host-{step}"
+    fetch_point(url, copy)
+    return RecoveryPoint(step, copy)

@@ -30,9 +30,9 @@ from weft.runtime.checkpoints import (
 from weft.runtime.directory import COPIES, RunDirectory, Status, record_process, write_text
 from weft.runtime.evaluate import Evaluator, FixedPrompts
 from weft.runtime.firings import FiringRecorder
-from weft.runtime.hosts import HostGroup
+from weft.runtime.hosts import HostGroup, agree_on_point
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
-from weft.runtime.mirror import RECOVER, RunMirror, fetch_point, upload_after
+from weft.runtime.mirror import RunMirror, upload_after
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
 from weft.runtime.schedule import ActionFrequency, StepProfiler
@@ -144,7 +144,8 @@ class Session:
         if point is None and self._control.resume_from is not None:
             point = find_named_point(Path(self._control.resume_from))
         if self._parts.hosts is not None:
-            point = self._agree_on_point(self._parts.hosts, point)
+            mirror = self._parts.mirror
+            point = agree_on_point(self._parts.hosts, point, mirror, self._directory.path)
         if point is not None:
             self._restore_point(point)
         elif resumes and self._control.recover_mode == "resume":
@@ -231,24 +232,6 @@ class Session:
         ):
             return None  # resume_from names a point of this run; the caller uses that
         return self._points.find_newest(self._notes.append)
-
-    def _agree_on_point(
-        self, hosts: HostGroup, point: RecoveryPoint | None
-    ) -> RecoveryPoint | None:
-        """Return the recovery point of the first host, which other hosts may have to download."""
-        url = None
-        if point is not None and self._parts.mirror is not None:
-            url = f"{self._parts.mirror.url}/{RECOVER}/{point.directory.name}"
-        own = None if point is None else [point.step, str(point.directory.resolve()), url]
-        chosen = hosts.decide(lambda: own)
-        if chosen is None or hosts.is_first:
-            return point
-        step, path, url = chosen
-        if url is None:
-            return RecoveryPoint(step, Path(path))
-        folder = self._directory.path / f"of-first-host-{step}"
-        fetch_point(url, folder)
-        return RecoveryPoint(step, folder)
 
     def _restore_point(self, point: RecoveryPoint) -> None:
         """Restore a recovery point.
