@@ -107,7 +107,6 @@ def own_paths(bucket: Path, output: Path, vocab: str = "tokenizer__vocab_file") 
 def test_sft(bucket: Path, repo: Path, tmp_path: Path) -> None:
     words = change(
         guide.SFT,
-        mesh_dim="1,-1,2",
         load_checkpoint=f"params::{bucket / 'policy.stream'}",
         **SIZE,
         train_dataset__json_torch_dataset__hf_name=None,
