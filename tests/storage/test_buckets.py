@@ -105,6 +105,21 @@ def test_a_file_itself_has_no_name(bucket: BucketFolder) -> None:
     assert list(file.open_parent().list_files()) == ["x.jsonl"]
 
 
+def test_an_object_that_stands_for_a_folder_is_no_file() -> None:
+    folder = BucketFolder("memory://b/folder/x", MarkedFolder(), "/b/folder/x")
+    assert list(folder.list_files()) == ["a"]
+
+
+class MarkedFolder:
+    """A file system that lists an empty object of the folder's own name, as consoles make them."""
+
+    def invalidate_cache(self) -> None:
+        return
+
+    def find(self, path: str, detail: bool) -> dict[str, dict[str, object]]:
+        return {name: {"size": 0, "type": "file"} for name in (f"{path}/", f"{path}/a")}
+
+
 def test_an_interrupted_download_goes_on(
     bucket: BucketFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

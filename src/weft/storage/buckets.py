@@ -161,6 +161,8 @@ class BucketFolder:
         for path, info in sorted(entries.items()):
             if info.get("type") != "directory":
                 files[str(path).lstrip("/")[len(root) :].lstrip("/")] = FileStamp.from_info(info)
+        if len(files) > 1:
+            files.pop("", None)  # an empty object that stands for the folder
         return files
 
     def read_stamp(self, name: str) -> FileStamp:
