@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import ml_dtypes
 import msgpack
 import numpy as np
@@ -29,6 +30,8 @@ from weft.compat.easylm import streams
 from weft.compat.easylm.checkpoints import write_hf
 from weft.compat.easylm.streams import StreamSource, TensorStream, find_source, write_tensors
 from weft.errors import CheckpointError, ConfigError, RunError
+from weft.storage import copies
+from weft.storage.buckets import BucketFolder
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -165,6 +168,27 @@ def test_names_that_lead_nowhere_are_refused(tmp_path: Path, text: str, message:
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         find_source(text.replace("X", str(tmp_path)))
     assert message in str(caught.value) and str(caught.value).startswith("load_checkpoint=")
+
+
+def test_a_file_in_a_bucket_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(copies.CACHE_VARIABLE, str(tmp_path))
+    fsspec.filesystem("memory").store.clear()
+    bucket = BucketFolder.open("memory://b/llama2/7b")
+    for step in (90, 1000):
+        bucket.write(f"streaming_params_{step}", str(step).encode())
+    for text in (
+        "params::memory://b/llama2/7b",
+        "memory://b/llama2/7b/",
+        "params::memory://b/llama2/7b/streaming_params_1000",
+    ):
+        source = find_source(text)
+        assert source.kind == "params" and source.path.read_text() == "1000"
+    for text, message in (
+        ("trainstate::memory://b/llama2/7b", "has no file streaming_train_state_STEP"),
+        ("params::memory://b/nothing", "has no file streaming_params_STEP"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^load_checkpoint={text}: .*{message}"):
+            find_source(text)
 
 
 # -- damaged files

@@ -59,6 +59,8 @@ from weft.errors import CheckpointError, ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.reading import make_folder
 from weft.registry import families
+from weft.storage.buckets import is_remote
+from weft.storage.copies import copy_file, copy_model
 
 Head = Literal["lm", "score"]
 
@@ -283,6 +285,10 @@ def _write_tokenizer(
     network = families.get("llama").config(to_hf_values(config))
     if not path:
         return network
+    if is_remote(path):
+        what = f"tokenizer={path}"
+        copy = copy_file if path.endswith(".model") else copy_model
+        path = str(copy(path, what, CheckpointError))
     adds_bos = True if path.endswith(".model") else None
     spec = TokenizerSpec(path=path, chat_template="tulu", add_bos_token=adds_bos)
     tokenizer = Tokenizer.load(spec, option=COMMAND)

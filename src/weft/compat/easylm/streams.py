@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ from weft.checkpoints.weight_files import TensorLayout
 from weft.compat.easylm.msgpack_headers import MessageCursor, pack, pack_text
 from weft.errors import CheckpointError, ConfigError, RunError, find_nearest
 from weft.reading import check_file, explain_read_errors
+from weft.storage.buckets import BucketFolder, explain_store_errors, is_remote
+from weft.storage.copies import copy_file
 from weft.writing import replace_file
 
 IN_TRAIN_STATE = "params/params/"  # beginning of the keys of weights in a train state
@@ -110,7 +112,7 @@ def find_source(text: str, option: str = "load_checkpoint", *, value: bool = Fal
     If the path is a folder, the file is the one of the highest step in it. With `value`, files of
     critics (`value_streaming_params`) come first. Without a prefix, the name of the file says what
     it contains. Raises `ConfigError` for an unknown prefix, and `CheckpointError` if there is no
-    such file. Messages begin with `option`.
+    such file. Messages begin with `option`. A file in a bucket is copied to this machine.
     """
     kind, separator, rest = text.partition("::")
     label = f"{option}={text}"
@@ -118,17 +120,33 @@ def find_source(text: str, option: str = "load_checkpoint", *, value: bool = Fal
         near = find_nearest(kind, PREFIXES)
         hint = f"did you mean {near[0]}::?" if near else f"known: {', '.join(PREFIXES)}"
         raise ConfigError(f"{label}: unknown prefix {kind}::; {hint}")
-    path = Path(rest if separator else text).expanduser()
-    if path.is_dir():
-        path = _find_newest(path, kind if separator else "", label, value=value)
+    place = rest if separator else text
+    own_kind = kind if separator else ""
+    if is_remote(place):
+        path = _copy_source(place, own_kind, label, value=value)
+    else:
+        path = Path(place).expanduser()
+        if path.is_dir():
+            names = [file.name for file in path.iterdir() if file.is_file()]
+            path = path / _find_newest(names, own_kind, label, value=value)
     check_file(path, label, CheckpointError)
     if not separator:
         kind = "trainstate_params" if TRAIN_STATE in path.name else "params"
     return StreamSource(kind, path)
 
 
-def _find_newest(folder: Path, kind: str, label: str, *, value: bool) -> Path:
-    """Return the weight file of the highest step in a folder.
+def _copy_source(url: str, kind: str, label: str, *, value: bool) -> Path:
+    """Return a copy of a weight file in a bucket; in a folder, of the one of the highest step."""
+    bucket = BucketFolder.open(url, label, CheckpointError)
+    with explain_store_errors(label, CheckpointError):
+        names = bucket.list_files()
+    if "" not in names:
+        url = f"{url.rstrip('/')}/{_find_newest(names, kind, label, value=value)}"
+    return copy_file(url, label, CheckpointError)
+
+
+def _find_newest(names: Collection[str], kind: str, label: str, *, value: bool) -> str:
+    """Return the name of the weight file of the highest step among the files of a folder.
 
     `kind` is the prefix before the path, or empty. A file without a step, which EasyLM overwrites
     at each save, is used if no file has a step.
@@ -141,10 +159,10 @@ def _find_newest(folder: Path, kind: str, label: str, *, value: bool) -> Path:
         candidates = [*(VALUE + stem for stem in candidates), *candidates]
     for stem in candidates:
         steps = {}
-        for file in folder.glob(f"{stem}*"):
-            match = re.fullmatch(rf"{stem}(?:_(\d+))?", file.name)
-            if match and file.is_file():
-                steps[int(match[1] or -1)] = file
+        for name in names:
+            match = re.fullmatch(rf"{stem}(?:_(\d+))?", name)
+            if match:
+                steps[int(match[1] or -1)] = name
         if steps:
             return steps[max(steps)]
     raise CheckpointError(
