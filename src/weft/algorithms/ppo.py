@@ -375,9 +375,8 @@ class PPOCriticLoss(Loss):
     The loss of each token is computed by `compute_clipped_value_loss`. The loss reads the keys
     `values`, which the critic predicted when the batch was generated, and `returns`.
 
-    The result is multiplied by `vf_coef`, the metric `value_loss` is not.
-
-    The metrics `value_loss`, `value_clip_ratio`, `value` and `return` are means over tokens.
+    The result is multiplied by `vf_coef`; no metric is. The metrics `value_loss`,
+    `value_clip_ratio`, `value` and `return` are means over tokens.
     `explained_variance` is 1 - Var(R - V) / Var(R) over the tokens of the minibatch, for predicted
     values V and returns R.
     """

@@ -239,9 +239,7 @@ def run_command(words: Sequence[str], *, supervise: bool = False) -> int:
     """
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
-    if name in dialects.COMMANDS and name not in COMMANDS:
-        raise ConfigError(dialects.describe_absence(name))
-    if name not in COMMANDS:
+    if name not in {*COMMANDS, *dialects.COMMANDS}:
         raise build_unknown_name_error("command", name, COMMANDS)
     check_working_directory()
     if name in TRAINING_COMMANDS:

@@ -84,10 +84,10 @@ def list_host_variables(given: GivenFlags) -> dict[str, str]:
     flags = {name: f"jax_distributed.{name}" for name in HOST_VARIABLES}
     values = {name: given.get(flag) for name, flag in flags.items() if given.has(flag)}
     starts = "initialize_jax_distributed"
-    starts_jax = given.get(f"jax_distributed.{starts}") or (
+    has_several = given.get(f"jax_distributed.{starts}") or (
         starts in given.command.flags and given.get(starts)
     )
-    if not starts_jax and values:
+    if not has_several and values:
         raise ConfigError(
             f"--{flags[next(iter(values))]}: has no effect without --jax_distributed.{starts}=True"
         )
@@ -96,7 +96,7 @@ def list_host_variables(given: GivenFlags) -> dict[str, str]:
         raise ConfigError(
             f"--{missing} is missing: set all of {', '.join(flags.values())}, or none"
         )
-    if not starts_jax:
+    if not has_several:
         return {}
     values = values or {"coordinator_address": "auto"}
     return {HOST_VARIABLES[name]: str(value) for name, value in values.items()}
