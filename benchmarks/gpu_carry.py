@@ -43,6 +43,7 @@ THERE = (
     "hypothesis",
     "httpx",
     "jax",
+    "jaxlib",
     "jaxtyping",
     "jinja2",
     "mpmath",
