@@ -21,11 +21,14 @@ PAGE, MAX_BATCH_TOKENS = 64, 512  # of continuous batching
 
 
 def weft(settings: Settings, pause: Pause) -> dict[str, Any]:
+    return generate_with(_engine(settings["model"]), settings)
+
+
+def generate_with(engine: Any, settings: Settings) -> dict[str, Any]:
     """Through `Engine.generating`, as the generate call of a run does."""
     from weft.engine.base import Request
     from weft.engine.spec import GenerationSpec
 
-    engine = _engine(settings["model"])
     most = max(settings["new_tokens"])
     wanted = list(zip(settings["prompts"], settings["new_tokens"], strict=True))
     requests = [

@@ -229,7 +229,7 @@ def _built(
     }
     built = BuiltNetwork(
         network=network,
-        save=_unsaved,
+        save=refuse_saving,
         cost=compute_cost(network, frozen=spec.has_adapters),
         facts=facts,
     )
@@ -286,7 +286,7 @@ def fill(network: torch.nn.Module) -> None:
                 parameter.normal_(std=0.02, generator=generator)
 
 
-def _unsaved(*_: Any) -> None:
+def refuse_saving(*_: Any) -> None:
     raise NotImplementedError("a benchmark's weights are not kept")
 
 

@@ -33,6 +33,8 @@ CARRIED = {
     "math_verify": "math-verify>=0.9,<0.10",
     "latex2sympy2_extended": "latex2sympy2-extended==1.11.0",
     "beartype": "beartype>=0.20",
+    "optax": "optax>=0.2.4",
+    "absl": "absl-py>=2.0",
 }
 BUILT = {"antlr4": "antlr4-python3-runtime==4.9.3"}  # only a source archive is published
 # Packages that weft and its tests import and that such a machine has.
@@ -40,6 +42,8 @@ THERE = (
     "huggingface_hub",
     "hypothesis",
     "httpx",
+    "jax",
+    "jaxlib",
     "jaxtyping",
     "jinja2",
     "mpmath",

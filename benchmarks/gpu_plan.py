@@ -80,6 +80,7 @@ EVERY: Mapping[str, Section] = {
         Section(
             "options", "The training step of `sft` with each option that may make it faster.", 60
         ),
+        Section("jax", "`backend=jax`: the training step of `sft`, and decode steps.", 50),
         Section("peers", "The rollout of `grpo` by vLLM and SGLang, where they are installed.", 60),
     )
 }
@@ -92,12 +93,13 @@ BARS: Mapping[str, str] = {
     "adapters of an 8B model: tokens": ">= 12500",
     "decode, 64 sequences: memory roofline by the data sheet": ">= 0.7",
     "decode, 64 sequences: times as fast": ">= 10",
+    "jax, sft: MFU": ">= 0.4",
     "sampled and recomputed: mean gap": "<= 0.002",
 }
 
 # In the order of what a second of each tells, for a machine that is there for minutes.
 FIRST = ("limits", "probe", "algorithms", "agreement", "sft", "decode", "grpo", "lora", "tests")
-SECOND = ("decode_profile", "sft_profile", "ragged")
+SECOND = ("decode_profile", "sft_profile", "ragged", "jax")
 
 
 def turns(names: Iterable[str]) -> list[list[Section]]:

@@ -131,6 +131,23 @@ def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert "**agreement failed**: exit code 1" in (tmp_path / "gpu.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [[], ["jax"], ["optax"]], ids=["there", "no jax", "no optax"])
+def test_jax_is_measured_where_it_is_installed(absent: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(absent=absent))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OUT": str(tmp_path)}
+    done = run(["--only", "jax"], tmp_path, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    rows = {row["what"]: row["value"] for row in written["rows"]}
+    if absent:
+        (left_out,) = written["details"]["jax"]["left_out"]
+        assert rows == {} and left_out == f"backend=jax: {absent[0]} is not installed"
+        return
+    assert rows["jax, sft: MFU"] > 0 and rows["jax, decode, 3 sequences: tokens"] > 0
+    assert "| jax, sft: MFU |" in (tmp_path / "gpu.md").read_text()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_wrong_numbers_end_the_first_half_hour(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from weft.algorithms.kl import ESTIMATORS
 from weft.algorithms.ppo import CORRECTIONS, METHODS
 from weft.algorithms.preferences import DIVERGENCES
 from weft.engine.backends.jax import REFUSED
+from weft.engine.spec import ATTENTION_KERNELS
 from weft.experiments import DistillConfig, GRPOConfig, PPOConfig
 from weft.experiments.common import RunConfig
 from weft.options import iterate_options
@@ -81,6 +82,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "dataset form": registry.datasets.load_all(),
     "backend": registry.backends.load_all(),
     "torch only": REFUSED,
+    "attention": set(ATTENTION_KERNELS) - {"auto"},
     "family": registry.families.load_all(),
     "layout letter": LETTERS,
     "to host memory by": OFFLOADS,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.launch.cases import distill, dpo, grpo, options, ppo, prepare
+from weft.engine.backends.common import with_dtype
+from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.launch import dry_run, run
@@ -132,6 +137,35 @@ def test_an_option_of_torch_alone_is_refused_by_its_name(root: Path, planned: bo
     config.model.compile, config.model.layout = False, "1,3"
     with pytest.raises(ConfigError, match=r"^model\.layout=1,3: backend=jax takes"):
         dry_run(config) if planned else run(config)
+
+
+def test_a_tpu_is_for_networks_of_jax(root: Path) -> None:
+    config = dpo(root, "tpu")
+    config.device, config.actor.lora.dropout = "tpu", 0.0
+    for start in (dry_run, run):
+        with pytest.raises(ConfigError, match=r"device=tpu, actor\.backend=\w+: only backend=jax"):
+            start(config)
+    config.actor.backend = "jax"
+    with pytest.raises(ConfigError, match="device=tpu: jax has no such device here"):
+        run(config)
+    plan = "\n".join(dry_run(config))
+    assert "weft does not know how much the TPU has" in plan
+    assert "without activations of actor" in plan
+
+
+def test_weights_on_a_tpu_have_the_dtype_of_the_checkpoint(root: Path) -> None:
+    spec = ModelSpec(path=str(root / "model"), backend="jax")
+    assert with_dtype(spec, spec.path, on_cpu=True).dtype == "float32"
+    copy = shutil.copytree(root / "model", root / "narrow")
+    file = copy / "model.safetensors"
+    for dtype, backend, chosen in (
+        (torch.bfloat16, "jax", "bfloat16"),
+        (torch.float16, "jax", "bfloat16"),
+        (torch.float16, "torch", "float16"),
+    ):
+        save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+        spec = ModelSpec(path=str(copy), backend=backend)
+        assert with_dtype(spec, str(copy), on_cpu=False).dtype == chosen
 
 
 def test_a_call_has_the_devices_of_its_role(root: Path) -> None:

@@ -288,7 +288,7 @@ def print_reallocation(arguments: argparse.Namespace) -> None:
     print(json.dumps(report, indent=2) if arguments.json else _format_page(report))
 
 
-OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "palm": "PaLM"}
 
 
 def print_memory_plan(arguments: argparse.Namespace) -> None:

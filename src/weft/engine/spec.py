@@ -28,11 +28,21 @@ from weft.parallel.schedule import Kind, build_placement
 from weft.storage.buckets import find_bucket_problem
 from weft.topology import Layout, Mesh, parse_mesh
 
-SCHEDULERS = ("constant", "linear", "cosine")
+SCHEDULERS = ("constant", "linear", "cosine", "rsqrt")
+OPTIMIZERS = ("adamw", "sgd", "lion", "palm")
 FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STATE_LIBRARY = "bitsandbytes"  # library for 8-bit optimizer states
 QUANTIZE = ("8bit", "4bit")
+TPU = "tpu"  # value of the run's option `device` that only backend=jax has
+ATTENTION_KERNELS = ("auto", "xla", "splash", "cudnn")  # of backend=jax
+# What JAX keeps of a layer's activations, by the names of jax and EasyLM.
+RECOMPUTE_POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+)
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
@@ -60,7 +70,12 @@ class Schedule:
 class OptimizerSpec:
     """Optimizer, learning-rate schedule and clipping of a trained role."""
 
-    type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
+    type: str = option(
+        "adamw",
+        "optimizer: adamw, sgd, lion, or palm (Adafactor with whole moments: steps are scaled by "
+        "each parameter's own size)",
+        choices=OPTIMIZERS,
+    )
     state_dtype: str = option(
         "float32",
         "dtype of adamw's two moments: float32, bfloat16 (rounded stochastically, half the "
@@ -75,15 +90,25 @@ class OptimizerSpec:
         at_least=0.0,
     )
     weight_decay: float = option(
-        0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
+        0.0,
+        "decoupled weight decay of matrices, times the learning rate, with palm times its square; "
+        "norms and biases are not decayed",
+        at_least=0.0,
     )
     beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, below=1.0)
     beta2: float = option(
-        0.95, "decay of the squared gradient's moving average", at_least=0.0, below=1.0
+        0.95,
+        "decay of the squared gradient's moving average; with palm, the decay of step n is "
+        "1 - n^-beta2",
+        at_least=0.0,
+        below=1.0,
     )
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
     lr_scheduler_type: str = option(
-        "cosine", "shape of the learning rate after warm-up", choices=SCHEDULERS
+        "cosine",
+        "shape of the learning rate after warm-up; rsqrt has no rise: it is the peak until the "
+        "end of warm-up and then falls with the root of the step",
+        choices=SCHEDULERS,
     )
     warmup_steps_proportion: float | None = option(
         None,
@@ -209,7 +234,7 @@ class ModelSpec:
         "dtype of the computation and of frozen weights; trained weights are float32, or float64 "
         "with float64, which is meant for "
         "comparing layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the "
-        "checkpoint's dtype on a GPU",
+        "checkpoint's dtype on a GPU or TPU",
         choices=DTYPES,
     )
     backend: str = option(
@@ -225,6 +250,19 @@ class ModelSpec:
         "recompute only the activations of every n-th layer; 1 is the same as "
         "gradient_checkpointing=true, which it excludes",
         at_least=1,
+    )
+    recompute_policy: str | None = option(
+        None,
+        "activations of each layer that the backward pass finds in memory (backend=jax): all, none "
+        "(the same as gradient_checkpointing=true, which it excludes), matrix products, or those of "
+        "weights; attention scores are always recomputed",
+        choices=RECOMPUTE_POLICIES,
+    )
+    attention: str = option(
+        "auto",
+        "kernel of attention with backend=jax: xla, splash (TPU), or cudnn (GPU; rows of one "
+        "sequence, so short sequences cost as much as the longest); auto: splash on a TPU, else xla",
+        choices=ATTENTION_KERNELS,
     )
     compile: bool = option(
         False,
@@ -357,6 +395,11 @@ class ModelSpec:
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)
 
     def __post_init__(self) -> None:
+        if self.gradient_checkpointing and self.recompute_policy is not None:
+            raise ConfigError(
+                f"recompute_policy={self.recompute_policy} and gradient_checkpointing=true exclude "
+                f"each other: the second is nothing_saveable; set one of them"
+            )
         if self.gradient_checkpointing and self.recompute_every is not None:
             raise ConfigError(
                 f"recompute_every={self.recompute_every} and gradient_checkpointing=true exclude "
@@ -549,34 +592,3 @@ class GenerationSpec:
         Log-probs are then normalized over the ids that can be sampled.
         """
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
-
-
-def check_quantize(spec: ModelSpec, role: str = "") -> None:
-    """Raise `ConfigError` if `quantize` conflicts with other options or its library is missing.
-
-    `role` is the name of the role in the error message.
-    """
-    if spec.quantize is None:
-        return
-    dot = f"{role}." if role else ""
-    setting = f"{dot}quantize={spec.quantize}"
-    if spec.trained and spec.lora.r == 0:
-        raise ConfigError(
-            f"{setting}: quantized weights cannot be trained; train adapters on top of them "
-            f"({dot}lora.r=16), or leave it out"
-        )
-    others = {
-        "backend": spec.backend if spec.backend not in (AUTO, "torch") else None,
-        "compile": spec.compile,
-        "fp8": spec.fp8,
-        "offload": spec.offload,
-    }
-    for name, value in others.items():
-        if value:
-            raise ConfigError(
-                f"{setting} and {dot}{name}={str(value).lower()} exclude each other; set one of them"
-            )
-    if spec.quantize == "4bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
-        raise ConfigError(
-            f"{setting}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
-        )

@@ -25,7 +25,8 @@ from weft.checkpoints.names import ACCEPTED_NAMES, HUB_NAME
 from weft.data.named import find_entry
 from weft.data.spec import DatasetSpec, list_source_specs
 from weft.engine.service_spec import NO_NETWORK
-from weft.engine.spec import ModelSpec, check_quantize
+from weft.engine.spec import ModelSpec
+from weft.engine.spec_checks import check_quantize
 from weft.engine.spec_parts import PrefixSpec
 from weft.errors import CheckpointError, ConfigError, build_unknown_name_error, find_nearest
 from weft.experiment import RUN_NAME, parse_step_range
@@ -39,7 +40,7 @@ from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
 MAX_NAME_LENGTH = 255  # bytes of a folder's name
-DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)")
+DEVICE = re.compile(r"(cpu|mps|tpu|(cuda|xpu)(:\d+)?)")
 HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w./-]+)?", re.ASCII)
 DATA_FILE = re.compile(r"\.(jsonl?|parquet)(\.gz)?$")
 FLASH_3 = "flash_attn_interface"  # the package of flash attention 3
@@ -71,7 +72,7 @@ def find_device_problem(device: str) -> str | None:
     """Return an error message if `device` is invalid, or None if it is valid."""
     if DEVICE.fullmatch(device):
         return None
-    return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best device available"
+    return "must be cpu, cuda, cuda:N, xpu, mps or tpu; leave it out for the best device available"
 
 
 def check_flash(flash_attention: str, mode: str) -> None:

@@ -225,7 +225,7 @@ class RunConfig(ABC):
     seed: int = option(1, "seed of initial weights, data order and sampling", at_least=0)
     device: str | None = option(
         None,
-        "cpu, cuda, cuda:1 or mps; absent: the best device available",
+        "cpu, cuda, cuda:1, mps or (with backend=jax) tpu; absent: the best device available",
         check=checks.find_device_problem,
     )
     ray_address: str | None = option(

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.engine.spec import TPU
 from weft.errors import ConfigError, RunError
 from weft.experiment import Control, Experiment
 from weft.extras import install
@@ -208,6 +209,11 @@ def get_device_kind(experiment: Experiment) -> str:
     Raises `ConfigError` if the option `device` names a single device, such as `cuda:1`.
     """
     name = experiment.control.device
+    if name == TPU:
+        raise ConfigError(
+            f"device={TPU}: a run on a TPU has one process on each host, without device processes; "
+            f"write mode=local, and divide the role's devices by its layout, such as 1,-1,1"
+        )
     if name is None:
         import torch  # imported late, as in local_resources
 

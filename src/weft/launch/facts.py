@@ -5,6 +5,7 @@ that the calls need for the data.
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from weft.engine.generation.caches import (
     compute_kv_bytes,
 )
 from weft.engine.rows import PackLayout, split_batch
-from weft.engine.spec import GenerationSpec, ModelSpec
+from weft.engine.spec import TPU, GenerationSpec, ModelSpec
 from weft.engine.torch.adapters_off import can_share_base
 from weft.engine.torch.engine import choose_dtype
 from weft.engine.torch.prepare import share_prompts, share_training_prefixes
@@ -85,15 +86,18 @@ class TargetDevices:
         """Return the devices that the options name, or else those of this machine.
 
         The option `search.gpu` is the name of a GPU, which does not have to be on this machine. The
-        option is ignored with `device=cpu`. If the run needs a GPU, but `search.gpu` is not set and
-        this machine has no GPU, the GPU's type is unknown. Raises `ConfigError` for an unknown
-        name.
+        option is ignored with `device=cpu` and `device=tpu`. If the run needs a GPU, but
+        `search.gpu` is not set and this machine has no GPU, the GPU's type is unknown. Raises
+        `ConfigError` for an unknown name.
         """
         device_option = experiment.control.device
         count = experiment.num_devices
         search = experiment.config.get("search") or {}
         named = search.get("gpu")
         memory_gb = search.get("memory_gb")
+        if device_option == TPU:
+            room = math.inf if memory_gb is None else memory_gb * GIB
+            return cls(torch.device("cpu"), "TPU", count, room, "TPU")
         on_gpu = named is not None if device_option is None else device_option.startswith("cuda")
         # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
@@ -155,6 +159,11 @@ class TargetDevices:
         """
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
+        if self.usable == math.inf:
+            return (
+                f"{many} needs about {format_size(needed)}{scope}; weft does not know how much the "
+                f"{self.name} has"
+            )
         holds = "fits" if needed <= self.usable else "does NOT fit"
         name = self.name.replace(f", {format_size(self.usable)}", "")  # already shown
         return f"{holds}: {many} needs about {format_size(needed)}{scope} of {format_size(self.usable)}: {name}"

@@ -7,6 +7,7 @@ for `--dry-run=config`, only options and config.json are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
     batches = data.loaded.train.build_large_batches()
     expected = forecast(experiment, facts, batches, target.device, capacity=target.usable)
     numerics: dict[str, Any] = {"hardware": target.description or "GPUs of other machines"}
-    if target.usable is not None:
+    if target.usable is not None and target.usable < math.inf:
         numerics["memory"] = int(
             target.usable * (target.count if target.device.type == "cpu" else 1)
         )

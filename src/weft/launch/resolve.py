@@ -32,6 +32,7 @@ from weft.engine.backends.jax import check_options, read_layout
 from weft.engine.device import GIGABYTE, resolve_device, set_deterministic, set_tf32
 from weft.engine.generation.caches import compute_token_bytes
 from weft.engine.service_spec import NO_NETWORK
+from weft.engine.spec import TPU
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
@@ -68,16 +69,26 @@ def set_up_device(experiment: Experiment, *, alone: bool) -> torch.device:
     """Return the device of a run, and set torch's options for it in this process.
 
     If the run is `alone` in this process, this is the process's own device, otherwise the type of
-    the device processes' devices.
+    the device processes' devices. In a run on a TPU, torch computes on the CPU.
     """
     control = experiment.control
-    if alone:
-        device = resolve_device(control.device)
-    else:
+    if not alone:
         device = torch.device(get_device_kind(experiment))
+    else:
+        device = resolve_device("cpu" if control.device == TPU else control.device)
     set_deterministic(control.deterministic)
     set_tf32(control.tf32, device)
     return device
+
+
+def check_tpu_run(experiment: Experiment) -> None:
+    """Raise `ConfigError` if a role of a run on a TPU has a network that JAX does not compute."""
+    for role, spec in experiment.roles.items():
+        if spec.backend != JAX_BACKEND and spec.backend not in NO_NETWORK:
+            raise ConfigError(
+                f"device={TPU}, {role}.backend={spec.backend}: only backend=jax computes on a TPU; "
+                f"write {role}.backend=jax"
+            )
 
 
 def resolve_run(
@@ -88,6 +99,8 @@ def resolve_run(
     `device` is that of the data's role. Without `tokenizers`, they are neither loaded nor checked.
     Raises `UserError` if a check fails.
     """
+    if experiment.control.device == TPU:
+        check_tpu_run(experiment)
     roles = {name: choose_backend(spec) for name, spec in experiment.roles.items()}
     experiment = replace(experiment, roles=roles)
     check_calls(experiment)
@@ -311,7 +324,8 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
     if main.path is None or main.backend in NO_NETWORK:
         own = main
     else:
-        own = with_dtype(main, main.path, device)
+        on_cpu = device.type != "cuda" and experiment.control.device != TPU
+        own = with_dtype(main, main.path, on_cpu=on_cpu)
     dtype = own.dtype or "float32"
     roles = {}
     for name, spec in experiment.roles.items():

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from weft.engine.spec import ModelSpec
 
-SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # optimizer states for each trained parameter
+SLOTS = {"adamw": 2, "palm": 2, "lion": 1, "sgd": 1}  # optimizer states for each trained parameter
 # bytes per element of an optimizer state; 8-bit states have a float32 scale per block of 256
 STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

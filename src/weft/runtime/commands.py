@@ -30,7 +30,7 @@ from weft.engine.device import (
     set_tf32,
     set_threads,
 )
-from weft.engine.spec import ModelSpec
+from weft.engine.spec import TPU, ModelSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
@@ -97,7 +97,8 @@ class BuildWorker:
             set_deterministic(control.deterministic)
             set_tf32(control.tf32, device)
         reset_peak_memory(device)
-        specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
+        name = TPU if control.device == TPU else str(device)
+        specs = {role: replace(spec, device=name) for role, spec in self.specs.items()}
         worker = Worker(
             self.experiment,
             specs,

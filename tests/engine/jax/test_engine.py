@@ -19,6 +19,9 @@ from weft.errors import CheckpointError, ConfigError
 from weft.registry import families
 
 ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
+PALM = OptimizerSpec(
+    "palm", lr=1e-2, weight_decay=1.0, warmup_steps=1, beta2=0.99, lr_scheduler_type="rsqrt"
+)
 WANT = frozenset({"logprobs", "entropy", "top1"})
 # Every family compiles for itself, which takes seconds: the others are in the slow tier.
 FAMILIES = [
@@ -84,9 +87,10 @@ def test_a_family_scores_and_learns_as_with_torch(family: str, tmp_path: Path) -
         {"freeze_layers": 1},
         {"gradient_checkpointing": True},
         {"optimizer": OptimizerSpec("lion", lr=1e-3, weight_decay=0.1)},
+        {"optimizer": PALM},
         {"optimizer": OptimizerSpec("sgd", lr=1e-2, max_grad_norm=0.0)},
     ],
-    ids=["scaled", "lora", "frozen", "recomputed", "lion", "sgd"],
+    ids=["scaled", "lora", "frozen", "recomputed", "lion", "palm", "sgd"],
 )
 def test_what_is_trained_and_how(options: dict[str, Any], tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
@@ -124,7 +128,7 @@ def test_the_cut_into_micro_batches_changes_the_last_roundings_alone(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [("torch", "jax"), ("jax", "torch"), ("jax", "jax")])
-@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "lion", "palm", "sgd"])
 def test_a_run_goes_on_with_the_other_engine(kind: str, turn: Any, tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     options: dict[str, Any] = {
@@ -250,9 +254,12 @@ def test_a_state_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
         ({"layout": "banana"}, "layout=banana"),
         ({"device": "cpu:9"}, "device=cpu:9: jax has 8 devices"),
         ({"recompute_every": 2}, "recompute_every=2: .* gradient_checkpointing=true"),
+        ({"attention": "splash"}, "attention=splash: .* is for a TPU"),
+        ({"attention": "cudnn"}, "attention=cudnn: .* is for a GPU"),
         ({"dropout": 0.1}, "no dropout"),
         ({"optimizer": OptimizerSpec(state_dtype="bfloat16")}, "optimizer.state_dtype=bfloat16"),
         ({"device": "cuda"}, "device=cuda: jax has no such device"),
+        ({"device": "tpu"}, "device=tpu: jax has no such device"),
     ],
 )
 def test_what_it_lacks_is_refused_by_name(

@@ -14,7 +14,8 @@ from torch import nn
 from tests.bounds import gamma
 from tests.engine.generation.common import LLAMA, build
 from weft.engine import checkpoint
-from weft.engine.spec import OptimizerSpec, Schedule
+from weft.engine.spec import ModelSpec, OptimizerSpec, Schedule
+from weft.engine.torch.network_source import check_layout
 from weft.engine.torch.optimizer import (
     CLIP_EPS,
     FUSED,
@@ -23,12 +24,13 @@ from weft.engine.torch.optimizer import (
     compute_learning_rate,
     list_decayed_names,
 )
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ConfigError
 from weft.models.network.linear import (
     StoredParameter,
     find_canonical_parameters,
     find_canonical_values,
 )
+from weft.topology import Layout
 
 
 def rates(spec: OptimizerSpec, schedule: Schedule) -> list[float]:
@@ -49,6 +51,12 @@ def test_schedules_by_hand() -> None:
         compute_learning_rate(linear, Schedule(6, 2), 99) == 0.2
     )  # a run that goes on past its end
     assert rates(linear, Schedule(3, 3)) == near([1 / 3, 2 / 3, 1.0])
+    rsqrt = OptimizerSpec(lr=3.0, lr_scheduler_type="rsqrt", min_lr_ratio=0.5)
+    assert rates(rsqrt, Schedule(6, 2)) == near(
+        [3.0, 3.0, 3.0, 3.0 * math.sqrt(2 / 3), 3.0 * math.sqrt(2 / 4), 3.0 * math.sqrt(2 / 5)]
+    )
+    assert compute_learning_rate(rsqrt, Schedule(6, 2), 99) == 1.5
+    assert rates(rsqrt, Schedule(2, 0)) == [3.0, 3.0]
 
 
 def test_linear_and_cosine_are_those_of_transformers() -> None:
@@ -96,6 +104,51 @@ def test_lion_by_hand() -> None:
     optimizer.spec.max_grad_norm = 0.0
     step(optimizer, w, [-2.0, 0.8])
     assert w.tolist() == pytest.approx((before * 0.95 + 0.1).tolist(), rel=1e-12)
+
+
+def test_palm_by_hand() -> None:
+    """Its sizes are of a parameter each: q and k have their own, stored as rows of one matrix."""
+    spec = OptimizerSpec(
+        type="palm",
+        lr=0.1,
+        beta1=0.75,
+        beta2=0.5,
+        weight_decay=2.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    rows = nn.Parameter(torch.tensor([[3.0, -4.0], [0.0, 1e-4]], dtype=torch.float64))
+    parts = {
+        "q": StoredParameter("w", rows, slice(0, 1)),
+        "k": StoredParameter("w", rows, slice(1, 2)),
+    }
+    optimizer = Optimizer(spec, Schedule(10, 0), parts, {"q", "k"})
+    rows.grad = torch.tensor([[0.5, -2.0], [7.0, 0.0]], dtype=torch.float64)
+    optimizer.step(torch.zeros(()))
+    # The decay of step 1 is 0, so v = g^2, and each element moves by its sign; k has the least size.
+    size = math.sqrt(12.5)
+    step = [0.1 * size * 0.25, -0.1 * size * 0.25, 0.1 * 1e-3 * 0.25, 0.0]
+    left = [3.0 * 0.98, -4.0 * 0.98, 0.0, 1e-4 * 0.98]  # 1 - 0.1^2 * 2
+    moved = [before - moved for before, moved in zip(left, step, strict=True)]
+    assert rows.flatten().tolist() == pytest.approx(moved, rel=1e-12)
+    # The decay of step 2 is 1 - 1 / sqrt(2).
+    rows.grad = torch.tensor([[1.5, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    optimizer.step(torch.zeros(()))
+    share = 1.0 / math.sqrt(2.0)
+    square = (1.0 - share) * 0.25 + share * 2.25
+    size = math.sqrt((moved[0] ** 2 + moved[1] ** 2) / 2.0)
+    second = 0.75 * step[0] + 0.25 * 0.1 * size * 1.5 / math.sqrt(square)
+    last = [moved[0] * 0.98 - second, moved[1] * 0.98 - 0.75 * step[1]]
+    assert rows[0].tolist() == pytest.approx(last, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["d2f2", "t2"])
+def test_palm_is_refused_where_parameters_are_divided(layout: str) -> None:
+    spec = ModelSpec(trained=True, optimizer=OptimizerSpec("palm"))
+    with pytest.raises(ConfigError, match=r"optimizer\.type=palm measures whole parameters"):
+        check_layout(spec, Layout.parse(layout), LLAMA)
+    check_layout(spec, Layout.parse("d2f1"), LLAMA)
+    check_layout(replace(spec, trained=False), Layout.parse(layout), LLAMA)
 
 
 def test_sgd_decays_weights_and_not_the_momentum() -> None:
@@ -193,7 +246,7 @@ def test_state_of_another_network_is_refused() -> None:
         optimizer.load(tensors, optimizer.collect_values())
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "palm", "sgd"])
 def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_as_one(
     rule: str, tmp_path: Path
 ) -> None:

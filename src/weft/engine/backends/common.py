@@ -18,7 +18,8 @@ from weft.checkpoints.weight_files import WeightFiles
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizer_files import read_model_values
 from weft.engine.device import choose_flash, read_memory_bytes, resolve_device
-from weft.engine.spec import AUTO, ModelSpec, check_quantize
+from weft.engine.spec import AUTO, ModelSpec
+from weft.engine.spec_checks import check_jax_options, check_quantize
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.errors import CheckpointError, ConfigError
 from weft.extras import install
@@ -52,6 +53,7 @@ def check_spec(spec: ModelSpec) -> str:
             "or leave it out"
         )
     check_quantize(spec)
+    check_jax_options(spec)
     if spec.backend == "hf":
         _check_native_options(spec)
     return spec.path
@@ -202,16 +204,17 @@ def check_fp8(spec: ModelSpec) -> None:
         )
 
 
-def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
+def with_dtype(spec: ModelSpec, path: str, *, on_cpu: bool) -> ModelSpec:
     """Return the spec with its dtype set.
 
     A dtype that is already set is kept. Otherwise, the dtype is float32 on a CPU, and that of the
-    checkpoint on a GPU. Newly initialized weights are float32 if config.json does not name a dtype.
+    checkpoint on a GPU or TPU, where JAX takes bfloat16 for float16. Newly initialized weights are
+    float32 if config.json does not name a dtype.
     """
     if spec.dtype is not None:
         return spec
     dtype = "float32"
-    if device.type == "cuda":
+    if not on_cpu:
         raw = hf_io.read_raw(path)
         stated = raw.get("dtype") or raw.get("torch_dtype")
         if spec.init_from_scratch or spec.planned:
@@ -220,6 +223,8 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
             stored = str(WeightFiles(hf_io.find_weights(path)).dtype)
         usual = (name for name in DTYPES if name != "float64")
         dtype = next((name for name in usual if stored in (name, f"torch.{name}")), dtype)
+    if spec.backend == "jax" and dtype == "float16":
+        dtype = "bfloat16"
     return replace(spec, dtype=dtype)
 
 

@@ -50,7 +50,7 @@ def hf_backend(
     common.check_replicated_layout(layout)
     device = common.choose_role_device(spec)
     common.check_compile(spec, layout, device)
-    spec = common.with_dtype(spec, path, device)
+    spec = common.with_dtype(spec, path, on_cpu=device.type != "cuda")
     module = hf_load.load(spec, path, device, common.choose_reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
     module.config.use_cache = False  # passes don't need a cache; saved files get the original value

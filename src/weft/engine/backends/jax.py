@@ -50,8 +50,9 @@ def jax_backend(
     path = common.check_spec(spec)
     check_options(spec)
     from weft.engine.jax import engine
+    from weft.engine.jax.attention import choose_kernel
+    from weft.engine.jax.decoder import DecoderSettings
     from weft.engine.jax.mesh import build_mesh, build_row_sharding
-    from weft.engine.jax.network import DecoderSettings
     from weft.engine.jax.parameters import ParameterStacks
 
     layout_text = read_layout(spec)
@@ -59,7 +60,8 @@ def jax_backend(
     if layout_text is not None and device is not None:
         device = device.partition(":")[0]  # the role's own devices, not the process's
     mesh = build_mesh(layout_text, engine.find_devices(device), trained=spec.trained)
-    spec = common.with_dtype(spec, path, torch.device("cpu"))
+    platform = mesh.devices.flat[0].platform
+    spec = common.with_dtype(spec, path, on_cpu=platform == "cpu")
     engine.allow_dtype(str(spec.dtype))
     # Describe the network by torch's modules, without values.
     family, config = hf_io.read_config(path, spec.type)
@@ -83,8 +85,9 @@ def jax_backend(
         whole.pooling,
         dtype,
         spec.lora.alpha / spec.lora.r if spec.lora.r else 1.0,
-        "nothing_saveable" if spec.recomputed_layers else None,
+        "nothing_saveable" if spec.recomputed_layers else spec.recompute_policy,
         build_row_sharding(mesh) if mesh.size > 1 else None,
+        choose_kernel(spec.attention, platform, config, dtype),
     )
     padding = common.find_skipped_padding(tokenizer, spec)
     network = engine.JaxNetwork(decoder, stacks, arrays, padding)
@@ -146,7 +149,7 @@ REFUSED = {
     "offload": "use backend=torch",
     "prefix.num_tokens": "use backend=torch",
     "residual_dropout": "use backend=torch",
-    "recompute_every": "write gradient_checkpointing=true",
+    "recompute_every": "write gradient_checkpointing=true, or a recompute_policy",
     "optimizer.state_dtype": "use backend=torch",
     "optimizer.offload": "use backend=torch",
     "zero_stage": "write a mesh: dp has copies, fsdp parts",

@@ -48,7 +48,7 @@ def torch_backend(
     # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
     device = common.choose_role_device(spec)
-    spec = common.with_dtype(spec, path, device)
+    spec = common.with_dtype(spec, path, on_cpu=device.type != "cuda")
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is None:
         tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)

@@ -31,9 +31,10 @@ from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
 from weft.engine.collectives import LocalCollectives
 from weft.engine.device import BestMatmulRate
 from weft.engine.generation.generate import open_generator
+from weft.engine.jax.decoder import DecoderSettings
 from weft.engine.jax.generation import CompiledDecoder, choose_budget
 from weft.engine.jax.mesh import put_on_mesh
-from weft.engine.jax.network import DecoderSettings, compute_outputs
+from weft.engine.jax.network import compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
 from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
 from weft.engine.jax.parameters import ParameterStacks, to_numpy, to_torch

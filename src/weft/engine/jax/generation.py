@@ -39,12 +39,10 @@ from weft.engine.generation.caches import (
 from weft.engine.generation.decode_batch import DecodeBatch
 from weft.engine.generation.sampling import CDF_BLOCK, SampledRows, SettingsTable
 from weft.engine.generation.scheduler import GenerationBudget
+from weft.engine.jax.decoder import DecoderSettings, KeysValues, TokenRows
 from weft.engine.jax.mesh import BATCH, count_row_parts, fetch, put_on_mesh
 from weft.engine.jax.network import (
-    DecoderSettings,
-    KeysValues,
     Parameters,
-    TokenRows,
     compute_hidden_and_keys,
     compute_logits,
     group_stacks,

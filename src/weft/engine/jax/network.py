@@ -13,126 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from weft.algorithms.base import Output
+from weft.engine.jax.attention import MASKED, LayerWindow, attend_to_past, attend_to_rows
+from weft.engine.jax.decoder import DecoderSettings, HeadInputs, KeysValues, TokenRows
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import TopIds
-from weft.models.network.transformer import Head, Pooling
 
 Parameters = Mapping[str, Array]
-SCORES = 1 << 27  # attention scores of a layer that are in memory at once
 CHUNK_CELLS = 1 << 24  # logits of a chunk of rows
 LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix
-UNLIMITED = 1 << 30  # window of a layer whose attention has none
-MASKED = -1e30  # attention score of a key that a query cannot see; finite, so no row is all NaN
-
-# What the backward pass keeps of a block's forward pass, by EasyLM's names.
-REMATERIALIZATION: Mapping[str, Any] = {
-    "everything_saveable": jax.checkpoint_policies.everything_saveable,
-    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-    "checkpoint_dots": jax.checkpoint_policies.checkpoint_dots,
-    "checkpoint_dots_with_no_batch_dims": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-}
-
-
-class TokenRows(NamedTuple):
-    """Tokens of a pass in rows of equal length, as arrays of JAX or numpy.
-
-    Attributes:
-        tokens: Token ids, int32 [R, L].
-        positions: Position of each token in its sequence, int32 [R, L].
-        segments: Number of each token's sequence, from 1, and 0 for padding, int32 [R, L].
-        cos: Cosines of the rotation angles, [R, L, dim / 2], or None without rotation.
-        sin: Sines of the rotation angles, [R, L, dim / 2], or None without rotation.
-    """
-
-    tokens: Any
-    positions: Any
-    segments: Any
-    cos: Any
-    sin: Any
-
-
-class HeadInputs(NamedTuple):
-    """Rows of hidden states that a head reads, as arrays of JAX or numpy.
-
-    Attributes:
-        rows: Indices into the flattened tokens [R * L], int32 [N]. For scores that are averaged
-            over a sequence, the index of every token.
-        labels: Token whose log-prob is computed at each row, int32 [N]. For averaged scores, the
-            sequence of each token.
-        ids: Further ids whose log-probs are computed at each row, int32 [N, K], or None.
-        support: Ids that sampling kept at each row, filled up with the size of the vocabulary,
-            int32 [N, S], or None. A row without ids has no limit.
-    """
-
-    rows: Any
-    labels: Any
-    ids: Any = None
-    support: Any = None
-
-
-@dataclass(frozen=True)
-class DecoderSettings:
-    """Architecture of a network, and how it is computed.
-
-    Attributes:
-        config: Sizes and variants of the network.
-        head: Kind of head.
-        pooling: Hidden states that a score is computed from.
-        dtype: dtype of the computation; log-probs, values and scores have at least float32.
-        adapter_scale: Factor of low-rank adapters.
-        policy: Key of `REMATERIALIZATION`, or None to keep all activations.
-        row_sharding: How hidden states [R, L, hidden] are divided over devices, or None.
-    """
-
-    config: TransformerConfig
-    head: Head
-    pooling: Pooling
-    dtype: Any
-    adapter_scale: float = 1.0
-    policy: str | None = None
-    row_sharding: NamedSharding | None = None
-
-    def divide(self, x: Array) -> Array:
-        """Return hidden states divided over the devices; the compiler divides the rest."""
-        if self.row_sharding is None:
-            return x
-        return lax.with_sharding_constraint(x, self.row_sharding)
-
-    def gather_table(self, table: Array) -> Array:
-        """Return an embedding matrix [V, width] of which each device has all rows.
-
-        Otherwise the compiler would gather all embeddings of a batch on every device.
-        """
-        if self.row_sharding is None:
-            return table
-        return lax.with_sharding_constraint(table, NamedSharding(self.row_sharding.mesh, P()))
-
-    @property
-    def wide(self) -> Any:
-        """dtype of log-probs, values, scores and norms' statistics."""
-        return jnp.promote_types(self.dtype, jnp.float32)
-
-
-class KeysValues(NamedTuple):
-    """Keys and values of a stack of blocks.
-
-    Those of new tokens are [layers, R, L, kv_heads, head_dim]; those of a cache are [layers, slots,
-    kv_heads, capacity, head_dim].
-    """
-
-    keys: Array
-    values: Array
 
 
 def compute_hidden(parameters: Parameters, rows: TokenRows, decoder: DecoderSettings) -> Array:
@@ -213,30 +108,31 @@ def _run_stack(
     With `keeps`, their keys and values are returned too.
     """
     config = decoder.config
-    windows = []
+    windows = [config.window(layer) for layer in layers]
+    distinct = list(dict.fromkeys(windows))
+    kinds = [distinct.index(window) for window in windows]
     scales = []
     for layer in layers:
-        window = config.window(layer)
-        windows.append(UNLIMITED if window is None else window)
         scales.append(config.scale / (layer + 1 if config.layer_scaled_attention else 1))
 
     def run(
         x: Array, layer: tuple[Parameters, Array, Array, KeysValues | None]
     ) -> tuple[Array, KeysValues | None]:
-        own, window, scale, past = layer
+        own, kind, scale, past = layer
+        window = LayerWindow(distinct, kind)
         x, new = _run_block(x, own, window, scale, past, rows, decoder)
         return decoder.divide(x), new if keeps else None
 
     if decoder.policy is not None:
-        run = jax.checkpoint(run, policy=REMATERIALIZATION[decoder.policy])
-    each = (dict(stack), jnp.asarray(windows, jnp.int32), jnp.asarray(scales, decoder.wide), past)
+        run = jax.checkpoint(run, policy=getattr(jax.checkpoint_policies, decoder.policy))
+    each = (dict(stack), jnp.asarray(kinds, jnp.int32), jnp.asarray(scales, decoder.wide), past)
     return lax.scan(run, x, each)
 
 
 def _run_block(
     x: Array,
     own: Parameters,
-    window: Array,
+    window: LayerWindow,
     scale: Array,
     past: KeysValues | None,
     rows: TokenRows,
@@ -277,7 +173,7 @@ def _run_block(
 def _attend(
     x: Array,
     own: Parameters,
-    window: Array,
+    window: LayerWindow,
     scale: Array,
     past: KeysValues | None,
     rows: TokenRows,
@@ -301,85 +197,11 @@ def _attend(
     q, k, v = heads["q"], heads["k"], heads["v"]
     q = q.reshape(*q.shape[:2], config.num_kv_heads, -1, config.head_dim)
     if past is None:
-        mixed = _attend_to_rows(q, k, v, window, scale, rows, decoder)
+        mixed = attend_to_rows(q, k, v, window, scale, rows, decoder)
     else:
-        mixed = _attend_to_past(q, k, v, window, scale, past, rows, decoder)
+        mixed = attend_to_past(q, k, v, window, scale, past, rows, decoder)
     output = _apply_linear(own, "attention.o", mixed.reshape(*x.shape[:2], -1), decoder)
     return output, KeysValues(k, v)
-
-
-def _attend_to_rows(
-    q: Array,
-    k: Array,
-    v: Array,
-    window: Array,
-    scale: Array,
-    rows: TokenRows,
-    decoder: DecoderSettings,
-) -> Array:
-    """Return the attention of each token over its sequence in the same row, [R, L, k, g, d].
-
-    `q` is [R, L, k, g, d], with g query heads for each of k heads of keys and values.
-    """
-
-    def attend_chunk(chunk: tuple[Array, Array, Array]) -> Array:
-        q, segments, positions = chunk
-        scores = jnp.einsum("rqkgd,rskd->rkgqs", q, k, preferred_element_type=decoder.wide)
-        scores = _limit_scores(scores * scale, decoder)
-        distance = positions[:, :, None] - rows.positions[:, None, :]
-        seen = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
-        seen &= (distance < window) & (segments[:, :, None] > 0)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("rkgqs,rskd->rqkgd", weights, v)
-
-    # Scores are computed again in the backward pass: they take more memory than all the rest.
-    length = q.shape[1]
-    most = max(1, SCORES // (q.shape[0] * decoder.config.num_heads * length))
-    count = 1
-    while length // count > most and length % (2 * count) == 0:
-        count *= 2
-    if count == 1:
-        return jax.checkpoint(attend_chunk)((q, rows.segments, rows.positions))
-    chunks = []
-    for each in (q, rows.segments, rows.positions):
-        parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
-        chunks.append(jnp.moveaxis(parts, 1, 0))
-    mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
-    mixed = jnp.moveaxis(mixed, 0, 1)
-    return mixed.reshape(q.shape)
-
-
-def _attend_to_past(
-    q: Array,
-    k: Array,
-    v: Array,
-    window: Array,
-    scale: Array,
-    past: KeysValues,
-    rows: TokenRows,
-    decoder: DecoderSettings,
-) -> Array:
-    """Return the attention of each row's token over its cached tokens and itself, [R, 1, k, g, d].
-
-    `past` has the cached keys and values [R, kv_heads, capacity, head_dim].
-    """
-    token = q[:, 0]
-    old = jnp.einsum("rkgd,rksd->rkgs", token, past.keys, preferred_element_type=decoder.wide)
-    new = jnp.einsum("rkgd,rkd->rkg", token, k[:, 0], preferred_element_type=decoder.wide)
-    scores = _limit_scores(jnp.concatenate([old, new[..., None]], axis=-1) * scale, decoder)
-    places = jnp.arange(past.keys.shape[2])
-    seen = (places < rows.positions) & (rows.positions - places < window)
-    itself = jnp.ones((len(seen), 1), bool)
-    seen = jnp.concatenate([seen, itself], axis=1)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v.dtype)
-    mixed = jnp.einsum("rkgs,rksd->rkgd", weights[..., :-1], past.values)
-    return (mixed + weights[..., -1:] * v[:, 0, :, None])[:, None]
-
-
-def _limit_scores(scores: Array, decoder: DecoderSettings) -> Array:
-    limit = decoder.config.attention_softcap
-    return scores if limit is None else limit * jnp.tanh(scores / limit)
 
 
 def _rotate(heads: Array, rows: TokenRows) -> Array:

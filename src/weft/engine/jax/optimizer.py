@@ -7,14 +7,14 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import Tensor
@@ -23,6 +23,7 @@ from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.parameters import ParameterStacks
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
+from weft.engine.torch.update_rules import LEAST_SIZE, SQUARE_EPS
 from weft.errors import CheckpointError
 
 # Arrays of each rule's state: field of optax's state -> name of the slot in files.
@@ -30,11 +31,53 @@ SLOTS = {
     "adamw": {"mu": "exp_avg", "nu": "exp_avg_sq"},
     "lion": {"mu": "exp_avg"},
     "sgd": {"trace": "momentum_buffer"},
+    "palm": {"mu": "exp_avg", "nu": "exp_avg_sq"},
 }
 
 
+class PalmState(NamedTuple):
+    """State of PaLM's rule: number of steps, momentum of the steps, mean squared gradients."""
+
+    count: Array  # type: ignore[assignment]
+    mu: dict[str, Array]
+    nu: dict[str, Array]
+
+
+def scale_by_palm(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
+    """Return PaLM's rule, `weft.engine.torch.update_rules.PalmOptimizer`, with the learning rate `rate`.
+
+    optax has its parts, but these measure the size of a stack of matrices, not of each matrix.
+    """
+
+    def create_state(trained: dict[str, Array]) -> PalmState:
+        zeros = jax.tree.map(jnp.zeros_like, trained)
+        return PalmState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.zeros_like, trained))
+
+    def update(
+        gradients: dict[str, Array], state: PalmState, trained: Any, *, rate: Array, **_: Any
+    ) -> tuple[dict[str, Array], PalmState]:
+        count = optax.safe_increment(state.count)
+        mu, nu = {}, {}
+        for name, g in gradients.items():
+            share = count.astype(g.dtype) ** -beta2
+            nu[name] = (1.0 - share) * state.nu[name] + share * (jnp.square(g) + SQUARE_EPS)
+            value = trained[name]
+            axes = tuple(range(name.startswith("blocks."), value.ndim))
+            size = jnp.sqrt(jnp.square(value).mean(axes, keepdims=True))
+            step = rate.astype(g.dtype) * jnp.maximum(size, LEAST_SIZE) * g * lax.rsqrt(nu[name])
+            mu[name] = beta1 * state.mu[name] + (1.0 - beta1) * step
+        return mu, PalmState(count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(create_state, update)
+
+
 def build_rule(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Return the update rule, without learning rate, weight decay and clipping."""
+    """Return the update rule, without weight decay and clipping.
+
+    The steps of `palm` have the learning rate as a factor, those of the other rules do not.
+    """
+    if spec.type == "palm":
+        return scale_by_palm(spec.beta1, spec.beta2)
     if spec.type == "adamw":
         return optax.scale_by_adam(spec.beta1, spec.beta2, spec.eps)
     if spec.type == "lion":
@@ -65,7 +108,7 @@ class JaxOptimizer:
         self.gradients: dict[str, Array] | None = None  # sums over the micro-batches so far
         self._stacks = stacks
         self._arrays = arrays
-        self._rule = build_rule(spec)
+        self._rule = optax.with_extra_args_support(build_rule(spec))
         self._state: Any = self._build_state()
         decay = spec.weight_decay
 
@@ -77,12 +120,13 @@ class JaxOptimizer:
             divisor: Array,
         ) -> tuple[dict[str, Array], Any]:
             clipped = {name: g / divisor.astype(g.dtype) for name, g in gradients.items()}
-            directions, state = self._rule.update(clipped, state, trained)
+            steps, state = self._rule.update(clipped, state, trained, rate=rate)
             new = {}
             for name, value in trained.items():
-                step = rate.astype(value.dtype)
-                decayed_value = value * (1.0 - step * decay) if decay and name in decayed else value
-                new[name] = decayed_value - step * directions[name]
+                own = rate.astype(value.dtype)
+                factor, square = (own, own) if spec.type != "palm" else (1.0, own * own)
+                left = value * (1.0 - square * decay) if decay and name in decayed else value
+                new[name] = left - factor * steps[name]
             return new, state
 
         # The results lie where the arguments lay, so the next pass is not compiled again.
@@ -174,7 +218,7 @@ class JaxOptimizer:
             for field, slot in SLOTS[self.spec.type].items():
                 for name, value in self._stacks.read(getattr(self._state, field), names):
                     tensors[f"{name}/{slot}"] = value
-            if self.spec.type == "adamw":
+            if self.spec.type in ("adamw", "palm"):
                 count = float(self._state.count)
                 for name in names:
                     tensors[f"{name}/step"] = torch.tensor(count)

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weft.engine.jax.decoder import DecoderSettings, HeadInputs, TokenRows
 from weft.engine.jax.mesh import count_row_parts
-from weft.engine.jax.network import DecoderSettings, HeadInputs, TokenRows, round_up
+from weft.engine.jax.network import round_up
 from weft.engine.jax.parameters import to_numpy
 from weft.models.network import rope
 from weft.models.network.packed import Packed, SamplingSupport
@@ -111,7 +112,10 @@ def pack_rows(
     _check_indices(x, decoder)
     lengths = to_numpy(x.attention.dense.lengths)
     length = sizes.choose_length(int(lengths.max()))
-    starts, count = place_sequences(lengths, length)
+    if decoder.attention == "cudnn":
+        starts, count = np.arange(len(lengths)) * length, len(lengths)
+    else:
+        starts, count = place_sequences(lengths, length)
     multiple = 1
     if decoder.row_sharding is not None:
         multiple = count_row_parts(decoder.row_sharding)
@@ -156,6 +160,8 @@ def pack_rows(
         cos,
         sin,
     )
+    if decoder.attention == "cudnn":
+        check_single_sequences(rows.segments)
 
     def extend(values: npt.NDArray[Any], value: int = 0) -> npt.NDArray[np.int32]:
         longer = np.full((total, *values.shape[1:]), value, np.int32)
@@ -169,6 +175,17 @@ def pack_rows(
         None if support is None else extend(_spread_support(support, config.vocab_size)),
     )
     return PackedRows(rows, reads, outputs, num_scores)
+
+
+def check_single_sequences(segments: npt.NDArray[np.int32]) -> None:
+    """Raise `ValueError` if a row [L] of `segments` [R, L] has tokens of several sequences.
+
+    cuDNN does not read segments: tokens would attend to other sequences.
+    """
+    several = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] > 0)
+    if several.any():
+        row = int(several.any(axis=1).argmax())
+        raise ValueError(f"row {row} has several sequences, which cuDNN's attention would mix")
 
 
 def _spread_support(support: SamplingSupport, vocab_size: int) -> npt.NDArray[np.int32]:

@@ -322,6 +322,12 @@ def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) ->
         )
     if layout.expert > 1:
         _check_experts(layout, config)
+    divided = layout.fsdp * layout.tensor * layout.expert > 1
+    if spec.trained and spec.optimizer.type == "palm" and divided:
+        raise ConfigError(
+            f"layout={layout}: optimizer.type=palm measures whole parameters, which f, t and e "
+            f"divide; write d{layout.data}f1, use backend=jax, or another optimizer"
+        )
     if layout.pipeline > 1 and spec.trained and spec.freezes:
         raise ConfigError(
             f"layout={layout}: every pipeline stage must have parameters to train, which "

@@ -24,6 +24,7 @@ from weft.engine.torch.update_rules import (
     AdamW,
     Lion,
     NarrowAdamW,
+    PalmOptimizer,
     State,
     build_narrow_adamw,
     count_blocks,
@@ -190,8 +191,12 @@ def compute_learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) ->
     The warm-up is linear and reaches the peak rate on its last step, so that no step has rate 0
     (`transformers` starts at 0). After the warm-up, a constant schedule keeps the peak rate. Other
     schedules fall towards `last_lr`, which they would reach one step after the run's last step, as
-    in `transformers`.
+    in `transformers`. The schedule `rsqrt` has the peak rate during the warm-up, and then falls with
+    the root of the step, to `last_lr` at least (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
     """
+    if spec.lr_scheduler_type == "rsqrt":
+        first = max(schedule.warmup_steps, 1)
+        return max(spec.last_lr, spec.peak_lr * math.sqrt(first / max(step, first)))
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
     rest = schedule.total_steps - schedule.warmup_steps
@@ -235,12 +240,17 @@ def list_embedding_names(network: nn.Module) -> frozenset[str]:
 
 
 def make(
-    spec: OptimizerSpec, names: Mapping[nn.Parameter, str], embeddings: Collection[nn.Parameter]
+    spec: OptimizerSpec,
+    names: Mapping[nn.Parameter, str],
+    embeddings: Collection[nn.Parameter],
+    trained: Iterable[StoredParameter],
+    decayed: Collection[nn.Parameter],
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer for `spec`; `names` maps each parameter to its name.
 
-    `sgd` uses `beta1` as its momentum (0 is plain SGD); `lion` uses both betas. States of
-    `embeddings` are never stored in 8 bits.
+    `sgd` uses `beta1` as its momentum (0 is plain SGD); `lion` and `palm` use both betas. States of
+    `embeddings` are never stored in 8 bits. `trained` has the canonical parameters, whose sizes
+    `palm` measures, and `decayed` the parameters with weight decay, which `palm` applies itself.
     """
     parameters = list(names)
     fused = parameters[0].device.type in FUSED
@@ -256,6 +266,8 @@ def make(
         )
     if spec.type == "lion":
         return Lion(parameters, lr=spec.peak_lr, betas=betas)
+    if spec.type == "palm":
+        return PalmOptimizer(trained, decayed, spec.peak_lr, betas, spec.weight_decay)
     return SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
 
 
@@ -317,6 +329,8 @@ class Optimizer:
             spec,
             names,
             [self._trained[name].parameter for name in embeddings if name in self._trained],
+            self._trained.values(),
+            self._decayed,
         )
         self._lane = lane
         self._updated = updated
@@ -355,18 +369,15 @@ class Optimizer:
 
         `norm` is the norm of the gradient before clipping to `max_grad_norm`. Weight decay is
         decoupled for every update rule (Loshchilov & Hutter 2017, arXiv:1711.05101): it multiplies
-        parameters by 1 - learning rate * `weight_decay`.
+        parameters by 1 - learning rate * `weight_decay`, or by PaLM's own factor.
         """
         if self.spec.max_grad_norm > 0.0:
             self._clip(norm)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        if self.spec.weight_decay > 0.0:
-            shrunk: list[Tensor] = []
-            for p in self._decayed:
-                if p.grad is not None:
-                    shrunk.append(p)
+        if self.spec.weight_decay > 0.0 and not isinstance(self._optimizer, PalmOptimizer):
+            shrunk: list[Tensor] = [p for p in self._decayed if p.grad is not None]
             if shrunk:
                 with torch.no_grad():
                     torch._foreach_mul_(shrunk, 1.0 - rate * self.spec.weight_decay)

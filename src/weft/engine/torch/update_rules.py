@@ -1,4 +1,4 @@
-"""Update rules as torch optimizers: AdamW, SGD, Lion, and AdamW with narrow moments.
+"""Update rules as torch optimizers: AdamW, SGD, Lion, PaLM, and AdamW with narrow moments.
 
 torch decorates optimizers for `torch.compile`, and the decorators load the compiler at the first
 call, which takes a second. Optimizers are never compiled here, so the classes call the undecorated
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.spec import STATE_LIBRARY
+from weft.models.network.linear import StoredParameter
 from weft.randomness import derive_key
 
 State = dict[str, Tensor]  # state of one parameter, by slot
@@ -85,6 +86,63 @@ class Lion(EagerOptimizer):
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 p.add_(momentum.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
                 momentum.lerp_(p.grad, 1.0 - beta2)
+        return loss
+
+
+SQUARE_EPS = 1e-30  # added to a squared gradient by PaLM's rule
+LEAST_SIZE = 1e-3  # least root mean square of a parameter in PaLM's rule
+
+
+class PalmOptimizer(EagerOptimizer):
+    """Adafactor with whole second moments, and steps scaled by the size of each parameter.
+
+    Implements section 5 of Chowdhery et al. 2022, arXiv:2204.02311, with a momentum of the steps,
+    as EasyLM has it. The size of a parameter is its root mean square, so weight decay is part of
+    the step: it would change the size. `trained` has the canonical parameters, which may be rows of
+    stored ones, and `decayed` the stored parameters with weight decay.
+    """
+
+    def __init__(
+        self,
+        trained: Iterable[StoredParameter],
+        decayed: Collection[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        self._parts: dict[nn.Parameter, list[StoredParameter]] = {}
+        for part in trained:
+            self._parts.setdefault(part.parameter, []).append(part)
+        self._decayed = {id(parameter) for parameter in decayed}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__([*self._parts], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters, and return the result of `closure`, if given.
+
+        For a parameter p with gradient g, moments m and v, learning rate lr and betas b1 and b2, in
+        step n, which begins with 1: v becomes d v + (1 - d) (g^2 + 1e-30) with d = 1 - n^-b2, then
+        m becomes b1 m + (1 - b1) lr max(rms(p), 1e-3) g / sqrt(v), and p becomes
+        (1 - lr^2 weight_decay) p - m.
+        """
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(PlainMoments().create_state(p), step=torch.zeros(()))
+                state["step"] += 1
+                square, mean = state["exp_avg_sq"], state["exp_avg"]
+                square.lerp_(p.grad.square() + SQUARE_EPS, float(state["step"]) ** -beta2)
+                step = p.grad * square.rsqrt() * lr
+                for part in self._parts[p]:
+                    size = part.data.square().mean().sqrt().clamp(min=LEAST_SIZE)
+                    part.select_rows(step).mul_(size)
+                if id(p) in self._decayed:
+                    p.mul_(1.0 - lr**2 * group["weight_decay"])
+                p.sub_(mean.lerp_(step, 1.0 - beta1))
         return loss
 
 

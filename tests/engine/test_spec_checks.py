@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.engine.spec import LoRASpec, ModelSpec, check_quantize
+from weft.engine.spec import LoRASpec, ModelSpec
+from weft.engine.spec_checks import check_quantize
 from weft.errors import ConfigError
 
 
