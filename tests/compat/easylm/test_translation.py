@@ -414,10 +414,48 @@ def test_streams_and_their_configuration() -> None:
     done = convert("llama_train", [*words, "--load_llama_config=debug", update])
     assert done.streams["model"].update == "{'max_sequence_length': 4096}"
     assert done.streams["model"].config == "debug"
+    assert done.options["model.recompute_policy"] == "nothing_saveable"
+    policies = ["--llama.remat_mlp=checkpoint_dots", "--llama.remat_attention=nothing_saveable"]
+    done = convert("llama_train", [*words, *policies])
+    assert done.options["model.recompute_policy"] == "nothing_saveable"
+    done = convert("llama_train", [*words, policies[0]])
+    assert done.options["model.recompute_policy"] == "checkpoint_dots"
+    done = convert("llama_train", [*words, policies[0]], backend="torch")
     assert done.options["model.gradient_checkpointing"] is True
+    assert "model.recompute_policy" not in done.options
     done = convert("llama_train", [*words, "--llama.hidden_size=64", "--llama.resid_pdrop=0.1"])
     assert done.streams["model"].update == "{'hidden_size': 64}"
     assert done.options["model.residual_dropout"] == 0.1
+
+
+def test_palm_has_a_rate_that_falls_with_the_root_of_the_step() -> None:
+    """EasyLM's rate is lr / 0.01 / sqrt(max(step, warm-up)), its decay weight_decay / 1e-4 rate^2."""
+    words = [
+        *parse_words("llama_train"),
+        "--optimizer.type=palm",
+        "--optimizer.adamw_optimizer.lr=1",
+    ]
+    words += [
+        "--optimizer.palm_optimizer.lr_warmup_steps=400",
+        "--optimizer.palm_optimizer.lr=0.02",
+    ]
+    done = convert("llama_train", words)
+    wanted = {
+        "type": "palm",
+        "lr": 0.02 / 0.01 / 400**0.5,
+        "end_lr": 0.0,
+        "lr_scheduler_type": "rsqrt",
+        "warmup_steps": 400,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "max_grad_norm": 1.0,
+        "weight_decay": 1.0,
+    }
+    for name, value in wanted.items():
+        assert done.options[f"model.optimizer.{name}"] == pytest.approx(value)
+    assert any("adamw_optimizer.lr has no effect" in note for note in done.notes)
+    with pytest.raises(ConfigError, match="the rate of this command"):
+        convert("llama_train_ppo", [*parse_words("llama_train_ppo"), "--optimizer.type=palm"])
 
 
 def test_without_a_checkpoint_weights_begin_at_random() -> None:
@@ -452,8 +490,8 @@ def test_configurations_are_literals() -> None:
         (["--llama.fcm_max_ratio=0.1"], "forgetful causal mask"),
         (["--tokenizer=a", "--tokenizer.vocab_file=b"], "both name the tokenizer; set one"),
         (["--dtype=fp8"], "--dtype=fp8: must be one of fp32, bf16, fp16"),
-        (["--optimizer.type=palm"], "weft has no palm"),
-        (["--optimizer.type=sgd"], "must be adamw or lion"),
+        (["--optimizer.type=sgd"], "must be adamw, palm or lion"),
+        (["--optimizer.type=palm", "--optimizer.palm_optimizer.bf16_momentum=True"], "float32"),
         (["--load_dataset_state=x"], "a run resumes exactly"),
         (["--train_dataset.type=tulu"], "did you mean tulu_json_torch?"),
         (["--train_dataset.type=tulu_prompt"], "llama_train reads tulu_json_torch, json_torch"),

@@ -133,7 +133,9 @@ TOKENIZER: Mapping[str, FlagRule] = {
 }
 
 OPTIMIZER: Mapping[str, FlagRule] = {
-    "optimizer.type": compute("adamw", "{trained}.optimizer.type", note="adamw or lion"),
+    "optimizer.type": compute(
+        "adamw", "{trained}.optimizer.type", note="adamw, palm (not of llama_train_ppo) or lion"
+    ),
     "optimizer.adamw_optimizer.b1": copy(0.9, "{trained}.optimizer.beta1"),
     "optimizer.adamw_optimizer.b2": copy(0.95, "{trained}.optimizer.beta2"),
     "optimizer.adamw_optimizer.clip_gradient": copy(1.0, "{trained}.optimizer.max_grad_norm"),
@@ -146,18 +148,19 @@ OPTIMIZER: Mapping[str, FlagRule] = {
     "optimizer.adamw_optimizer.multiply_by_parameter_scale": refuse(
         False, "weft has no Adafactor; leave it out"
     ),
-    **{
-        f"optimizer.palm_optimizer.{name}": refuse(value, "weft has no palm; use adamw or lion")
-        for name, value in {
-            "lr": 0.01,
-            "lr_warmup_steps": 10000,
-            "b1": 0.9,
-            "b2": 0.99,
-            "clip_gradient": 1.0,
-            "weight_decay": 1e-4,
-            "bf16_momentum": False,
-        }.items()
-    },
+    "optimizer.palm_optimizer.lr": compute(
+        0.01, "{trained}.optimizer.lr", note="100 lr / sqrt(lr_warmup_steps), the rate of warm-up"
+    ),
+    "optimizer.palm_optimizer.lr_warmup_steps": compute(
+        10000, "{trained}.optimizer.warmup_steps", note="of a constant rate, before 1 / sqrt(step)"
+    ),
+    "optimizer.palm_optimizer.b1": compute(0.9, "{trained}.optimizer.beta1"),
+    "optimizer.palm_optimizer.b2": compute(0.99, "{trained}.optimizer.beta2"),
+    "optimizer.palm_optimizer.clip_gradient": compute(1.0, "{trained}.optimizer.max_grad_norm"),
+    "optimizer.palm_optimizer.weight_decay": compute(
+        1e-4, "{trained}.optimizer.weight_decay", note="times 10,000 and the squared rate"
+    ),
+    "optimizer.palm_optimizer.bf16_momentum": refuse(False, "moments of palm are float32"),
 }
 
 ADAMW_SCHEDULE: Mapping[str, FlagRule] = {
@@ -214,7 +217,7 @@ ARCHITECTURE: Mapping[str, Any] = {
     "use_scaled_rope": False,
 }
 NO_BLOCKS = "memory only: attention is computed in blocks by itself"
-REMAT = "nothing_saveable; checkpoint_dots and checkpoint_dots_with_no_batch_dims recompute as much"
+REMAT = "of the three, what recomputes most; with backend=torch gradient_checkpointing=true"
 
 LLAMA: Mapping[str, FlagRule] = {
     **{
@@ -232,7 +235,7 @@ LLAMA: Mapping[str, FlagRule] = {
         0.0, note="of the model that a stream is converted to; backend=torch"
     ),
     **{
-        f"llama.{name}": compute("", "{trained}.gradient_checkpointing", note=REMAT)
+        f"llama.{name}": compute("", "{trained}.recompute_policy", note=REMAT)
         for name in ("remat_block", "remat_attention", "remat_mlp")
     },
     "llama.scan_attention": ignore(False, NO_BLOCKS),

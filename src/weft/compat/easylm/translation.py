@@ -9,6 +9,7 @@ torch nor jax.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -26,7 +27,8 @@ from weft.compat.easylm.meshes import (
 from weft.errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-REMAT = ("nothing_saveable", "checkpoint_dots", "checkpoint_dots_with_no_batch_dims")
+# from the policy that recomputes least to the one that recomputes most
+REMAT = ("checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "nothing_saveable")
 MISSING_EOS_REWARD = -10.0  # EasyLM's score of a completion without end token
 HIDDEN_TOP_K = 50  # of Hugging Face's sampler, which EasyLM uses without saying so
 # flag of `jax_distributed` -> environment variable of weft.engine.jax.hosts
@@ -62,6 +64,9 @@ def translate(
         _translate_steps(given, done)
     _translate_saving(given, done)
     _translate_mesh(given, done, backend, num_devices)
+    for role in given.command.roles if backend == "torch" else ():
+        if done.options.pop(f"{role}.recompute_policy", None) is not None:
+            done.options[f"{role}.gradient_checkpointing"] = True
     done.environment = list_host_variables(given)
     return done
 
@@ -164,15 +169,33 @@ def _translate_names(given: GivenFlags, done: TranslatedCommand) -> None:
 
 def _translate_optimizer(given: GivenFlags, done: TranslatedCommand) -> None:
     kind = given.get("optimizer.type")
-    if kind not in ("adamw", "lion"):
-        reason = tables.OPTIMIZER["optimizer.palm_optimizer.lr"].note
+    if kind not in ("adamw", "lion", "palm"):
+        raise ConfigError(f"--optimizer.type={kind}: must be adamw, palm or lion")
+    palm, adamw = "optimizer.palm_optimizer.", "optimizer.adamw_optimizer."
+    if kind == "palm" and given.command.samples:
         raise ConfigError(
-            f"--optimizer.type={kind}: " + (reason if kind == "palm" else "must be adamw or lion")
+            "--optimizer.type=palm: the rate of this command, --lr, is that of adamw; write adamw"
         )
-    adamw = "optimizer.adamw_optimizer."
+    other = adamw if kind == "palm" else palm
+    for flag in given.values:
+        if flag.startswith(other):
+            done.notes.append(f"--{flag} has no effect with --optimizer.type={kind}")
     for role in given.command.trained:
         at = f"{role}.optimizer"
         done.options[f"{at}.type"] = kind
+        if kind == "palm":
+            warmup = max(1, given.get(f"{palm}lr_warmup_steps"))
+            done.options |= {
+                f"{at}.lr": 100 * given.get(f"{palm}lr") / math.sqrt(warmup),
+                f"{at}.end_lr": 0.0,
+                f"{at}.lr_scheduler_type": "rsqrt",
+                f"{at}.warmup_steps": warmup,
+                f"{at}.beta1": given.get(f"{palm}b1"),
+                f"{at}.beta2": given.get(f"{palm}b2"),
+                f"{at}.max_grad_norm": given.get(f"{palm}clip_gradient"),
+                f"{at}.weight_decay": 10_000 * given.get(f"{palm}weight_decay"),
+            }
+            continue
         if given.get(f"{adamw}bf16_momentum"):
             done.options[f"{at}.state_dtype"] = "bfloat16"
         if given.command.samples:
@@ -334,7 +357,8 @@ def _translate_memory(
             if key == "resid_pdrop":
                 done.options[f"{each}.residual_dropout"] = value
             elif value in REMAT:
-                done.options[f"{each}.gradient_checkpointing"] = True
+                policies = [value, done.options.get(f"{each}.recompute_policy", REMAT[0])]
+                done.options[f"{each}.recompute_policy"] = max(policies, key=REMAT.index)
 
 
 # -- steps, minibatches, devices
