@@ -6,6 +6,7 @@ On a CPU, JAX interprets splash attention, and computes what cuDNN would compute
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,15 @@ APART = [[100], [256]]
 LENGTH = 256
 # Sums of float32 in another order: some roundings of 6e-8 of values near 1.
 BOUNDS = {"rtol": 1e-5, "atol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def narrow() -> Iterator[None]:
+    """Switch float64 off, which other tests switch on for the process."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", before)
 
 
 def attend(kernel: Kernel, lengths: list[list[int]], index: int = 0, **options: Any) -> list[Any]:
@@ -104,6 +114,11 @@ def test_cudnn_gets_no_rows_of_several_sequences() -> None:
     assert "segment" not in str(inspect.signature(jax.nn.dot_product_attention))
 
 
+def test_a_role_of_float64_in_the_process_leaves_xla_to_the_others() -> None:
+    jax.config.update("jax_enable_x64", True)
+    assert choose_kernel("auto", "tpu", LLAMA, jnp.bfloat16) == "xla"
+
+
 def test_the_kernel_is_that_of_the_platform() -> None:
     config = replace(LLAMA, head_dim=64)
     assert choose_kernel("auto", "tpu", config, jnp.bfloat16) == "splash"
@@ -118,7 +133,7 @@ def test_the_kernel_is_that_of_the_platform() -> None:
     ("option", "platform", "changes", "dtype", "message"),
     [
         ("splash", "gpu", {}, "bfloat16", "is for a TPU, and jax computes on gpu"),
-        ("splash", "tpu", {}, "float64", "has no float64"),
+        ("splash", "tpu", {}, "float64", "does not work in a process with float64"),
         ("cudnn", "cpu", {}, "bfloat16", "is for a GPU, and jax computes on cpu"),
         ("cudnn", "gpu", {}, "float32", "no float32; write dtype=bfloat16"),
         ("cudnn", "gpu", {"attention_softcap": 50.0}, "bfloat16", "no soft cap"),

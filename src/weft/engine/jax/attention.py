@@ -43,14 +43,16 @@ def choose_kernel(option: str, platform: str, config: TransformerConfig, dtype: 
     `option` is `ROLE.attention`. With `auto` it is splash attention on a TPU if the dtype allows,
     else XLA. Raises `ConfigError` for a kernel that cannot serve the network here.
     """
+    # of this role, or of another one in this process
+    has_float64 = jnp.dtype(dtype).itemsize > 4 or jax.config.jax_enable_x64
     if option == "auto":
-        option = "splash" if platform == "tpu" and jnp.dtype(dtype).itemsize <= 4 else "xla"
+        option = "splash" if platform == "tpu" and not has_float64 else "xla"
     problem = None
     if option == "splash":
         if platform != "tpu":
             problem = f"splash attention is for a TPU, and jax computes on {platform}"
-        elif jnp.dtype(dtype).itemsize > 4:
-            problem = f"splash attention has no {jnp.dtype(dtype)}"
+        elif has_float64:
+            problem = "splash attention does not work in a process with float64"
     elif option == "cudnn":
         if platform != "gpu":
             problem = f"cuDNN is for a GPU, and jax computes on {platform}"
