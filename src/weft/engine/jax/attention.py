@@ -44,7 +44,7 @@ def choose_kernel(option: str, platform: str, config: TransformerConfig, dtype: 
     else XLA. Raises `ConfigError` for a kernel that cannot serve the network here.
     """
     # of this role, or of another one in this process
-    has_float64 = jnp.dtype(dtype).itemsize > 4 or jax.config.jax_enable_x64
+    has_float64 = jnp.dtype(dtype).itemsize > 4 or bool(jax.config.read("jax_enable_x64"))
     if option == "auto":
         option = "splash" if platform == "tpu" and not has_float64 else "xla"
     problem = None
