@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jax import Array, lax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import Tensor
@@ -384,8 +385,9 @@ def choose_budget(
 ) -> GenerationBudget:
     """Return the limits of generation on a mesh, by the rules of `choose_default_budget`."""
     config = decoder.config
-    first = devices[0]
-    kind = "cpu" if first.platform == "cpu" else first.platform
+    # Only the memory of own devices can be read.
+    first = next(each for each in devices if each.process_index == jax.process_index())
+    kind = first.platform
     if kv_cache_gb is not None:
         num_bytes = kv_cache_gb * GIGABYTE
     elif kind == "cpu":
@@ -395,6 +397,8 @@ def choose_budget(
         whole = memory.get("bytes_limit", 0)
         free = whole - memory.get("bytes_in_use", 0)
         num_bytes = min(KV_SHARE * whole, FREE_SHARE * free) * len(devices)
+    if jax.process_count() > 1:  # all hosts must take the same sequences
+        num_bytes = float(multihost_utils.process_allgather(np.float32(num_bytes)).min())
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     per_token = keys * jnp.dtype(decoder.dtype).itemsize
     return GenerationBudget(
