@@ -128,13 +128,14 @@ def test_two_hosts_are_as_one_and_go_on_after_a_signal(
             "WEFT_JAX_COORDINATOR=here: write host:port",
         ),
         ({JAX_COORDINATOR: "auto"}, {"layout": "d2"}, "all hosts run the same process"),
+        ({JAX_COORDINATOR: "auto"}, {"backend": "torch"}, "actor.backend=torch: several hosts"),
     ],
 )
 def test_variables_that_do_not_fit_are_refused(
     root: Path, variables: Any, change: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = grpo(root, "refused")
-    config.actor.backend = config.ref.backend = "torch" if change else "jax"
+    config.actor.backend = config.ref.backend = "torch" if "layout" in change else "jax"
     for name, value in change.items():
         setattr(config.actor, name, value)
     for name, value in variables.items():

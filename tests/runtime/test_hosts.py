@@ -86,6 +86,23 @@ def test_messages_of_others_are_refused() -> None:
     store.values["b"] = store.values["a"]
     store.values["c"] = b"\0" * 32 + b"shared:value"
     for key in "bc":
-        with pytest.raises(RunError, match="not of this run's first host"):
+        with pytest.raises(RunError, match="not of this run's hosts"):
             second.share(key, lambda: b"")
     assert second.share("a", lambda: b"other") == b"value"
+
+
+def test_a_signal_to_any_host_stops_all() -> None:
+    for index in range(3):
+        _, group = hosts()
+        own = [15 if number == index else None for number in range(3)]
+        with ThreadPoolExecutor() as pool:
+            found = []
+            for _ in range(2):  # that of another host counts from the next decision on
+                turn = list(
+                    pool.map(
+                        lambda pair: pair[0].decide_signal(pair[1]), zip(group, own, strict=True)
+                    )
+                )
+                assert len(set(turn)) == 1
+                found.append(turn[0])
+        assert found[1] == 15 and found[0] in ((15,) if index == 0 else (None, 15))

@@ -86,6 +86,9 @@ def assemble(
     known = {**numerics, "hardware": hardware, "memory": room}
     batches = loaded.train.build_large_batches()
     expected = forecast(experiment, facts, batches, run.device, baseline or 0.0)
+    ending_lines = build_next_lines(experiment, find_run_place(experiment.control))
+    if hosts is not None and not hosts.is_first:
+        ending_lines = []  # its folder is removed at the end
     return SessionParts(
         experiment=experiment,
         directory=directory,
@@ -98,7 +101,7 @@ def assemble(
         horizon=horizon,
         plan=build_plan(describe_run(experiment, horizon, facts, loaded, expected), known),
         hardware=hardware,
-        ending_lines=build_next_lines(experiment, find_run_place(experiment.control)),
+        ending_lines=ending_lines,
         format_peak_memory=None if baseline is None else make_peak_formatter(expected, room),
         plan_shown=plan_shown,
         fixed_prompts=_build_fixed_prompts(

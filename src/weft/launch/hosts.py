@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 
-from weft.engine.backends.jax import check_jax
+from weft.checkpoints.config_file import JAX_BACKEND
+from weft.engine.backends.jax import check_jax, read_layout
+from weft.engine.jax.mesh_sizes import parse_mesh
 from weft.engine.spec import JAX_COORDINATOR
-from weft.errors import ConfigError
+from weft.errors import ConfigError, qualify_error
 from weft.experiment import Experiment
 from weft.runtime.hosts import HostGroup
 
@@ -31,6 +34,12 @@ def join_hosts(
             f"backend=jax, whose meshes have the devices of all hosts; this run has mode={mode} and "
             f"{experiment.num_devices} device processes"
         )
+    for role, spec in experiment.roles.items():
+        if spec.backend != JAX_BACKEND:
+            raise ConfigError(
+                f"{role}.backend={spec.backend}: several hosts ({JAX_COORDINATOR} is set) compute "
+                f"together with JAX alone; write {role}.backend=jax"
+            )
     for node in experiment.graph.list_model_calls():
         if node.cache:
             raise ConfigError(
@@ -43,6 +52,16 @@ def join_hosts(
     own = connect_hosts(environ)
     if own is None:
         return None, experiment
+    for role, spec in experiment.roles.items():
+        try:
+            sizes = parse_mesh(read_layout(spec), own.num_devices, trained=spec.trained)
+        except ConfigError as error:
+            raise qualify_error(role, error) from error
+        if math.prod(sizes) != own.num_devices:
+            raise ConfigError(
+                f"{role}.layout={spec.layout or 'absent'}: with several hosts, a role has all "
+                f"{own.num_devices} devices; write {role}.layout=1,-1,1"
+            )
     hosts = HostGroup(own.index, own.count, own.store, own.secret)
     if hosts.is_first:
         return hosts, experiment

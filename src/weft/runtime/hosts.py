@@ -27,6 +27,7 @@ MAC_BYTES = 32
 LENGTH_BYTES = 8
 FAILED = b"failed:"
 SHARED = b"shared:"
+SIGNAL = "signal"  # key of a signal to another host than the first
 
 
 class HostGroup:
@@ -73,6 +74,21 @@ class HostGroup:
         shared = self.share(f"decision/{self._decisions}", lambda: json.dumps(compute()).encode())
         return json.loads(shared)
 
+    def decide_signal(self, own: int | None) -> int | None:
+        """Return the signal that stops the run, or None. `own` is the one that this host got.
+
+        A signal of another host than the first counts from the next decision on.
+        """
+        if own is not None and not self.is_first:
+            self._send(SIGNAL, str(own).encode())
+        signal: int | None = self.decide(lambda: own if own is not None else self._read_signal())
+        return signal
+
+    def _read_signal(self) -> int | None:
+        if not self._store.check([SIGNAL]):
+            return None
+        return int(self._open(SIGNAL, bytes(self._store.get(SIGNAL))))
+
     def share_outputs(
         self,
         key: str,
@@ -113,12 +129,17 @@ class HostGroup:
             raise
         except RuntimeError as error:  # of torch.distributed: the connection was closed
             raise RunError("the first host of this run has ended; its log says why") from error
-        signature, value = message[:MAC_BYTES], message[MAC_BYTES:]
-        if not hmac.compare_digest(signature, self._compute_signature(key, value)):
-            raise RunError(f"a message that is not of this run's first host: {key!r}")
+        value = self._open(key, message)
         if value.startswith(FAILED):
             raise RunError(f"the first host of this run: {value[len(FAILED) :].decode()}")
         return value[len(SHARED) :]
+
+    def _open(self, key: str, message: bytes) -> bytes:
+        """Return a message without its signature. Raises `RunError` if that is not of this run."""
+        signature, value = message[:MAC_BYTES], message[MAC_BYTES:]
+        if not hmac.compare_digest(signature, self._compute_signature(key, value)):
+            raise RunError(f"a message that is not of this run's hosts: {key!r}")
+        return value
 
     def _compute_signature(self, key: str, value: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + value, hashlib.sha256)

@@ -347,8 +347,9 @@ class Session:
             due[name] = every.check_due(result.step, result.epochs_done)
         signal = self._signals.number
         if self._parts.hosts is not None:
-            due, signal = self._parts.hosts.decide(lambda: [due, signal])
-            self._signals.number = signal
+            due = self._parts.hosts.decide(lambda: due)
+            signal = self._parts.hosts.decide_signal(signal)
+            self._signals.number = self._signals.number or signal
         over = self._is_over()
         self._profiling.write_after(result.step, over=over or signal is not None)
         # Write the metrics, with those of an evaluation.

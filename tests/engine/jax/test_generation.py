@@ -115,6 +115,25 @@ def test_a_mesh_samples_the_same(mesh: str, tmp_path: Path) -> None:
     assert_mesh_samples_the_same(mesh, tmp_path)
 
 
+@pytest.mark.slow
+def test_steps_of_few_sequences_are_divided_over_a_mesh(tmp_path: Path) -> None:
+    """An eighth of 72 slots is no multiple of eight devices."""
+    one, _ = both(layouts.write_model(Case(), tmp_path / "hf"))
+    other = engine_of(tmp_path / "hf", dtype="float64", dropout=0.0, backend="jax", layout="1,8,1")
+    asked = requests(35, copies=2)
+    assert_equal_events(sample(other, PLAIN, asked), sample(one, PLAIN, asked))
+
+
+def test_a_cache_keeps_to_its_limit(tmp_path: Path) -> None:
+    """Sizes are rounded up where there is room for it."""
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    engine: Any = engine_of(path, backend="jax", trained=False)
+    compiled = engine._network.compiled
+    assert compiled.choose_sizes(3, 600, 10_000) == (8, 768)
+    assert compiled.choose_sizes(1, 700, 1_500) == (1, 700)
+    assert compiled.choose_sizes(2, 600, 10_000) == (8, 768), "what is compiled is used"
+
+
 def test_the_mesh_of_two_by_two_by_two_samples_the_same(tmp_path: Path) -> None:
     assert_mesh_samples_the_same("2,2,2", tmp_path)
 

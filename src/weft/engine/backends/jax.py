@@ -153,6 +153,9 @@ REFUSED = {
     "optimizer.state_dtype": "use backend=torch",
     "optimizer.offload": "use backend=torch",
     "zero_stage": "write a mesh: dp has copies, fsdp parts",
+    "sequence_parallel": "leave it out: mp divides products alone",
+    "pipeline_schedule": "leave it out: there are no stages",
+    "pipeline_stages_per_rank": "leave it out: there are no stages",
 }
 
 

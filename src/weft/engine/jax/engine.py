@@ -433,13 +433,15 @@ class JaxEngine:
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        parts = {PARAMETERS: dict(self._stacks.read(self._network.arrays, names))}
+        tensors = _collect_to_write(self._stacks.read(self._network.arrays, names))
+        if tensors is not None:
+            checkpoint.write_tensors(d / f"{PARAMETERS}.safetensors", tensors)
         if self._optimizer is not None:
-            parts[OPTIMIZER] = self._optimizer.collect_tensors()
+            tensors = _collect_to_write(self._optimizer.read_tensors())
+            if tensors is not None:
+                checkpoint.write_tensors(d / f"{OPTIMIZER}.safetensors", tensors)
             values["optimizer"] = self._optimizer.collect_values()
         if jax.process_index() == 0:
-            for name, tensors in parts.items():
-                checkpoint.write_tensors(d / f"{name}.safetensors", tensors)
             checkpoint.write_values(d / STATE, values)
 
     def load_state(self, d: Path) -> None:
@@ -476,8 +478,8 @@ class JaxEngine:
 
         All processes gather the weights, and the first one writes.
         """
-        tensors = dict(self._stacks.read(self._network.arrays, self._stacks.places))
-        if jax.process_index() == 0:
+        tensors = _collect_to_write(self._stacks.read(self._network.arrays, self._stacks.places))
+        if tensors is not None:
             self._built.save(d, tensors, tokenizer)
 
     @property
@@ -497,6 +499,15 @@ class JaxEngine:
             "device": _describe_devices(next(iter(arrays.values())).sharding.device_set),
             "notes": list(self._built.notes),
         }
+
+
+def _collect_to_write(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
+    """Return tensors by name on the first process; the others gather them and return None."""
+    if jax.process_index() == 0:
+        return dict(tensors)
+    for _ in tensors:
+        pass
+    return None
 
 
 def _describe_devices(devices: Collection[Any]) -> str:

@@ -94,6 +94,7 @@ class CompiledDecoder:
         )
         self.compute_logits = compile(_compute_logits)
         self.copy_slot = compile(_copy_slot, donate_argnums=0)
+        self.grow = compile(_grow, static_argnames=("slots", "capacity"))
 
     @property
     def num_compiled(self) -> int:
@@ -104,6 +105,7 @@ class CompiledDecoder:
             self.decode_and_sample,
             self.compute_logits,
             self.copy_slot,
+            self.grow,
         )
         return sum(function._cache_size() for function in functions)
 
@@ -133,27 +135,32 @@ class CompiledDecoder:
     def drop(self) -> None:
         """Do nothing: caches are freed when their generator is closed."""
 
-    def choose_sizes(self, slots: int, capacity: int) -> tuple[int, int]:
+    def choose_sizes(self, slots: int, capacity: int, most_tokens: int) -> tuple[int, int]:
         """Return the numbers of slots and of tokens in each for a cache of at least this size.
 
         Sizes for which functions were compiled are taken if they hold it: steps of few sequences
-        do not compute all slots.
+        do not compute all slots. No cache has more than `most_tokens` tokens, but if the slots that
+        are needed do.
         """
-        multiple = 1
-        if self.decoder.row_sharding is not None:
-            multiple = count_row_parts(self.decoder.row_sharding)
         fitting = []
         for sizes in self._cache_sizes:
-            if sizes[0] >= slots and sizes[1] >= capacity:
+            if sizes[0] >= slots and sizes[1] >= capacity and sizes[0] * sizes[1] <= most_tokens:
                 fitting.append(sizes)
         if fitting:
             return min(fitting)
-        sizes = (
-            round_up(-(-slots // multiple), LEAST_ROWS) * multiple,
-            round_up(capacity, LEAST_CAPACITY),
-        )
+        multiple = self.num_row_parts
+        least = -(-slots // multiple)
+        sizes = (round_up(least, LEAST_ROWS) * multiple, round_up(capacity, LEAST_CAPACITY))
+        if sizes[0] * sizes[1] > most_tokens:
+            sizes = least * multiple, capacity
         self._cache_sizes.add(sizes)
         return sizes
+
+    @property
+    def num_row_parts(self) -> int:
+        """Number of parts into which rows are divided over the devices."""
+        sharding = self.decoder.row_sharding
+        return 1 if sharding is None else count_row_parts(sharding)
 
 
 class JaxSlotCache:
@@ -190,14 +197,7 @@ class JaxSlotCache:
         if slots <= len(self.used) and capacity <= self.capacity:
             return
         slots, capacity = max(slots, len(self.used)), max(capacity, self.capacity)
-        old = self.arrays
-        self.arrays = self._create(slots, capacity)
-        for number, (own, new) in enumerate(zip(old, self.arrays, strict=True)):
-            _, rows, _, tokens, _ = own.keys.shape
-            self.arrays[number] = KeysValues(
-                new.keys.at[:, :rows, :, :tokens].set(own.keys),
-                new.values.at[:, :rows, :, :tokens].set(own.values),
-            )
+        self.arrays = self._compiled.grow(self.arrays, slots=slots, capacity=capacity)
         self.used = np.concatenate([self.used, np.zeros(slots - len(self.used), np.int64)])
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -264,7 +264,8 @@ class JaxCaches:
         cache.resize(*self._choose_sizes())
 
     def _choose_sizes(self) -> tuple[int, int]:
-        return self._compiled.choose_sizes(self.blocks.num_slots, self.blocks.capacity)
+        most_tokens = int(self.blocks.max_tokens / ROUNDED_SHARE)
+        return self._compiled.choose_sizes(self.blocks.num_slots, self.blocks.capacity, most_tokens)
 
     def prefill(
         self, cache: JaxSlotCache, slots: list[int], tokens: Sequence[Tensor], start: int = 0
@@ -321,7 +322,9 @@ class JaxCaches:
         """
         count = len(tokens)
         slots = len(cache.used)
-        few = slots // FEW if slots // FEW >= LEAST_ROWS else slots
+        parts = self._compiled.num_row_parts
+        few = -(-max(slots // FEW, LEAST_ROWS) // parts) * parts
+        few = few if few <= slots // 2 else slots
         size = few if count <= few else slots
         positions = np.zeros(size, np.int32)
         positions[:count] = cache.used[:count]
@@ -400,6 +403,9 @@ def choose_budget(
     if jax.process_count() > 1:  # all hosts must take the same sequences
         num_bytes = float(multihost_utils.process_allgather(np.float32(num_bytes)).min())
     keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    sharding = _choose_sharding(decoder)
+    if sharding is not None and "mp" not in sharding.spec:
+        keys *= sharding.mesh.shape["mp"]  # as many copies
     per_token = keys * jnp.dtype(decoder.dtype).itemsize
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(kind, DEFAULT_MAX_SEQUENCES),
@@ -525,3 +531,13 @@ def _copy_slot(cache: Cache, source: Array, places: Array, *, decoder: DecoderSe
         return own.at[:, places].set(slot, mode="drop")
 
     return _place_cache(jax.tree.map(copy, cache), decoder)
+
+
+def _grow(cache: Cache, *, decoder: DecoderSettings, slots: int, capacity: int) -> Cache:
+    """Return a larger cache with the same contents."""
+
+    def pad(own: Array) -> Array:
+        missing = (slots - own.shape[1], capacity - own.shape[3])
+        return jnp.pad(own, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1]), (0, 0)))
+
+    return _place_cache(jax.tree.map(pad, cache), decoder)

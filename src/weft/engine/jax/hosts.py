@@ -32,10 +32,11 @@ STORE_SECONDS = 300  # for hosts to find the first one
 
 @dataclass(frozen=True)
 class JaxHosts:
-    """Number of this host, number of hosts, and a store of the first one with its secret."""
+    """Hosts of a run: this one, all of them, their devices, and a store of the first one."""
 
     index: int
     count: int
+    num_devices: int
     store: Any
     secret: bytes
 
@@ -98,4 +99,4 @@ def _open_store(coordinator: str) -> JaxHosts:
     host, port, secret = json.loads(address.rstrip(b"\0"))
     if store is None:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    return JaxHosts(index, count, store, bytes.fromhex(secret))
+    return JaxHosts(index, count, jax.device_count(), store, bytes.fromhex(secret))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -84,7 +85,12 @@ def fetch(array: Any) -> np.ndarray[Any, Any]:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         if not array.is_fully_replicated:
             assert isinstance(array.sharding, NamedSharding)
-            whole = NamedSharding(array.sharding.mesh, PartitionSpec())
-            array = jax.jit(lambda x: x, out_shardings=whole)(array)
+            array = _build_gather(array.sharding.mesh)(array)
         array = array.addressable_data(0)
     return np.asarray(array)
+
+
+@cache
+def _build_gather(mesh: Mesh) -> Any:
+    """Return a function that gives all processes all of an array, compiled once for each shape."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

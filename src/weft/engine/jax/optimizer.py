@@ -6,7 +6,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -209,20 +209,18 @@ class JaxOptimizer:
 
     # -- on disk
 
-    def collect_tensors(self) -> dict[str, Tensor]:
-        """Return the state as tensors named `{parameter}/{slot}`."""
-        tensors = {}
+    def read_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the state, as tensors named `{parameter}/{slot}`."""
         has_state = self.spec.type != "sgd" or self.spec.beta1 > 0.0
         if self.steps and has_state:
             names = [n for n, p in self._stacks.places.items() if p.array in self._stacks.trained]
             for field, slot in SLOTS[self.spec.type].items():
                 for name, value in self._stacks.read(getattr(self._state, field), names):
-                    tensors[f"{name}/{slot}"] = value
+                    yield f"{name}/{slot}", value
             if self.spec.type in ("adamw", "palm"):
                 count = float(self._state.count)
                 for name in names:
-                    tensors[f"{name}/step"] = torch.tensor(count)
-        return tensors
+                    yield f"{name}/step", torch.tensor(count)
 
     def collect_values(self) -> dict[str, float]:
         """Return the state that consists of plain numbers, such as the step count."""
@@ -234,7 +232,7 @@ class JaxOptimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Load the results of `collect_tensors` and `collect_values` of either engine.
+        """Load the results of `read_tensors` and `collect_values` of either engine.
 
         Raises `CheckpointError` for an unknown parameter, and for a state of another update rule.
         """

@@ -51,7 +51,8 @@ class PassSizes:
     """Sizes for which passes were compiled, so that later passes can use them too.
 
     A pass gets the smallest known sizes that hold it, unless these are more than four times what it
-    needs. So a run compiles a handful of times and then never again.
+    needs. So a run compiles in its first steps, again for longer sequences or larger batches than
+    before, and then never again.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,9 @@ class PassSizes:
                 fitting.append(sizes)
         if fitting:
             return min(fitting)
+        # New sizes are not below similar ones, so that they serve the next passes too.
+        rows = max([rows, *(known[0] for known in self._known if known[0] <= 2 * rows)])
+        reads = max([reads, *(known[2] for known in self._known if known[2] <= 2 * reads)])
         self._known.add((rows, length, reads))
         return rows, length, reads
 
