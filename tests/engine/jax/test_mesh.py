@@ -13,6 +13,7 @@ from tests.engine import layouts
 from tests.engine.common import EXACT, Nll, engine_of
 from tests.engine.jax.test_engine import ADAMW, METRICS, assert_equal_parameters, parameters
 from tests.engine.layouts import Case
+from weft.engine.jax import parameters as parameter_stacks
 from weft.engine.jax.mesh import build_mesh, choose_sharding
 from weft.engine.jax.mesh_sizes import AXES, parse_mesh
 from weft.engine.spec import OptimizerSpec
@@ -157,3 +158,40 @@ def test_gradients_are_those_of_torch(mesh: str, tmp_path: Path) -> None:
     for name in GRADIENTS:
         assert float(gradients[0][name].abs().max()) > 1e-3
         torch.testing.assert_close(gradients[1][name], gradients[0][name], **EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["d1", "2,2,2"])
+def test_large_stacks_are_read_and_written_layer_by_layer(
+    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same values as whole stacks: read, trained, averaged, saved and loaded."""
+    path = layouts.write_model(Case(), tmp_path / "hf")
+    count = []
+    set_layer = parameter_stacks.set_layer
+
+    def set_and_count(stack: Any, index: int, values: Any) -> Any:
+        count.append(index)
+        return set_layer(stack, index, values)
+
+    found = []
+    for limit in (1 << 28, 0):
+        monkeypatch.setattr(parameter_stacks, "LARGE_BYTES", limit)
+        monkeypatch.setattr(parameter_stacks, "set_layer", set_and_count)
+        engine: Any = engine_of(path, dtype="float64", optimizer=ADAMW, backend="jax", layout=mesh)
+        engine.train([layouts.batch(0)], Nll())
+        engine.write(
+            [(name, where, 2 * values) for name, where, values in engine.read(engine.slices())],
+            version=3,
+            eta=0.25,
+        )
+        folder = tmp_path / f"state-{limit}"
+        folder.mkdir()
+        engine.save_state(folder)
+        again: Any = engine_of(path, dtype="float64", optimizer=ADAMW, backend="jax", layout=mesh)
+        again.load_state(folder)
+        again.train([layouts.batch(1)], Nll())
+        found.append(parameters(again))
+        assert bool(count) == (limit == 0)
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import Array
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
 from weft.engine.jax.mesh import choose_sharding, fetch, put_on_mesh
 from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
+
+LARGE_BYTES = 1 << 28  # stacks above this are read and written layer by layer
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,27 @@ class ParameterStacks:
     ) -> dict[str, Array]:
         """Return all arrays on a mesh, with the values that `read` returns by canonical name.
 
-        `choose_dtype` maps the name of an array to its dtype. One array is in host memory at a
-        time.
+        `choose_dtype` maps the name of an array to its dtype. One parameter is in host memory at a
+        time, or one stack if it is small.
         """
         arrays = {}
         for array, names in self.group_names().items():
             dtype = choose_dtype(array)
+            first = to_numpy(read(names[0])).astype(dtype)
             if self.places[names[0]].index is None:
-                values = to_numpy(read(names[0])).astype(dtype)
-            else:
-                values = np.stack([to_numpy(read(name)).astype(dtype) for name in names])
-            arrays[array] = put_on_mesh(values, choose_sharding(mesh, array, values.shape))
+                arrays[array] = put_on_mesh(first, choose_sharding(mesh, array, first.shape))
+                continue
+            shape = (len(names), *first.shape)
+            sharding = choose_sharding(mesh, array, shape)
+            if first.nbytes * len(names) <= LARGE_BYTES:
+                rest = [to_numpy(read(name)).astype(dtype) for name in names[1:]]
+                arrays[array] = put_on_mesh(np.stack([first, *rest]), sharding)
+                continue
+            stack = _build_zeros(shape, jnp.dtype(dtype), sharding)()
+            stack = set_layer(stack, 0, first)
+            for index, name in enumerate(names[1:], 1):
+                stack = set_layer(stack, index, to_numpy(read(name)).astype(dtype))
+            arrays[array] = stack
         return arrays
 
     def read(
@@ -115,28 +129,67 @@ class ParameterStacks:
 
         Raises `ConfigError` for values of another shape.
         """
-        host: dict[str, np.ndarray[Any, Any]] = {}
+        host: dict[str, np.ndarray[Any, Any]] = {}  # small arrays
+        large: dict[str, Array] = {}
         for name, where, values in parts:
             at = self.places[name]
-            if at.array not in host:
-                host[at.array] = np.array(fetch(arrays[at.array]))
             new = to_numpy(values)
-            narrow = host[at.array].dtype.itemsize == 2
-            if narrow and (eta != 1.0 or new.dtype == np.float32):
+            array = large.get(at.array, arrays[at.array])
+            narrow = array.dtype.itemsize == 2 and (eta != 1.0 or new.dtype == np.float32)
+            if at.index is not None and array.nbytes > LARGE_BYTES:
+                if narrow:
+                    array = array.astype(jnp.float32)
+                own = np.array(fetch(array[at.index]))
+                _write_part(name, own, where, new, eta)
+                large[at.array] = set_layer(array, at.index, own)
+                continue
+            if at.array not in host:
+                host[at.array] = np.array(fetch(array))
+            if narrow and host[at.array].dtype.itemsize == 2:
                 host[at.array] = host[at.array].astype(np.float32)
             whole = host[at.array]
-            own = whole if at.index is None else whole[at.index]
-            own = own if where is None else own[where]
-            if own.shape != new.shape:
-                raise ConfigError(
-                    f"{name}: values of shape {new.shape} do not fit a slice of shape {own.shape}"
-                )
-            if eta != 1.0:
-                new = eta * new.astype(own.dtype) + (1.0 - eta) * own
-            own[...] = new.astype(own.dtype)
-        return {
+            _write_part(name, whole if at.index is None else whole[at.index], where, new, eta)
+        small = {
             array: put_on_mesh(values, arrays[array].sharding) for array, values in host.items()
         }
+        return {**small, **large}
+
+
+def _write_part(
+    name: str, own: np.ndarray[Any, Any], where: Any, new: np.ndarray[Any, Any], eta: float
+) -> None:
+    """Set a slice of a parameter's values to eta * new + (1 - eta) * old."""
+    own = own if where is None else own[where]
+    if own.shape != new.shape:
+        raise ConfigError(
+            f"{name}: values of shape {new.shape} do not fit a slice of shape {own.shape}"
+        )
+    if eta != 1.0:
+        new = eta * new.astype(own.dtype) + (1.0 - eta) * own
+    own[...] = new.astype(own.dtype)
+
+
+def set_layer(stack: Array, index: int, values: np.ndarray[Any, Any]) -> Array:
+    """Return a stack with other values of one layer; the old stack cannot be used any more."""
+    sharding = stack.sharding
+    assert isinstance(sharding, NamedSharding)
+    layer = put_on_mesh(values, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
+    updated: Array = _build_layer_setter(sharding)(stack, np.int32(index), layer)
+    return updated
+
+
+@cache
+def _build_layer_setter(sharding: NamedSharding) -> Any:
+    return jax.jit(
+        lambda stack, index, layer: lax.dynamic_update_index_in_dim(stack, layer, index, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
+
+
+@cache
+def _build_zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
