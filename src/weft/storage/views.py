@@ -25,7 +25,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class ViewListing:
-    """What a view knows of its folder in the bucket.
+    """Listing of the folder in the bucket that a view shows.
 
     Attributes:
         url: URL of the folder
