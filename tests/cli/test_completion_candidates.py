@@ -91,6 +91,10 @@ def test_other_commands_by_their_own_help(folder):
     assert words("launch", "") == ["tpu"] and words("launch", "tpu", "cr") == ["create"]
     assert words("launch", "tpu", "stop", "--n") == ["--name", "--now"]
     assert words("launch", "tpu", "start", "--", "quickstart", "sf") == ["sft"]
+    assert words("launch", "tpu", "run", "--w") == ["--worker"]
+    assert words("launch", "tpu", "run", "--", "") == ["weft"]
+    assert words("launch", "tpu", "run", "--", "weft", "quickstart", "sf") == ["sft"]
+    assert words("launch", "tpu", "run", "--", "python", "") == []
     assert "grpo-gsm8k-qwen3-8b" in words("config", "show", "grpo")
     assert words("ls", "--so") == ["--sort"] and words("completion", "z") == ["zsh"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.gcloud_stand_in import QUOTA, STOCKOUT, StandInPod
 from weft.cli import launch
 from weft.cli import main as weft
 from weft.launch import tpu
+from weft.launch.tpu_host import ENDED
 
 PLACE = ["--zone", "us-central2-b", "--project", "ours"]
 SAME_PLACE = ["--zone=us-central2-b", "--project=ours"]
@@ -88,7 +90,10 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     [
         (["tpo"], "unknown kind of machine 'tpo'; did you mean tpu?"),
         (["tpu", "creat"], "unknown command of weft launch tpu 'creat'; did you mean create?"),
-        (["tpu", "reboot"], "known: check, clean, create, delete, install, logs, ssh, start, stop"),
+        (
+            ["tpu", "reboot"],
+            "known: check, clean, create, delete, install, logs, run, ssh, start, stop",
+        ),
         (["tpu", "check"], "the following arguments are required: --name"),
         (["tpu", "create", "--name", "a"], "required: --accelerator-type, --version"),
         (["tpu", "check", "--name", "A"], "--name 'A': must begin with a small letter"),
@@ -98,7 +103,10 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
         ),
         (["tpu", "check", "--name", "a", "--timeout", "-1"], "must be a number of seconds"),
         (["tpu", "check", "--name", "a", "--wroker", "1"], "unrecognized arguments: --wroker"),
-        (["tpu", "stop", "--name", "a", "--", "x"], "only start takes a command after --"),
+        (["tpu", "stop", "--name", "a", "--", "x"], "only run and start take a command after --"),
+        (["tpu", "run", "--name", "a"], "run: nothing follows --; name a program, such as"),
+        (["tpu", "run", "--name", "a", "hostname"], "unrecognized arguments: hostname"),
+        (["tpu", "run", "--name", "a", "--", "a\0b"], "run: a word of the command contains a null"),
         (["tpu", "start", "--name", "a"], "nothing follows --; it must be a weft command"),
         (["tpu", "start", "--name", "a", "quickstart"], "unrecognized arguments: quickstart"),
         (["tpu", "start", "--name", "a", "--libtpu", "x", *TRAINING], "invalid choice: 'x'"),
@@ -128,6 +136,7 @@ def test_wrong_words_are_one_message_and_run_nothing(
         (["create", *TYPE, "--retry"], ["create"]),
         (["ssh"], ["ssh"]),
         (["ssh", "--command", "ls | wc -l", "--worker", "all"], ["ssh"]),
+        (["run", "--", "echo", "a b"], ["describe", "ssh"]),
         (["install"], ["describe", "scp", "ssh"]),
         (["install", "--source", "weft==0.1.0"], ["describe", "ssh"]),
         (["check"], ["describe", "ssh", "ssh"]),
@@ -257,6 +266,95 @@ def test_the_exit_code_of_a_shell_is_passed_on(pod: StandInPod) -> None:
     pod.plan("ssh", code=7)
     assert weft.main(tpu_command("ssh")) == 7
     assert pod.calls[0][4:] == ["tulu", "--worker=0", *SAME_PLACE]
+
+
+# -- programs in the foreground
+
+
+def test_run_passes_words_on_and_marks_lines(
+    pod: StandInPod, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = 'for word in "$@"; do echo "$word"; done; echo "to err" >&2; printf end'
+    given = ["a  b", "$HOME", "it's", "--", "*"]
+    words = ["--", "sh", "-c", script, "sh", *given]
+    assert weft.main(tpu_command("run", *words)) == 0
+    captured = capfd.readouterr()
+    lines = captured.out.splitlines()[2:]
+    for number in range(2):
+        own = [line for line in lines if line.startswith(f"worker {number}: ")]
+        assert own == [f"worker {number}: {text}" for text in (*given, "end")]
+    assert len(lines) == 12
+    assert captured.err.splitlines() == ["worker 0: to err", "worker 1: to err"]
+    assert pod.verbs == ["describe", "ssh"] and "--worker=all" in pod.calls[1]
+    printed = shlex.split(captured.out.splitlines()[1])[1:]
+    assert printed == pod.calls[1]
+    assert printed[6] == "--command=" + shlex.join(
+        ["weft-tpu/venv/bin/python", "-m", "weft.launch.tpu_host", "run", "--mark", "--jax", *words]
+    )
+
+
+def test_run_on_one_host_is_not_marked(pod: StandInPod, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--", "sh", "-c", 'echo "$TPU_WORKER_ID $WEFT_JAX_COORDINATOR"; echo e >&2; exit 5']
+    assert weft.main(tpu_command("run", "--worker", "1", *words)) == 5
+    captured = capfd.readouterr()
+    assert captured.out.splitlines()[2:] == ["1 "] and captured.err == "e\n"
+    assert weft.main(tpu_command("run", "--worker", "2", "--", "true")) == 2
+    assert "--worker 2: pod tulu has workers 0 to 1" in capfd.readouterr().err
+
+
+def test_the_only_host_of_a_pod_is_not_marked(
+    pod: StandInPod, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(pod.home(1))
+    words = ["--", "sh", "-c", 'echo "$WEFT_JAX_COORDINATOR"; cat']
+    assert weft.main(tpu_command("run", *words)) == 0
+    assert capfd.readouterr().out.splitlines()[2:] == ["auto"]
+
+
+def test_the_exit_code_of_run_is_that_of_the_first_host_that_fails(
+    pod: StandInPod, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The stand-in's hosts run one after the other.
+    assert weft.main(tpu_command("run", "--", "sh", "-c", "exit $((4 - TPU_WORKER_ID))")) == 4
+    assert capfd.readouterr().err == (
+        "pod tulu: the command failed on worker 0 (exit code 4), 1 (exit code 3)\n"
+    )
+    ends = [ENDED.format(worker, code) for worker, code in (("1", 3), ("0", 4))]
+    pod.plan("ssh", error="".join(ends))
+    assert weft.main(tpu_command("run", "--", "x")) == 3, "the first in time"
+    pod.plan("ssh", error=ENDED.format("1", 3) + ENDED.format("0", 0))
+    capfd.readouterr()
+    assert weft.main(tpu_command("run", "--", "x")) == 3
+    assert capfd.readouterr().err == "pod tulu: the command failed on worker 1 (exit code 3)\n"
+
+
+def test_run_without_such_a_program(pod: StandInPod, capfd: pytest.CaptureFixture[str]) -> None:
+    assert weft.main(tpu_command("run", "--worker", "0", "--", "no-such-program")) == 127
+    assert capfd.readouterr().err == "worker 0: no-such-program: No such file or directory\n"
+
+
+def test_run_prints_no_secret(pod: StandInPod, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--", "sh", "-c", "test $1 = topsecret1 && echo same", "sh", "HF_TOKEN=topsecret1"]
+    assert weft.main(tpu_command("run", "--print", *words)) == 0
+    captured = capfd.readouterr()
+    assert "topsecret1 && echo" in captured.out and "HF_TOKEN=topsecret1" not in captured.out
+    assert "HF_TOKEN=***" in captured.out and pod.calls == []
+
+
+def test_hosts_that_run_nothing_are_named(
+    pod: StandInPod, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pod.lose(1)
+    assert weft.main(tpu_command("run", "--", "sh", "-c", "exit 4")) == 2
+    shown = capfd.readouterr().err
+    assert "the command failed on worker 0 (exit code 4)" in shown
+    assert "error: worker 1 of pod tulu: cannot run the command: ssh cannot reach" in shown
+    assert "ended with exit code" not in shown
+    pod.lose()
+    pod.python(0).unlink()
+    assert weft.main(tpu_command("run", "--", "true")) == 2
+    shown = capfd.readouterr().err
+    assert "worker 0 of pod tulu: cannot run the command: weft is not installed there" in shown
 
 
 # -- commands on hosts

@@ -15,7 +15,7 @@ from weft.experiments import SFTConfig
 from weft.runtime.bucket_lock import BucketLock, LockOwner
 from weft.runtime.directory import LOCK
 from weft.storage.buckets import BucketFolder
-from weft.storage.copies import CACHE_VARIABLE
+from weft.storage.copies import CACHE_VARIABLE, MANIFEST
 
 ROOT = "memory://b/runs"
 
@@ -60,12 +60,47 @@ def test_commands_read_runs_in_a_bucket(
     assert bucket.list_files() == before, "nothing is written there"
 
 
+@pytest.mark.parametrize("words", [[f"{ROOT}/e/one"], ["e/one", "--fileroot", ROOT]])
+def test_show_names_the_checkpoint_in_the_bucket_with_its_size(
+    words: list[str], capsys: pytest.CaptureFixture[str], bucket: BucketFolder
+) -> None:
+    for step in (2, 4):
+        bucket.write(f"e/one/checkpoints/model/step{step}/{MANIFEST}", b"{}")
+    bucket.write("e/one/checkpoints/model/step4/weights", b"w" * 3_000_000)
+    total = sum(stamp.size for stamp in BucketFolder.open(f"{ROOT}/e/one").list_files().values())
+    assert 3_000_000 < total < 3_020_000
+    assert main(["show", *words]) == 0
+    printed = capsys.readouterr().out
+    first, *_ = printed.splitlines()
+    assert first.startswith(f"{ROOT}/e/one: sft, ") and f" {total / 1e6:.3g} MB, " in first
+    (line,) = [line for line in printed.splitlines() if "step2, step4" in line]
+    assert line.endswith(f"step2, step4 (3 MB each)  {ROOT}/e/one/checkpoints/model/step4")
+    assert main(["show", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == f"{ROOT}/e/one"
+
+
+def test_ls_counts_the_files_in_the_bucket(
+    capsys: pytest.CaptureFixture[str], bucket: BucketFolder
+) -> None:
+    bucket.write("e/one/checkpoints/model/step4/weights", b"w" * 3_000_000)
+    sizes = {}
+    for name in ("e/one", "e/two"):
+        files = BucketFolder.open(f"{ROOT}/{name}").list_files()
+        sizes[f"{ROOT}/{name}"] = sum(stamp.size for stamp in files.values())
+    assert main(["ls", ROOT, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["path"]: row["num_bytes"] for row in rows} == sizes
+    assert main(["ls", ROOT, "--sort", "size"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("e/one") < printed.index("e/two") and "3.01 MB" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["ls", "memory://b/none"], "there is no such folder in the bucket"),
         (["show", f"{ROOT}/e/three"], "there is no such folder in the bucket"),
-        (["show", f"{ROOT}/e"], "contains runs"),
+        (["show", f"{ROOT}/e"], f"contains runs: {ROOT}/e/one, {ROOT}/e/two;"),
         (["logs", f"{ROOT}/e/one", "--follow"], "logs --follow: works with runs of this machine"),
         (["stop", f"{ROOT}/e/one"], "is a URL"),
         (["rm", f"{ROOT}/e/one", "--yes"], "removes runs of this machine"),

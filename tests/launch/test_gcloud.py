@@ -214,3 +214,22 @@ def test_input_and_output_of_a_shell_are_shared(
     captured = capfd.readouterr()
     assert captured.out.endswith("out\n") and "err\n" in captured.err
     assert code == 0 and "failed with exit status 3" in errors and "#####" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["env", "API_KEY=top secret1", "x"],
+        ["tool", "--api-key", "top secret1"],
+        ["tool", "--password=it's secret1"],
+        ["sh", "-c", "tool --token secret1 | cat"],
+        ["sh", "-c", "export HF_TOKEN='top secret1'; x"],
+        ["sh", "-c", "sh -c 'tool --token secret1'"],
+        ["sh", "-c", "curl -H 'Authorization: Bearer secret1'"],
+    ],
+)
+def test_secrets_in_words_with_blanks_are_masked(words: list[str]) -> None:
+    pod = TpuPod("tulu")
+    printed = format_command(pod.build_ssh("0", pod.build_host_command("run", "--", *words)))
+    assert "secret1" not in printed and "***" in printed and words[0] in printed
+    shlex.split(printed)  # quotes stay in pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -307,3 +308,64 @@ def test_the_module_runs_without_a_framework(home: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# -- a command in the foreground
+
+
+def test_a_command_has_the_variables_of_the_hosts(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (home / "weft-tpu").mkdir()
+    (home / "weft-tpu" / "environment").write_text("GREETING='good day'\n")
+    script = 'pwd; echo "$GREETING"; echo "${PATH%%:*}"; echo "[$WEFT_JAX_COORDINATOR]"'
+    assert tpu_host.main(["run", "--", "sh", "-c", script]) == 0
+    captured = capfd.readouterr()
+    own = str(Path(sys.executable).parent)
+    assert captured.out.splitlines() == [str(home), "good day", own, "[]"]
+    assert captured.err == "weft-tpu: worker 3 ended with exit code 0\n"
+    (home / "weft-tpu" / "environment").write_text("GREETING good day\n")
+    assert tpu_host.main(["run", "--", "true"]) == 2
+    shown = capfd.readouterr().err
+    assert "line 1: must be NAME=VALUE" in shown and "good" not in shown
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143)]
+)
+@pytest.mark.parametrize("mark", [[], ["--mark"]])
+def test_exit_codes_of_commands(
+    script: str, code: int, mark: list[str], home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tpu_host.main(["run", *mark, "--", "sh", "-c", script]) == code
+    assert capfd.readouterr().err == f"weft-tpu: worker 3 ended with exit code {code}\n"
+
+
+def test_programs_that_cannot_be_run(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert tpu_host.main(["run", "--", "no-such-program"]) == 127
+    assert tpu_host.main(["run", "--", str(home / "wait.py")]) == 126
+    assert capfd.readouterr().err.count("worker 3: ") == 2
+    with pytest.raises(SystemExit):
+        tpu_host.main(["run"])
+    assert "run: nothing follows --" in capfd.readouterr().err
+
+
+def test_a_command_ends_with_its_connection(home: Path) -> None:
+    """Here a shell is in the place of ssh's process on the host."""
+    host = shlex.join([sys.executable, "-m", "weft.launch.tpu_host", "run", "--", "sh", "-c"])
+    script = shlex.quote(
+        "trap 'echo done > ended; exit' TERM; echo > begun; while :; do sleep 0.05; done"
+    )
+    with subprocess.Popen(["sh", "-c", f"{host} {script} & wait"], cwd=home) as ssh:
+        wait_for(home / "begun", "\n")
+        ssh.kill()
+    assert wait_for(home / "ended", "done") == "done\n"
+
+
+def test_a_marked_command_ends_when_nobody_reads(home: Path) -> None:
+    words = [sys.executable, "-m", "weft.launch.tpu_host", "run", "--mark", "--", "yes"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"worker 3: y\n"
+        process.stdout.close()
+        assert process.wait(timeout=30) == 128 + signal.SIGPIPE

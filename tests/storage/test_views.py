@@ -10,7 +10,13 @@ import pytest
 from weft.errors import ConfigError
 from weft.storage.buckets import BucketFolder
 from weft.storage.copies import CACHE_VARIABLE, MANIFEST
-from weft.storage.views import STAMPS, is_visible, view_runs
+from weft.storage.views import (
+    STAMPS,
+    count_view_bytes,
+    find_view_url,
+    is_visible,
+    view_runs,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,44 @@ def test_a_view_follows_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="there is no such folder in the bucket"):
         view_runs("memory://b/none")
     assert list(view_runs("memory://b/none", missing_ok=True).iterdir()) != []
+
+
+def test_a_view_knows_urls_and_sizes_of_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    fsspec.filesystem("memory").store.clear()
+    bucket = BucketFolder.open("memory://b/runs")
+    bucket.write("e/t/config.yaml", b"a: 1\n")
+    bucket.write("e/t/checkpoints/m/step2/model.safetensors", b"w" * 70)
+    bucket.write(f"e/t/checkpoints/m/step2/{MANIFEST}", b"{}")
+    bucket.write("e/t2/recover/step1/x.bin", b"x" * 900)
+    view = view_runs("memory://b/runs/")
+    step = view / "e/t/checkpoints/m/step2"
+    assert find_view_url(view) == "memory://b/runs"
+    assert find_view_url(step) == "memory://b/runs/e/t/checkpoints/m/step2"
+    assert count_view_bytes(step) == 72 and count_view_bytes(view / "e/t") == 77
+    assert count_view_bytes(view) == 977
+    # The view of a run is inside that of all runs, and newer.
+    bucket.write("e/t/checkpoints/m/step2/more.safetensors", b"w" * 30)
+    inner = view_runs("memory://b/runs/e/t")
+    assert inner == view / "e/t" and count_view_bytes(inner) == 107
+    assert find_view_url(step) == "memory://b/runs/e/t/checkpoints/m/step2"
+    # A checkpoint that was removed leaves no folder behind.
+    bucket.remove([f"e/t/checkpoints/m/step2/{MANIFEST}"])
+    assert not (view_runs("memory://b/runs") / "e/t/checkpoints").exists()
+    assert count_view_bytes(view / "e/t") == 105
+    assert find_view_url(tmp_path / "e") is None and count_view_bytes(tmp_path) is None
+
+
+@pytest.mark.parametrize("contents", ["", "[]", '{"config.yaml": "1"}', '{"url": "memory://b/r"}'])
+def test_a_listing_of_an_earlier_version_is_replaced(
+    contents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    fsspec.filesystem("memory").store.clear()
+    BucketFolder.open("memory://b/runs").write("config.yaml", b"a: 1\n")
+    view = view_runs("memory://b/runs")
+    (view / STAMPS).write_text(contents)
+    assert find_view_url(view) is None
+    assert view_runs("memory://b/runs") == view and count_view_bytes(view) == 5

@@ -92,6 +92,12 @@ def _propose_words(words: list[str], current: str) -> Iterator[Word]:
         yield from _complete_quickstart(words[1:], current)
     elif words[:3] == ["launch", "tpu", "start"] and "--" in words:
         yield from _propose_words(words[words.index("--") + 1 :], current)
+    elif words[:3] == ["launch", "tpu", "run"] and "--" in words:
+        begun = words[words.index("--") + 1 :]
+        if not begun:
+            yield "weft", ""
+        elif begun[0] == "weft":
+            yield from _propose_words(begun[1:], current)
     elif words[0] == "completion":
         yield from ((shell, "") for shell in ("bash", "zsh", "fish"))
     else:

@@ -19,7 +19,8 @@ from weft.launch.tpu_host import LIBTPU_SETTINGS
 DEFAULT_RETRIES = 60  # of --retry without a number: about ten hours
 SUBCOMMANDS = {
     "create": "create a pod, and with --retry wait for capacity",
-    "ssh": "open a shell on a host, or run a shell command on all",
+    "ssh": "open a shell on a host, or pass a text to the shell of one or all",
+    "run": "run a program on all hosts in the foreground, each line with its host's number",
     "install": "install weft[jax] for TPU on the hosts",
     "check": "show each host's devices, and name the host that differs",
     "clean": "remove lock files and logs that libtpu has left in the temporary folder",
@@ -28,15 +29,21 @@ SUBCOMMANDS = {
     "stop": "end the run's processes, and show what still holds the devices",
     "delete": "delete a pod and all files on its hosts",
 }
+WITH_WORDS = ("run", "start")  # subcommands with a command after --
 EPILOG = """examples, with POD="--name tulu --zone us-central2-b":
   weft launch tpu create $POD --accelerator-type v4-32 --version tpu-ubuntu2204-base --retry
   weft launch tpu install $POD
   weft launch tpu check $POD
+  weft launch tpu run $POD -- weft --version
   weft launch tpu start $POD --libtpu guide -- quickstart sft experiment_name=e trial_name=t \\
       model.path=MODEL model.backend=jax device=tpu fileroot=gs://BUCKET/runs ...
   weft launch tpu logs $POD --follow
   weft launch tpu stop $POD
   weft launch tpu delete $POD"""
+
+RUN_EPILOG = """The words after -- reach the program as they are, and the exit code is that of the
+first host that fails. weft and python are those of install. For pipes, variables of the host or a
+shell, use ssh, or run ... -- sh -c TEXT. What start begins goes on without this machine."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     pods = kinds.add_parser(
         "tpu",
-        help="TPU pods: create, install, check, start, logs, stop, delete",
+        help="TPU pods: create, install, check, run, start, logs, stop, delete",
         description="Create TPU pods with gcloud and run weft on all of their hosts.",
         epilog=EPILOG,
     )
@@ -64,10 +71,13 @@ def main(argv: Sequence[str]) -> int:
     if given.command is None:
         pods.print_help()
         return 2
-    if given.command == "start":
+    if given.command in WITH_WORDS:
         given.words = run_words
     elif "--" in words:
-        raise ConfigError(f"weft launch tpu {given.command}: only start takes a command after --")
+        raise ConfigError(
+            f"weft launch tpu {given.command}: only {' and '.join(WITH_WORDS)} take a command "
+            "after --"
+        )
     pod = TpuPod(
         given.name,
         given.zone or None,
@@ -124,7 +134,7 @@ def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> Non
         metavar="SECONDS",
         help="wait before the first retry, doubled each time up to 600 (default 30)",
     )
-    for name in ("ssh", "install", "check", "clean", "logs", "stop"):
+    for name in ("ssh", "run", "install", "check", "clean", "logs", "stop"):
         default = "0" if name == "ssh" else tpu.ALL
         parsers[name].add_argument(
             "--worker",
@@ -134,8 +144,13 @@ def _add_subcommands(commands: argparse._SubParsersAction[CommandParser]) -> Non
             help=f"number of a host, or all (default {default})",
         )
     parsers["ssh"].add_argument(
-        "--command", dest="text", metavar="TEXT", help="shell command to run"
+        "--command",
+        dest="text",
+        metavar="TEXT",
+        help="text for the host's shell, with its own pipes and variables; run takes a program",
     )
+    parsers["run"].usage = "weft launch tpu run --name NAME [options] -- PROGRAM [ARGUMENT ...]"
+    parsers["run"].epilog = RUN_EPILOG
     parsers["install"].add_argument(
         "--source",
         metavar="REQUIREMENT",
@@ -189,7 +204,7 @@ def _add_run_options(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
     parsers["stop"].add_argument(
         "--now", action="store_true", help="kill the processes, and lose the current step"
     )
-    for name in ("check", "clean", "start", "logs", "stop"):
+    for name in ("run", "check", "clean", "start", "logs", "stop"):
         parsers[name].add_argument(
             "--python",
             default=PYTHON,
@@ -247,6 +262,7 @@ def _delete(pod: TpuPod, given: argparse.Namespace) -> str:
 RUNNERS: dict[str, Callable[[TpuPod, argparse.Namespace], str | int]] = {
     "create": _create,
     "ssh": lambda pod, given: tpu.open_ssh(pod, given.worker, given.text),
+    "run": lambda pod, given: tpu.run_command(pod, given.worker, given.words),
     "install": lambda pod, given: tpu.install(pod, given.worker, given.source, given.extras),
     "check": lambda pod, given: tpu.check(pod, given.worker, given.timeout),
     "clean": lambda pod, given: tpu.clean(pod, given.worker),

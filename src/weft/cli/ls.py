@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.named_run import open_root
+from weft.cli.named_run import name_place, open_root
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.observe.metrics import find_title, format_number
 from weft.observe.run_list import RunSummary, count_tree_bytes, list_runs
+from weft.storage.views import count_view_bytes
 
 STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
 COLORS = {
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         runs.reverse()
     # Print them as JSON, or as a table with a line for each run that a check flags.
     if given.json:
-        print(json.dumps([asdict(run) | {"path": str(run.path)} for run in runs], indent=1))
+        print(json.dumps([asdict(run) | {"path": name_place(run.path)} for run in runs], indent=1))
     elif runs:
         terminal = sys.stdout.isatty()
         columns = os.environ.get("COLUMNS", "")
@@ -117,7 +118,9 @@ def main(argv: Sequence[str]) -> int:
         console.print(build_table(runs, console.width))
         for demo in (run.path for run in runs if not run.trial):
             console.print(
-                f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True
+                f"weft ls {name_place(demo)} lists the runs of this demo",
+                style="bright_black",
+                soft_wrap=True,
             )
         for run in runs:
             if run.is_flagged:
@@ -150,8 +153,14 @@ def select_runs(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) 
         if (not statuses or run.status in statuses) and (
             not algorithms or run.algorithm in algorithms
         ):
-            result.append(run)
+            result.append(replace(run, num_bytes=count_bytes(run.path)))
     return result
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the size of a folder's files; in a view of a bucket, of those in the bucket."""
+    in_bucket = count_view_bytes(folder)
+    return count_tree_bytes(folder) if in_bucket is None else in_bucket
 
 
 def fold_demos(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
@@ -194,7 +203,7 @@ def _summarize_demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
         total_steps=None,
         metric=metric_run.metric,
         value=metric_run.value,
-        num_bytes=count_tree_bytes(folder),
+        num_bytes=count_bytes(folder),
         changed=newest[0].changed,
     )
 

@@ -19,7 +19,7 @@ from weft.runtime.bucket_lock import LockOwner
 from weft.runtime.directory import RunDirectory, admit, find_owner
 from weft.storage.buckets import is_remote
 from weft.storage.copies import find_runs_folder
-from weft.storage.views import view_runs
+from weft.storage.views import find_view_url, view_runs
 
 RUNS = "./runs"
 LATEST = "latest"
@@ -105,6 +105,11 @@ def open_root(root: str) -> Path:
     return Path(root).expanduser()
 
 
+def name_place(path: Path) -> str:
+    """Return how the user names a path: the URL if it is in a view of a bucket."""
+    return find_view_url(path) or str(path)
+
+
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
     """Return the configuration with experiment and trial names, and a note on the chosen trial.
 
@@ -180,9 +185,9 @@ def find_run(word: str, root: Path) -> Path:
         runs = list_runs(root)
         if runs:
             return runs[0].path
-        raise ConfigError(f"latest: there is no run in {root}")
+        raise ConfigError(f"latest: there is no run in {name_place(root)}")
     if given.is_dir():
-        inside = [str(path) for path in find_runs(given)][:MAX_LISTED_RUNS]
+        inside = [name_place(path) for path in find_runs(given)][:MAX_LISTED_RUNS]
     else:
         inside = []
     if inside:
@@ -194,9 +199,9 @@ def find_run(word: str, root: Path) -> Path:
             f"{word} is not the directory of a run; weft ls lists the runs in a folder"
         )
     close = _find_similar_runs(given, root)
-    listing = f"weft ls {root}" if root != Path(RUNS) else "weft ls"
+    listing = f"weft ls {name_place(root)}" if root != Path(RUNS) else "weft ls"
     if close:
-        hint = f"did you mean {' or '.join(close)}?"
+        hint = f"did you mean {' or '.join(map(name_place, map(Path, close)))}?"
     else:
         hint = f"{listing} lists the runs"
     raise ConfigError(f"{word}: there is no such run; {hint}")

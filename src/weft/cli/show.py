@@ -16,15 +16,15 @@ import yaml
 
 from weft import registry
 from weft.cli.help import format_value, get_terminal_width, split_command
-from weft.cli.ls import UNKNOWN, format_age, format_size, format_steps
-from weft.cli.named_run import find_run, open_root
+from weft.cli.ls import UNKNOWN, count_bytes, format_age, format_size, format_steps
+from weft.cli.named_run import find_run, name_place, open_root
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.jsonl import read_config
 from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
 from weft.observe.run_files import CONFIG, HARDWARE, RunRecord
-from weft.observe.run_list import METRICS, RunSummary, count_tree_bytes, read_last_lines, summarize
+from weft.observe.run_list import METRICS, RunSummary, read_last_lines, summarize
 from weft.redaction import mask_values, mask_words
 
 METRICS_SHOWN = 12
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     record = RunRecord.read(run)
     if given.json:
         known = {
-            "path": str(run),
+            "path": name_place(run),
             "status": summary.status,
             "step": summary.step,
             **mask_values(record.to_plain()),
@@ -89,9 +89,9 @@ def format_page(
         state = summary.status
     else:
         state = f"{summary.status}, {format_steps(summary)} steps"
-    size = format_size(summary.num_bytes)
+    size = format_size(count_bytes(run))
     age = format_age(summary.changed)
-    yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size}, written {age} ago"
+    yield f"{name_place(run)}: {summary.algorithm or 'a run'}, {state}, {size}, written {age} ago"
     if summary.diagnosis is not None:
         yield f"check: {summary.diagnosis}"
     yield ""
@@ -205,9 +205,8 @@ def _format_checkpoints(run: Path) -> Iterator[str]:
                 more = ""
             newest = directory.checkpoints_folder / role / f"step{steps[-1]}"
             listed = ", ".join(f"step{step}" for step in steps[-CHECKPOINTS_SHOWN:])
-            rows.append(
-                (role, f"{more}{listed} ({format_size(count_tree_bytes(newest))} each)  {newest}")
-            )
+            size = format_size(count_bytes(newest))
+            rows.append((role, f"{more}{listed} ({size} each)  {name_place(newest)}"))
     if rows:
         yield "checkpoints"
         yield from _align_columns(rows)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from weft.errors import ConfigError
-from weft.launch.tpu_host import FOLDER
+from weft.launch.tpu_host import ENDED, FOLDER
 from weft.redaction import MASK, is_secret, mask_words, redact
 
 PYTHON = f"{FOLDER}/venv/bin/python"  # below the home directory, where ssh starts
@@ -29,6 +29,8 @@ LONGEST_REASON = 300  # characters of gcloud's own words in a message
 PROGRESS = re.compile(
     r"#####|(?:SSH|SCP): Attempting|Using (?:ssh|scp) batch|Retrying: ", re.IGNORECASE
 )
+ENDED_LINE = re.compile(ENDED.rstrip().format(r"(\S+)", r"(\d+)") + r"\n?")
+BLANK = re.compile(r"[ \t\r\n]")  # what separates the words of a shell command
 NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 CAPACITY = "no capacity"
 # gcloud's words -> what is wrong, and what to do. The first match decides: a used-up quota and a
@@ -225,11 +227,12 @@ class TpuPod:
 
 
 def _copy_lines(stream: TextIO, lines: list[str]) -> None:
-    """Copy a stream to standard error, without gcloud's own report of a failure."""
+    """Copy a stream to standard error, without the reports that gcloud and hosts make of an end."""
     for line in stream:
         lines.append(line)
-        if not line.startswith(("ERROR: (gcloud", "#####")):
-            print(mask_environment(line), end="", file=sys.stderr, flush=True)
+        text = ENDED_LINE.sub("", line)
+        if text and not text.startswith(("ERROR: (gcloud", "#####")):
+            print(mask_environment(text), end="", file=sys.stderr, flush=True)
 
 
 # -- printed commands and messages
@@ -247,16 +250,25 @@ def format_command(words: Sequence[str]) -> str:
 
 
 def _mask_shell_text(text: str) -> str:
-    """Mask secrets in a shell command, both `NAME=value` and `--name value`."""
-    masked_text = redact(text)
+    """Mask secrets in a shell command, both `NAME=value` and `--name value`.
+
+    Words with blanks, such as the TEXT of `sh -c TEXT`, are masked as commands of their own.
+    """
     try:
         words = shlex.split(text)
     except ValueError:
-        return masked_text
+        return redact(text)
+    masked_words = []
     for word, masked in zip(words, mask_words(words), strict=True):
+        whole = word == masked and BLANK.search(word)
+        masked_words.append(_mask_shell_text(word) if whole else masked)
+    if shlex.join(words) == text:
+        return redact(shlex.join(masked_words))
+    # Text that a user has written keeps its own quotes, pipes and variables.
+    for word, masked in zip(words, masked_words, strict=True):
         if word != masked:
-            masked_text = masked_text.replace(shlex.quote(word), masked).replace(word, masked)
-    return masked_text
+            text = text.replace(shlex.quote(word), masked).replace(word, masked)
+    return redact(text)
 
 
 def mask_environment(text: str) -> str:

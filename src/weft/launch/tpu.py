@@ -15,13 +15,20 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
 from weft.extras import find_sources
-from weft.launch.gcloud import CAPACITY, PYTHON, TpuPod, mask_environment, summarize_output
+from weft.launch.gcloud import (
+    CAPACITY,
+    ENDED_LINE,
+    PYTHON,
+    TpuPod,
+    mask_environment,
+    summarize_output,
+)
 from weft.launch.tpu_host import ENVIRONMENT, FOLDER, HostReport, read_environment
 from weft.redaction import mask_words
 
@@ -181,24 +188,69 @@ def call_hosts(
     The reports are sorted by worker. Raises `ConfigError` if a host does not report: gcloud's exit
     code alone does not say so, since not all of its versions set it if one of several hosts fails.
     """
-    if worker != ALL and status.hosts is not None and int(worker) >= status.hosts:
-        raise ConfigError(f"--worker {worker}: pod {pod.name} has workers 0 to {status.hosts - 1}")
+    expected = _list_workers(pod, status, worker)
     done = pod.run(pod.build_ssh(worker, command))
-    if pod.print_only or status.hosts is None:
+    if pod.print_only:
         return []
     reports = parse_reports(done.stdout)
-    expected = [str(number) for number in range(status.hosts)] if worker == ALL else [worker]
     if len(reports) < len(expected):
-        silent = sorted(set(expected) - {report.worker for report in reports}, key=int)
-        listed = f"worker {', '.join(silent)} of pod {pod.name}"
-        if purpose != INSTALLING and NOT_INSTALLED.search(done.stderr):
-            raise ConfigError(
-                f"{listed}: cannot {purpose}: weft is not installed there "
-                f"({mask_environment(summarize_output(done.stderr))}); run weft launch tpu install "
-                f"{pod.flags}"
-            )
-        raise pod.build_error(purpose, done.stderr or done.stdout, listed)
+        silent = set(expected) - {report.worker for report in reports}
+        raise _build_silence_error(pod, silent, done.stderr or done.stdout, purpose)
     return reports
+
+
+def _list_workers(pod: TpuPod, status: PodStatus, worker: str) -> list[str]:
+    """Return the numbers of the hosts that --worker names; none if commands are only printed."""
+    if status.hosts is None:
+        return []
+    if worker == ALL:
+        return [str(number) for number in range(status.hosts)]
+    if int(worker) >= status.hosts:
+        raise ConfigError(f"--worker {worker}: pod {pod.name} has workers 0 to {status.hosts - 1}")
+    return [worker]
+
+
+def _build_silence_error(
+    pod: TpuPod, silent: Collection[str], output: str, purpose: str
+) -> ConfigError:
+    """Return the error for hosts that have not reported, with gcloud's `output` about them."""
+    listed = f"worker {', '.join(sorted(silent, key=int))} of pod {pod.name}"
+    if purpose != INSTALLING and NOT_INSTALLED.search(output):
+        return ConfigError(
+            f"{listed}: cannot {purpose}: weft is not installed there "
+            f"({mask_environment(summarize_output(output))}); run weft launch tpu install "
+            f"{pod.flags}"
+        )
+    return pod.build_error(purpose, output, listed)
+
+
+def run_command(pod: TpuPod, worker: str, words: Sequence[str]) -> int:
+    """Run a command on one host or on all, in the foreground, and return its exit code.
+
+    Output comes as it is written; with several hosts, each line begins with the host's number. If
+    the command fails, the exit code is that of the host on which it failed first.
+    """
+    if not words:
+        raise ConfigError("run: nothing follows --; name a program, such as -- weft --version")
+    if any("\0" in word for word in words):
+        raise ConfigError("run: a word of the command contains a null character; remove it")
+    status = describe(pod)
+    expected = _list_workers(pod, status, worker)
+    marks = worker == ALL and status.hosts != 1
+    options = [*(["--mark"] * marks), *(["--jax"] * (worker == ALL))]
+    command = pod.build_host_command("run", *options, "--", *words)
+    _, output = pod.run_interactive(pod.build_ssh(worker, command))
+    if pod.print_only:
+        return 0
+    codes = {number: int(code) for number, code in ENDED_LINE.findall(output)}  # in order of time
+    failed = {number: code for number, code in codes.items() if code}
+    if failed and marks:
+        listed = ", ".join(f"{number} (exit code {code})" for number, code in failed.items())
+        print(f"pod {pod.name}: the command failed on worker {listed}", file=sys.stderr)
+    if len(codes) < len(expected):
+        rest = ENDED_LINE.sub("", output)
+        raise _build_silence_error(pod, set(expected) - set(codes), rest, "run the command")
+    return next(iter(failed.values()), 0)
 
 
 def parse_reports(text: str) -> list[HostReport]:

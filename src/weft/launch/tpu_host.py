@@ -1,10 +1,11 @@
 """Commands that `weft launch tpu` runs on each host of a TPU pod, over ssh.
 
 `python -m weft.launch.tpu_host start -- quickstart sft ...` starts the run of this host in the
-background; `status`, `check`, `stop`, `clean` and `logs` look after it. All files are in
+background; `status`, `check`, `stop`, `clean` and `logs` look after it. `run -- COMMAND` runs any
+command, shows its output as it comes, and returns its exit code. All files are in
 `~/weft-tpu`: `run.json` names the process, `logs/` has a log for each start, and variables in
 `environment` (lines `NAME=VALUE`) are set for the run. A command prints one line, `worker N: ` and
-a `HostReport` as JSON; `logs` prints lines of text with the same prefix.
+a `HostReport` as JSON; `logs` and `run --mark` print lines of text with the same prefix.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from weft.engine.spec import JAX_COORDINATOR
 
@@ -45,6 +48,8 @@ LIBTPU_SETTINGS: Mapping[str, str] = {
     )
 }
 PACKAGES = ("weft", "jax", "jaxlib", "libtpu")
+# last line of `run` on standard error, by which the other machine knows how the command ended
+ENDED = "weft-tpu: worker {} ended with exit code {}\n"
 POLL_SECONDS = 0.2
 START_SECONDS = 5.0  # a run that ends within this time has not started
 KILL_SECONDS = 10.0  # after SIGKILL, until the kernel has removed the processes
@@ -89,7 +94,14 @@ class DeviceHolder:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command on this host, print its report and return 0."""
+    """Run one command on this host, and print its report.
+
+    Returns 0, except that `run` returns the exit code of what it runs.
+    """
+    given_words = list(sys.argv[1:] if argv is None else argv)
+    # Words after the first -- belong to the command to run, which may have a -- of its own.
+    end = given_words.index("--") if "--" in given_words else len(given_words)
+    words = given_words[end + 1 :]
     parser = argparse.ArgumentParser(prog="python -m weft.launch.tpu_host")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("status", "clean", "holders"):
@@ -100,14 +112,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = commands.add_parser("start")
     start.add_argument("--log", required=True)
     start.add_argument("--libtpu", choices=LIBTPU_SETTINGS)
-    start.add_argument("words", nargs="+")
+    run = commands.add_parser("run")
+    run.add_argument("--mark", action="store_true")
+    run.add_argument("--jax", action="store_true")
     stop = commands.add_parser("stop")
     stop.add_argument("--timeout", type=float, default=600.0)
     stop.add_argument("--now", action="store_true")
     logs = commands.add_parser("logs")
     logs.add_argument("--lines", type=int, default=20)
     logs.add_argument("--follow", action="store_true")
-    given = parser.parse_args(argv)
+    given = parser.parse_args(given_words[:end])
+    if given.command in ("start", "run") and not words:
+        parser.error(f"{given.command}: nothing follows --")
     folder = Path.home() / FOLDER
     host = socket.gethostname()
     report = HostReport(worker=name_worker(host), host=host)
@@ -117,13 +133,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "logs":
         print_log(folder, report.worker, given.lines, follow=given.follow)
         return 0
+    if given.command == "run":
+        code = run_command(folder, report.worker, words, mark=given.mark, with_jax=given.jax)
+        sys.stdout.flush()
+        sys.stderr.write(ENDED.format(report.worker, code))
+        sys.stderr.flush()
+        return code
     if given.command == "status":
         report.facts = {"running": describe_run(folder)}
         report.text = describe_run(folder) or "no run"
     elif given.command == "check":
         check_host(report, given.timeout, with_jax=given.jax)
     elif given.command == "start":
-        start_run(folder, report, given.words, given.log, given.libtpu)
+        start_run(folder, report, words, given.log, given.libtpu)
     elif given.command == "stop":
         stop_run(folder, report, given.timeout, now=given.now)
     else:
@@ -337,6 +359,72 @@ def print_log(folder: Path, worker: str, lines: int, *, follow: bool) -> None:
             if not running and not added:
                 return
             time.sleep(POLL_SECONDS)
+
+
+# -- a command in the foreground
+
+
+def run_command(
+    folder: Path, worker: str, words: Sequence[str], *, mark: bool, with_jax: bool
+) -> int:
+    """Run a command in the home directory, with weft's Python first on its PATH.
+
+    With `mark`, `worker N: ` precedes each line of its output, and it has no input. `with_jax` says
+    that all hosts of the pod run it, so that JAX may open their devices together. The command ends
+    if the connection is lost. Returns its exit code, 128 + N if signal N ended it, and 127 or 126
+    if there is no such program or it cannot be run.
+    """
+    try:
+        environment = os.environ | read_environment(folder / ENVIRONMENT)
+    except ValueError as error:
+        print(f"worker {worker}: {error}", file=sys.stderr)
+        return 2
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+    )
+    if with_jax:
+        environment[JAX_COORDINATOR] = "auto"
+    output = subprocess.PIPE if mark else None
+    parent = os.getppid()
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL if mark else None,
+            stdout=output,
+            stderr=output,
+            cwd=Path.home(),
+            env=environment,
+        )
+    except OSError as error:
+        print(f"worker {worker}: {words[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+    relays = []
+    for stream, target in ((process.stdout, 1), (process.stderr, 2)):
+        if stream is not None:
+            relay = threading.Thread(target=mark_lines, args=(stream, target, worker), daemon=True)
+            relay.start()
+            relays.append(relay)
+    code = None
+    while code is None:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(POLL_SECONDS)
+        if os.getppid() != parent:
+            process.terminate()
+    for relay in relays:
+        relay.join(timeout=KILL_SECONDS)  # a background process may hold the stream open
+    return 128 - code if code < 0 else code
+
+
+def mark_lines(stream: IO[bytes], target: int, worker: str) -> None:
+    """Copy the lines of a stream to a file descriptor, with the worker's number before each.
+
+    If nobody reads them any more, the stream is closed, so that its writer ends too.
+    """
+    with stream, suppress(BrokenPipeError):
+        for line in stream:
+            text = line if line.endswith(b"\n") else line + b"\n"
+            # One write, so that lines of the two streams and of several hosts do not mix.
+            os.write(target, f"worker {worker}: ".encode() + text)
 
 
 # -- the devices of this host

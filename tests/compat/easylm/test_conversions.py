@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +130,86 @@ def test_a_difference_is_recovered(places: Path) -> None:
     assert run("diff_checkpoint", *flags) == 0
     assert all(array.dtype == BF16 for array in decode_stream(places / "back").values())
     assert (places / "back").read_bytes() == (places / "out/streaming_params_200").read_bytes()
+
+
+def damage(places: Path, how: str) -> Path:
+    """Write a file that is valid msgpack, but not all of a model, and return its path."""
+    arrays = decode_stream(places / "out/streaming_params_10")
+    size = json.loads((places / "config.json").read_text())
+    assert len(arrays) == 3 + 9 * size["num_hidden_layers"] == 21
+    if how.startswith("the first"):
+        arrays = dict(list(arrays.items())[: int(how.split()[-1])])
+    elif how.startswith("without"):
+        del arrays[how.split()[-1]]
+    elif how == "a gap":
+        arrays = {name.replace("/h/1/", "/h/2/"): array for name, array in arrays.items()}
+    elif how == "another name":
+        arrays["transformer/ln/kernel"] = arrays.pop("transformer/ln_f/kernel")
+    else:
+        arrays[how] = arrays["transformer/ln_f/kernel"]
+    return write_stream(places / "damaged", arrays)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        *((f"the first {count}", "lacks transformer") for count in (1, 2, 9, 10, 11, 19, 20)),
+        ("without transformer/wte/embedding", "lacks transformer/wte/embedding, unlike"),
+        ("without lm_head/kernel", "set --tie_word_embeddings=True if the model has no head"),
+        ("without transformer/h/0/ffn_norm/kernel", "lacks transformer/h/0/ffn_norm/kernel"),
+        ("a gap", "lacks transformer/h/1/attention/wq/kernel"),
+        ("another name", "lacks transformer/ln_f/kernel and has transformer/ln/kernel, unlike"),
+        ("score/kernel", "has lm_head/kernel, unlike a LLaMA model with 2 layers; copy it"),
+        ("transformer/h/999999999/x/kernel", "unlike a LLaMA model with 3 layers"),
+        ("transformer/h/x", "has transformer/h/x"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert_checkpoint", "diff_checkpoint"])
+def test_files_without_all_weights_of_a_model_are_refused(
+    places: Path, command: str, how: str, message: str
+) -> None:
+    source = f"params::{damage(places, how)}"
+    flags = [f"--load_checkpoint={source}"]
+    if command == "diff_checkpoint":
+        flags = [f"--load_base_checkpoint={source}", f"--load_target_checkpoint={source}"]
+    with pytest.raises(CheckpointError) as caught:
+        run(command, *flags, f"--output_file={places / 'c'}")
+    assert message in str(caught.value) and str(caught.value).startswith(f"{source}: ")
+    assert not (places / "c").exists()
+
+
+def test_whole_files_of_every_kind_are_copied(places: Path) -> None:
+    """A critic, a train state, and a model without a head of its own."""
+    size = type(TINY)(**json.loads((places / "config.json").read_text()))
+    critic = places / "out/value_streaming_params_200"
+    state = places / "streaming_train_state"
+    state.write_bytes(
+        encode_stream(arrays_of(size), ("params", "params"))
+        + encode_stream({"step": np.asarray(7, dtype=np.int32)})
+    )
+    tied = write_stream(places / "tied", arrays_of(replace(size, tie_word_embeddings=True)))
+    for number, (source, *more) in enumerate(
+        (
+            (f"params::{critic}",),
+            (f"trainstate_params::{state}",),
+            (f"params::{tied}", "--tie_word_embeddings"),
+        )
+    ):
+        output = places / str(number)
+        flags = (f"--load_checkpoint={source}", f"--output_file={output}", "--streaming", *more)
+        assert run("convert_checkpoint", *flags) == 0
+    assert (places / "0").read_bytes() == critic.read_bytes()
+    assert decode_stream(places / "1").keys() == arrays_of(size).keys()
+    assert (places / "2").read_bytes() == tied.read_bytes()
+    flags = (
+        f"--load_base_checkpoint=params::{tied}",
+        f"--load_target_checkpoint=params::{tied}",
+        f"--output_file={places / 'd'}",
+    )
+    assert run("diff_checkpoint", *flags, "--tie_word_embeddings") == 0
+    source = f"--load_checkpoint=params::{places / 'out/streaming_params_10'}"
+    with pytest.raises(CheckpointError, match=r"has lm_head/kernel.*leave out --tie_word"):
+        run("convert_checkpoint", source, "--tie_word_embeddings", f"--output_file={places / 'e'}")
 
 
 HF = "convert_easylm_to_hf --load_checkpoint=a --tokenizer_path=b"

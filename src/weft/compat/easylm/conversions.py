@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.cli.parsing import CommandParser
 from weft.compat.easylm.configs import (
@@ -20,8 +21,11 @@ from weft.compat.easylm.configs import (
     describe_flags,
     load_llama_config,
 )
-from weft.errors import ConfigError, find_nearest
+from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.reading import refuse_url
+
+if TYPE_CHECKING:
+    from weft.compat.easylm.streams import StreamSource
 
 FLOAT_DTYPES = {
     "bf16": "bfloat16",
@@ -33,6 +37,7 @@ FLOAT_DTYPES = {
     "fp64": "float64",
     "float64": "float64",
 }
+MOST_NAMES = 4  # names of tensors in a message
 TRUE = ("true", "t", "yes", "y", "1")
 FALSE = ("false", "f", "no", "n", "0")
 CHECKPOINT = (
@@ -40,6 +45,7 @@ CHECKPOINT = (
     "the file of the highest step"
 )
 OWN_FLAG = " (not in EasyLM)"
+TIED = f"the embedding is the model's head too, so that the file has none{OWN_FLAG}"
 
 
 def convert_easylm_to_hf(argv: Sequence[str]) -> int:
@@ -130,7 +136,10 @@ def convert_torch_to_easylm(argv: Sequence[str]) -> int:
 
 
 def convert_checkpoint(argv: Sequence[str]) -> int:
-    """Write the weights of a checkpoint again: as a single msgpack value, or in another dtype."""
+    """Write the weights of a checkpoint again: as a single msgpack value, or in another dtype.
+
+    A file that lacks a weight of a LLaMA model, or has another one, is refused.
+    """
     from weft.compat.easylm.checkpoints import find_source, write_copy
 
     parser = _build_parser("convert_checkpoint", convert_checkpoint)
@@ -138,10 +147,12 @@ def convert_checkpoint(argv: Sequence[str]) -> int:
     _add(parser, "output_file", "", "file to write; must not exist")
     _add_switch(parser, "streaming", False, "write a stream; False: a single msgpack value")
     _add(parser, "float_dtype", "bf16", "bf16, fp16, fp32 or fp64")
+    _add_switch(parser, "tie_word_embeddings", False, TIED)
     flags = _parse(parser, argv, required=("load_checkpoint", "output_file"))
     output = _check_output(flags.output_file, "output_file")
     source = find_source(flags.load_checkpoint)
     print(f"reading {source}")
+    _check_complete(source, tied=flags.tie_word_embeddings)
     write_copy(source, output, dtype=_get_dtype(flags.float_dtype), streaming=flags.streaming)
     return _report(output, flags.streaming)
 
@@ -151,7 +162,8 @@ def compare_checkpoints(argv: Sequence[str]) -> int:
 
     Differences are computed in float32 and rounded to float_dtype. Of weights in bf16, the
     difference in fp32 gives the target back exactly, except for weights that differ from the base
-    by a factor of more than 2**16.
+    by a factor of more than 2**16. A file that lacks a weight of a LLaMA model, or has another one,
+    is refused.
     """
     from weft.compat.easylm.checkpoints import find_source, write_difference
 
@@ -162,12 +174,15 @@ def compare_checkpoints(argv: Sequence[str]) -> int:
     _add(parser, "output_file", "", "file to write; must not exist")
     _add_switch(parser, "streaming", True, "write a stream; False: a single msgpack value")
     _add(parser, "float_dtype", "bf16", "bf16, fp16, fp32 or fp64")
+    _add_switch(parser, "tie_word_embeddings", False, TIED)
     required = ("load_base_checkpoint", "load_target_checkpoint", "output_file")
     flags = _parse(parser, argv, required=required)
     output = _check_output(flags.output_file, "output_file")
     base = find_source(flags.load_base_checkpoint, "load_base_checkpoint")
     target = find_source(flags.load_target_checkpoint, "load_target_checkpoint")
     print(f"reading {base} and {target}")
+    for source in (base, target):
+        _check_complete(source, tied=flags.tie_word_embeddings)
     write_difference(
         base,
         target,
@@ -186,6 +201,50 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert_checkpoint": convert_checkpoint,
     "diff_checkpoint": compare_checkpoints,
 }
+
+
+def _check_complete(source: StreamSource, *, tied: bool) -> None:
+    """Raise `CheckpointError` unless a file has exactly the weights of a LLaMA of some size.
+
+    A stream that was cut between two tensors is valid msgpack, so that only the names show it. The
+    file must have the layers 0, 1, ... as far as its number of layers reaches, and a head unless
+    the model is `tied`.
+    """
+    from weft.compat.easylm.checkpoints import LM_HEAD, SCORE, list_weights
+    from weft.compat.easylm.streams import TensorStream
+
+    names = list(TensorStream(source).tensors)
+    layers = {name.split("/")[2] for name in names if name.startswith("transformer/h/")}
+    size = replace(
+        LLAMA_STANDARD_CONFIGS["debug"],
+        num_hidden_layers=max(1, len(layers)),
+        tie_word_embeddings=tied,
+    )
+    head: Literal["lm", "score"] = "score" if SCORE in names else "lm"
+    expected = [place.name for place in list_weights(size, head)]
+    missing = [name for name in expected if name not in names]
+    extra = [name for name in names if name not in expected]
+    problems = []
+    if missing:
+        problems.append(f"lacks {_shorten(missing)}")
+    if extra:
+        problems.append(f"has {_shorten(extra)}")
+    if not problems:
+        return
+    fix = "copy it again if it was cut short"
+    if missing == [LM_HEAD] and not extra:
+        fix = "copy it again, or set --tie_word_embeddings=True if the model has no head of its own"
+    elif tied and extra == [LM_HEAD] and not missing:
+        fix = "leave out --tie_word_embeddings"
+    raise CheckpointError(
+        f"{source}: {' and '.join(problems)}, unlike a LLaMA model with {len(layers)} "
+        f"layer{'' if len(layers) == 1 else 's'}; {fix}"
+    )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 # -- flags
