@@ -369,9 +369,11 @@ def _translate_steps(given: GivenFlags, done: TranslatedCommand) -> None:
     epochs = given.get("num_epochs")
     if epochs > 0:
         done.options["total_train_epochs"] = epochs
+    elif given.get("total_steps") < 1:
+        raise ConfigError("--total_steps=0: must be at least 1, unless --num_epochs is above 0")
     else:
         done.options["max_steps"] = given.count_updates(given.get("total_steps"))
-    done.options["log_freq_steps"] = max(1, given.count_updates(given.get("log_freq")))
+    done.options["log_freq_steps"] = given.count_updates(given.get("log_freq"))
     if given.command.quickstart != "dpo":
         return
     if given.get("use_ipo"):
@@ -412,8 +414,6 @@ def _read_minibatch(given: GivenFlags) -> int:
                 f"setting; leave one out"
             )
         size = backward
-    if size < 1:
-        raise ConfigError(f"--mini_batch_size={size}: must be at least 1")
     return size
 
 
