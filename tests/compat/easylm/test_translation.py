@@ -329,6 +329,28 @@ def test_minibatches_and_meshes() -> None:
     refuse("--forward_mini_batch_size=2: must be a multiple", "llama_train_ppo", *more, devices=8)
 
 
+minibatch_words = st.sampled_from([1, 2, 4, 6, 8, 12, 24])
+
+
+@given(
+    name=st.sampled_from(["llama_train_ppo", "llama_train_online_dpo"]),
+    mesh=st.tuples(*[st.sampled_from([1, 2, 3, 4, 8, 64])] * 3),
+    rows=minibatch_words.filter(lambda n: n % 2 == 0),
+    forward=st.one_of(st.none(), minibatch_words),
+)
+def test_the_mesh_that_a_message_names_is_accepted(
+    name: str, mesh: tuple[int, ...], rows: int, forward: int | None
+) -> None:
+    words = [f"--mini_batch_size={rows}", "--train_dataset.json_torch_dataset.batch_size=24"]
+    words += [] if forward is None else [f"--forward_mini_batch_size={forward}"]
+    try:
+        small(name, *words, f"--mesh_dim={','.join(map(str, mesh))}", devices=8)
+    except ConfigError as error:
+        named = re.search(r"write (?:--mesh_dim=)?([\d,]*\d)", str(error))
+        assert named is not None
+        small(name, *words, f"--mesh_dim={named[1]}", devices=8)
+
+
 def test_copies_of_the_model_are_fine_for_ppo() -> None:
     """EasyLM needs dp=1 for PPO."""
     options = small("llama_train_ppo", "--mesh_dim=4,2,1", "--mini_batch_size=8", devices=8)

@@ -479,17 +479,15 @@ def _translate_mesh(
 ) -> None:
     """Set backend and layout of all roles, after checks of the guide's rules on meshes."""
     text = given.get("mesh_dim")
-    sizes = check_product(text, num_devices)
+    minibatches = {}
     if given.command.samples:
-        check_minibatch(text, sizes, _read_minibatch(given), num_devices)
-        if given.has("forward_mini_batch_size"):
-            check_minibatch(
-                text,
-                sizes,
-                given.get("forward_mini_batch_size"),
-                num_devices,
-                "forward_mini_batch_size",
-            )
+        minibatches["mini_batch_size"] = _read_minibatch(given)
+    if given.command.samples and given.has("forward_mini_batch_size"):
+        minibatches["forward_mini_batch_size"] = given.get("forward_mini_batch_size")
+    common = math.gcd(*minibatches.values()) or None
+    sizes = check_product(text, num_devices, common)
+    for flag, rows in minibatches.items():
+        check_minibatch(text, sizes, rows, num_devices, flag, common=common)
     layout = text if backend == "jax" else format_layout(sizes)
     for role in given.command.roles:
         done.options[f"{role}.backend"] = backend
