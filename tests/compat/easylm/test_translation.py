@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -388,6 +390,9 @@ def test_several_hosts() -> None:
         "WEFT_JAX_PROCESS": "0",
     }
     refuse("has no effect without", "llama_train", *more)
+    for flag in (f"{group}initialize_jax_distributed", "--initialize_jax_distributed"):
+        message = f"{flag}=True: connects processes of JAX, and the backend is torch"
+        refuse(message, "llama_train", f"{flag}=True", backend="torch")
     refuse(f"{group}process_id is missing: set all of", "llama_train", started, *more[:2])
     refuse("all devices of its host", "llama_train", f"{group}local_device_ids=0,1")
 
@@ -448,6 +453,51 @@ def test_streams_and_their_configuration() -> None:
     done = convert("llama_train", [*words, "--llama.hidden_size=64", "--llama.resid_pdrop=0.1"])
     assert done.streams["model"].update == "{'hidden_size': 64}"
     assert done.options["model.residual_dropout"] == 0.1
+
+
+def test_fields_of_a_json_file_are_those_of_an_update(tmp_path: Path) -> None:
+    from weft.compat.easylm.configs import check_trainable, load_llama_config
+
+    values = {"resid_pdrop": 0.1, "remat_mlp": "nothing_saveable", "scan_mlp": True}
+    (tmp_path / "own.json").write_text(json.dumps({**values, "hidden_size": 64}))
+    file = f"json::{tmp_path / 'own.json'}"
+    words = [*parse_words("llama_train")[:-1], "--load_checkpoint=params::f"]
+    done = convert("llama_train", [*words, f"--load_llama_config={file}"], devices=1)
+    update = f"--update_llama_config={values!r}"
+    same = convert("llama_train", [*words, update], devices=1)
+    assert done.options == same.options and done.notes == same.notes
+    assert done.options["model.residual_dropout"] == 0.1
+    assert done.options["model.recompute_policy"] == "nothing_saveable"
+    assert sum(note.startswith("scan_mlp is left out") for note in done.notes) == 1
+    # The stream is converted to a model without dropout, which the role then has.
+    stream = done.streams["model"]
+    converted = load_llama_config(stream.config, stream.update)
+    check_trainable(converted, "")
+    assert (converted.hidden_size, converted.resid_pdrop) == (64, 0.0)
+    back = "--update_llama_config=dict(resid_pdrop=0.0)"
+    done = convert("llama_train", [*words, f"--load_llama_config={file}", back], devices=1)
+    assert "model.residual_dropout" not in done.options
+    # Beside a Hugging Face model, too.
+    options = small("llama_train", f"--load_llama_config={file}")
+    assert (options["model.path"], options["model.residual_dropout"]) == ("m", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("embd_pdrop", 0.1, "weft has no dropout of embeddings alone"),
+        ("fcm_max_ratio", 0.1, "weft has no forgetful causal mask"),
+        ("resid_pdrop", 1.5, "must be at least 0 and below 1"),
+    ],
+)
+def test_fields_that_weft_lacks_are_refused_from_both(
+    key: str, value: float, rule: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({key: value}))
+    file = f"--load_llama_config=json::{tmp_path / 'own.json'}"
+    refuse(f"{file}: {key}={value}: {rule}", "llama_train", file)
+    update = f"--update_llama_config={{'{key}': {value}}}"
+    refuse(f"--update_llama_config: {key}={value}: {rule}", "llama_train", update)
 
 
 def test_palm_has_a_rate_that_falls_with_the_root_of_the_step() -> None:
@@ -568,6 +618,13 @@ def test_text_fields() -> None:
     options = convert("llama_train", words, devices=1).options
     assert options["dataset.type"] == "text_fields" and options["dataset.train_path"] == "x.jsonl"
     assert options["dataset.args.fields"] == "[a+b],c"
+    words[1] = "--train_dataset.text_processor.fields="
+    options = convert("llama_train", words, devices=1).options
+    assert "dataset.args.fields" not in options  # empty: not set
+    column = "--train_dataset.text_processor.fields_from_example=which"
+    options = convert("llama_train", [*words, column], devices=1).options
+    assert options["dataset.args.fields"] == ""
+    assert options["dataset.args.fields_from_example"] == "which"
     assert "model.tokenizer.chat_template" not in options
     hub = convert("llama_train", ["--load_checkpoint=m"], devices=1).options
     assert hub["dataset.sources"] == [{"path": "allenai/c4:en", "split": "train"}]

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import GivenFlags, ModelConversion, TranslatedCommand
+from weft.compat.easylm.configs import EasyLMConfig, load_llama_config, parse_dictionary
 from weft.compat.easylm.dataset_flags import translate_dataset
 from weft.compat.easylm.meshes import (
     COORDINATOR,
@@ -68,6 +69,13 @@ def translate(
         if done.options.pop(f"{role}.recompute_policy", None) is not None:
             done.options[f"{role}.gradient_checkpointing"] = True
     done.environment = list_host_variables(given)
+    if done.environment and backend == "torch":
+        flag = "jax_distributed.initialize_jax_distributed"
+        flag = flag if given.get(flag) else "initialize_jax_distributed"
+        raise ConfigError(
+            f"--{flag}=True: connects processes of JAX, and the backend is torch; leave the flag "
+            f"out, or write --backend=jax"
+        )
     return done
 
 
@@ -284,10 +292,14 @@ def _set_source(
 ) -> None:
     """Set the path of a role to a Hugging Face directory, or note the stream to convert."""
     role, suffix = source
-    config, changes = _read_llama_config(given, suffix)
-    _translate_memory(given, done, role, changes, config)
+    config, changes, training = _read_llama_config(given, suffix)
+    _translate_training(given, done, role, training)
     network = {key: value for key, value in changes.items() if not _is_for_training(key)}
     if "::" in checkpoint or not checkpoint:
+        for key in _list_training_values(load_llama_config(config)) if config else ():
+            rule = tables.LLAMA[f"llama.{key}"]
+            if rule.treatment != "ignore":  # it is set as an option of the role
+                network[key] = rule.default
         update = repr(network) if network else ""
         stream = ModelConversion(checkpoint, config, update, tokenizer, is_reward_model)
         done.streams[role] = stream
@@ -305,14 +317,14 @@ def _set_source(
     done.options[f"{role}.path"] = checkpoint
 
 
-def _read_llama_config(given: GivenFlags, suffix: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of the configuration and the changes to it.
+def _read_llama_config(
+    given: GivenFlags, suffix: str
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the name of the configuration, the changes to it, and its values for training.
 
     As in EasyLM, the flags `llama.*` describe a model if `load_llama_config` is not set. Raises
-    `ConfigError` if both are.
+    `ConfigError` if both are, and for values that weft lacks.
     """
-    from weft.compat.easylm.configs import load_llama_config, parse_dictionary
-
     name = given.get(f"load_llama_config{suffix}")
     own = {flag.removeprefix("llama."): given.get(flag) for flag in tables.LLAMA if given.has(flag)}
     own = {key: value for key, value in own.items() if key not in ("use_cache",)}
@@ -325,9 +337,17 @@ def _read_llama_config(given: GivenFlags, suffix: str) -> tuple[str, dict[str, A
     flag = f"update_llama_config{suffix}"
     text = given.get(flag)
     changes = {**own, **(parse_dictionary(text, f"--{flag}={text}") if text else {})}
-    if name or changes:
-        load_llama_config(name, repr(changes) if changes else "", f"load_llama_config{suffix}")
-    return name, changes
+    update = repr(changes) if changes else ""
+    config = load_llama_config(name, update, f"load_llama_config{suffix}")
+    training = _list_training_values(config)
+    for key, value in training.items():
+        rule = tables.LLAMA[f"llama.{key}"]
+        origin = f"--{flag}" if key in changes else f"--load_llama_config{suffix}={name}"
+        if rule.treatment == "refuse":
+            raise ConfigError(f"{origin}: {key}={value}: {rule.note}")
+        if rule.limits is not None and value not in rule.limits:
+            raise ConfigError(f"{origin}: {key}={value}: must be {rule.limits}")
+    return name, changes, training
 
 
 def _is_for_training(key: str) -> bool:
@@ -335,23 +355,28 @@ def _is_for_training(key: str) -> bool:
     return rule is not None and key not in tables.ARCHITECTURE and key != "attn_pdrop"
 
 
-def _translate_memory(
-    given: GivenFlags, done: TranslatedCommand, role: str, changes: Mapping[str, Any], config: str
+def _list_training_values(config: EasyLMConfig) -> dict[str, Any]:
+    """Return the values of a configuration that say how to train and are not EasyLM's defaults."""
+    return {
+        key: value
+        for key, value in vars(config).items()
+        if _is_for_training(key) and value != tables.LLAMA[f"llama.{key}"].default
+    }
+
+
+def _translate_training(
+    given: GivenFlags, done: TranslatedCommand, role: str, training: Mapping[str, Any]
 ) -> None:
     """Set dropout and recomputation of trained roles from values of a llama configuration."""
     roles = [role] if role in given.command.trained else []
     if role == "rew" and "critic" in given.command.trained:
         roles = ["critic"]  # which begins as the reward model
-    for key in (key for key in changes if _is_for_training(key)):
+    for key, value in training.items():
         rule = tables.LLAMA[f"llama.{key}"]
-        value = changes[key]
-        if value == rule.default:
-            continue
-        if rule.treatment == "refuse":
-            raise ConfigError(f"{key}={value}: {rule.note}")
         if rule.treatment == "ignore":
-            if not given.has(f"llama.{key}"):
-                done.notes.append(f"{key} is left out: {rule.note}")
+            note = f"{key} is left out: {rule.note}"
+            if not given.has(f"llama.{key}") and note not in done.notes:
+                done.notes.append(note)
             continue
         for each in roles:
             if key == "resid_pdrop":
