@@ -138,6 +138,21 @@ def _check_compatible(given: GivenFlags) -> None:
         )
 
 
+def _check_whitening(given: GivenFlags, size: int, completions: int) -> None:
+    """Raise `ConfigError` if EasyLM whitens over less than a step, which weft does not."""
+    if not given.get("easylm_compat") or given.command.quickstart != "ppo" or size == completions:
+        return
+    flag = "mini_batch_size"
+    if given.get("backward_mini_batch_size") != "":
+        flag = "backward_mini_batch_size"
+    what = "advantages and rewards" if given.get("whiten_rewards") else "advantages"
+    raise ConfigError(
+        f"--easylm_compat=true: with {flag}={size} EasyLM whitens {what} over each minibatch, and "
+        f"weft over the {completions} completions of a step; write --{flag}={completions}, or a "
+        f"batch_size of the dataset whose completions are one minibatch"
+    )
+
+
 def _translate_copies(given: GivenFlags, done: TranslatedCommand) -> None:
     """Set the options whose values are those of flags, including EasyLM's defaults."""
     for flag, rule in given.command.flags.items():
@@ -210,11 +225,59 @@ def _translate_optimizer(given: GivenFlags, done: TranslatedCommand) -> None:
             done.options[f"{at}.lr_scheduler_type"] = "constant"
             continue
         done.options[f"{at}.lr_scheduler_type"] = "linear"
-        ratio = given.get(f"{adamw}warmup_ratio")
-        if ratio > 0:
-            done.options[f"{at}.warmup_steps_proportion"] = ratio
-        else:
-            done.options[f"{at}.warmup_steps"] = given.get(f"{adamw}lr_warmup_steps")
+        _translate_warmup(given, done, at)
+    if given.command.samples and given.get("warmup_epochs") > 0:
+        _note_rounding(given, done, "warmup_epochs")
+    if given.command.quickstart == "ppo" and given.get("policy_freeze_epochs") > 0:
+        _note_rounding(given, done, "policy_freeze_epochs")
+
+
+def _translate_warmup(given: GivenFlags, done: TranslatedCommand, at: str) -> None:
+    """Set the warm-up of the optimizer options `at`.
+
+    It has the updates that it has in EasyLM if the length of the run is known. EasyLM's warm-up may
+    be longer than the run, weft's may not: the run then ends at the rate that EasyLM's ends with.
+    Otherwise a note says what differs.
+    """
+    flag = "optimizer.adamw_optimizer."
+    ratio, warmup = given.get(f"{flag}warmup_ratio"), given.get(f"{flag}lr_warmup_steps")
+    updates = _count_updates(given)
+    if updates is None and ratio > 0:
+        done.options[f"{at}.warmup_steps_proportion"] = ratio
+        _note_rounding(given, done, f"{flag}warmup_ratio")
+        return
+    if ratio > 0:
+        warmup = math.ceil(ratio * updates)
+    elif updates is None and warmup > 0:
+        done.notes.append(
+            f"--{flag}lr_warmup_steps={warmup}: if the run has fewer updates, warm-up ends with it "
+            f"at lr; in EasyLM the rate is lower then"
+        )
+    elif updates is not None and warmup > updates:
+        done.options[f"{at}.lr"] = given.get(f"{flag}lr") * updates / warmup
+        done.notes.append(
+            f"--{flag}lr_warmup_steps={warmup}: the run ends during warm-up, after {updates} "
+            f"updates; its last rate is lr x {updates} / {warmup}, as in EasyLM"
+        )
+        warmup = updates
+    done.options[f"{at}.warmup_steps"] = warmup
+
+
+def _note_rounding(given: GivenFlags, done: TranslatedCommand, flag: str) -> None:
+    done.notes.append(
+        f"--{flag}={given.get(flag)}: rounded to the nearest whole update (EasyLM rounds up)"
+    )
+
+
+def _count_updates(given: GivenFlags) -> int | None:
+    """Return the updates of a run whose length is set in steps, else None.
+
+    Options of weft on the command line can set another length, so that it is not known either.
+    """
+    names = {word.lstrip("+").partition("=")[0] for word in given.passed}
+    if given.get("num_epochs") > 0 or names & {"max_steps", "total_train_epochs"}:
+        return None
+    return given.count_updates(given.get("total_steps"))
 
 
 def _translate_models(given: GivenFlags, done: TranslatedCommand) -> None:
@@ -411,6 +474,8 @@ def _translate_steps(given: GivenFlags, done: TranslatedCommand) -> None:
 
 def _translate_saving(given: GivenFlags, done: TranslatedCommand) -> None:
     """Set when checkpoints are written: the newest, one of each epoch, and milestones."""
+    if given.command.samples:
+        done.options["save_milestone_freq_epochs"] = 1
     every = given.get("save_model_freq")
     if every > 0:
         done.options["save_freq_steps"] = given.count_updates(every)
@@ -464,6 +529,7 @@ def _translate_sampling(given: GivenFlags, done: TranslatedCommand) -> None:
         raise ConfigError(
             f"--mini_batch_size={size}: must be even; the two completions of a prompt stay together"
         )
+    _check_whitening(given, update, completions)
     passes = given.get("ppo_epochs")
     done.options[f"{algorithm}.mini_batch_size"] = update
     done.notes.append(
