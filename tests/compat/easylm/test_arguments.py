@@ -66,6 +66,34 @@ def test_what_is_wrong_is_said(words: str, message: str) -> None:
         parse_flags("llama_train", words.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "word", "rule"),
+    [
+        ("llama_train_ppo", "--forward_mini_batch_size=0", "must be at least 1"),
+        ("llama_train_ppo", "--forward_mini_batch_size=-8", "must be at least 1"),
+        ("llama_train_ppo", "--rollouts_per_prompt=0", "must be at least 1 and at most 65536"),
+        ("llama_train_ppo", "--gamma=1.5", "must be at least 0 and at most 1"),
+        ("llama_train_ppo", "--cliprange_value=0", "must be above 0"),
+        ("llama_train_ppo", "--temperature=inf", "must be a finite number"),
+        ("llama_train_ppo", "--max_steps_per_epoch=-1", "must be at least 0"),
+        ("llama_train_online_dpo", "--beta=0", "must be above 0"),
+        ("llama_train_dpo", "--dpo_label_smoothing=0.5", "must be at least 0 and below 0.5"),
+        ("llama_train", "--log_freq=-7", "must be at least 1"),
+        ("llama_train", "--save_model_freq=-5", "must be at least 0"),
+        ("llama_train", "--total_steps=-1", "must be at least 0"),
+        ("llama_train", "--llama.vocab_size=0", "must be above 0"),
+        ("llama_train", "--optimizer.adamw_optimizer.lr=nan", "must be a finite number"),
+        ("llama_train", "--train_dataset.json_torch_dataset.batch_size=0", "must be at least 1"),
+        ("llama_train", "--train_dataset.json_torch_dataset.seq_length=0", "must be at least 2"),
+        ("llama_train", "--eval_dataset.json_torch_dataset.batch_size=0", "must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_the_flag(name: str, word: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        parse_flags(name, [word])
+    assert str(told.value) == f"{word}: {rule}"
+
+
 def test_values_are_written_in_hydras_grammar() -> None:
     from weft.cli import overrides
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 
 from tests.compat.easylm import guide
 from tests.docs.test_coming_from import Row, options_of, says, tables
 from tests.docs.test_pages import ROOT
-from weft.compat.easylm.flags import TRAINING, FlagRule
+from weft import registry
+from weft.compat.easylm.flag_rules import FlagRule
+from weft.compat.easylm.flags import TRAINING
 
 # Flags of EasyLM's last code, by script.
 EVERY = """seed mesh_dim dtype load_dataset_state log_freq save_model_freq save_milestone_freq num_epochs
@@ -97,6 +102,40 @@ def test_rules_name_options_that_exist_or_give_a_reason(name: str) -> None:
         assert rule.options or rule.note, flag
         for option in rule.options:
             assert set(command.expand(option)) <= set(options), flag
+
+
+def list_rules(config: Any, prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """The rules of all options of a configuration, by name."""
+    rules: dict[str, Mapping[str, Any]] = {}
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if is_dataclass(value):
+            rules |= list_rules(value, f"{prefix}{spec.name}.")
+        else:
+            rules[f"{prefix}{spec.name}"] = spec.metadata
+    return rules
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_numbers_that_an_option_refuses_are_refused_by_the_flag(name: str) -> None:
+    """So that no message names an option that the user did not type."""
+    command = TRAINING[name]
+    rules = list_rules(registry.quickstarts.get(command.quickstart)())
+    for flag, rule in command.flags.items():
+        if rule.value_type not in (int, float) or rule.treatment == "refuse":
+            continue
+        for option in (each for name in rule.options for each in command.expand(name)):
+            limits = rules[option]
+            low, high = limits.get("at_least"), limits.get("at_most")
+            below = limits.get("below")
+            outside = [] if low is None else [min(0, low) - 1]
+            outside += [low - 1] if low and rule.treatment == "copy" else []
+            outside += [] if high is None else [high + 1]
+            outside += [] if below is None else [below]
+            for value in outside:
+                assert rule.limits is not None and value not in rule.limits, (flag, value)
+        default = command.get_default(flag)
+        assert default == "" or rule.limits is None or default in rule.limits, flag
 
 
 def find_row(quickstart: str, flag: str) -> Row | None:

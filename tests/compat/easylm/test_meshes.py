@@ -34,6 +34,13 @@ def test_the_product_is_the_number_of_devices() -> None:
             check_product(text, 8)
 
 
+def test_a_mesh_of_all_devices_fits_the_minibatch() -> None:
+    with pytest.raises(ConfigError, match="the number of devices, 8; write 1,4,2"):
+        check_product("1,64,4", 8, 4)
+    with pytest.raises(ConfigError, match="write --mesh_dim=1,2,4, or another mini_batch_size"):
+        check_minibatch("1,8,1", (1, 8, 1), 4, 8, common=2)
+
+
 def test_a_minibatch_is_a_multiple_of_dp_and_fsdp() -> None:
     check_minibatch("1,64,4", (1, 64, 4), 64, 256)
     check_minibatch("1,-1,4", (1, -1, 4), 3, None)

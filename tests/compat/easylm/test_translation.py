@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,11 @@ def refuse(message: str, name: str, *words: str, **more: Any) -> None:
 def test_sft_of_the_guide() -> None:
     done = convert("llama_train", guide.SFT, devices=32)
     source = {"path": "allenai/tulu-v2-sft-mixture", "split": "train"}
-    assert (done.quickstart, done.notes, done.passed) == ("sft", [], ())
+    assert (done.quickstart, done.passed) == ("sft", ())
+    assert done.notes == [
+        "--optimizer.adamw_optimizer.warmup_ratio=0.03: rounded to the nearest whole update "
+        "(EasyLM rounds up)"
+    ]
     assert done.streams == {
         "model": ModelConversion("params::G/llama2/7b", "7b", "", "G/llama/tokenizer.model", False)
     }
@@ -153,6 +159,7 @@ def test_ppo_of_the_guide() -> None:
         "ppo.early_stop_imp_ratio": None,
         "ppo.critic_init": "rew",
         "save_milestone_freq_steps": 116,
+        "save_milestone_freq_epochs": 1,
         "total_train_epochs": 1,
         "trial_name": "NAME",
         "logger.wandb.dir": "DIR",
@@ -161,7 +168,8 @@ def test_ppo_of_the_guide() -> None:
     assert {key: done.options[key] for key in expected} == expected
     assert "ppo.gen.top_k" not in done.options and "dataset.overlong" not in done.options
     assert done.notes[0].startswith("--use_tpu is left out: jax takes the best devices")
-    assert done.notes[1].startswith("512 completions a step in 8 minibatches of 64 and 1 pass: 8 ")
+    assert done.notes[1].startswith("--warmup_epochs=0.1: rounded to the nearest whole update")
+    assert done.notes[2].startswith("512 completions a step in 8 minibatches of 64 and 1 pass: 8 ")
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -201,6 +209,90 @@ def test_without_epochs_the_steps_count() -> None:
     assert options["max_steps"] == 10000 and "total_train_epochs" not in options
     assert options["model.optimizer.warmup_steps"] == 2000
     assert "save_freq_steps" not in options
+
+
+def compute_rates(words: list[str], updates: int) -> list[float]:
+    """The learning rates of a run of SFT with as many updates."""
+    from weft.engine.spec import OptimizerSpec
+    from weft.engine.torch.optimizer import compute_learning_rate
+
+    prefix = "model.optimizer."
+    options = small("llama_train", *words)
+    own = {key.removeprefix(prefix): options[key] for key in options if key.startswith(prefix)}
+    spec = OptimizerSpec(**own)
+    schedule = spec.build_schedule(updates, updates)
+    return [compute_learning_rate(spec, schedule, step) for step in range(updates)]
+
+
+@given(
+    updates=st.integers(1, 40),
+    accumulation=st.integers(1, 3),
+    warmup=st.integers(1, 60),
+    ratio=st.one_of(st.none(), st.floats(0.01, 1)),
+)
+def test_rates_are_those_of_easylms_schedule(
+    updates: int, accumulation: int, warmup: int, ratio: float | None
+) -> None:
+    """EasyLM's `optax.join_schedules`, of which weft's warm-up leaves out the first rate, 0."""
+    flag = "--optimizer.adamw_optimizer."
+    words = [f"--total_steps={updates * accumulation}", f"{flag}lr=0.5", f"{flag}end_lr=0.125"]
+    words += [f"--optimizer.accumulate_gradient_steps={accumulation}"]
+    words += [f"{flag}lr_warmup_steps={warmup}"]
+    words += [] if ratio is None else [f"{flag}warmup_ratio={ratio!r}"]
+    warmup = warmup if ratio is None else math.ceil(ratio * updates)
+    expected = []
+    for step in range(updates):
+        if step < warmup:
+            expected.append(0.5 * (step + 1) / warmup)
+        else:
+            expected.append(0.5 - 0.375 * (step - warmup) / (updates - warmup))
+    assert compute_rates(words, updates) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_warm_up_that_differs_or_outlasts_the_run_is_noted() -> None:
+    flag = "--optimizer.adamw_optimizer."
+    done = convert("llama_train", [*parse_words("llama_train"), "--total_steps=100"], devices=1)
+    assert done.notes == [
+        f"{flag}lr_warmup_steps=2000: the run ends during warm-up, after 100 updates; its last rate "
+        "is lr x 100 / 2000, as in EasyLM"
+    ]
+    words = [*parse_words("llama_train"), "--num_epochs=1"]
+    done = convert("llama_train", words, devices=1)
+    assert done.options["model.optimizer.warmup_steps"] == 2000
+    assert done.notes == [
+        f"{flag}lr_warmup_steps=2000: if the run has fewer updates, warm-up ends with it at lr; in "
+        "EasyLM the rate is lower then"
+    ]
+    done = convert("llama_train", [*words, f"{flag}lr_warmup_steps=0"], devices=1)
+    assert done.options["model.optimizer.warmup_steps"] == 0 and done.notes == []
+    # An option of weft can set the length of the run, too.
+    words = [*parse_words("llama_train"), f"{flag}warmup_ratio=0.3", "max_steps=7"]
+    done = convert("llama_train", words, devices=1)
+    assert done.options["model.optimizer.warmup_steps_proportion"] == 0.3
+    assert "model.optimizer.warmup_steps" not in done.options
+    assert any("warmup_ratio=0.3: rounded to the nearest" in note for note in done.notes)
+
+
+def test_epochs_of_ppo_that_are_rounded_are_noted() -> None:
+    words = [*parse_words("llama_train_ppo"), "--warmup_epochs=0.1", "--policy_freeze_epochs=0.5"]
+    notes = convert("llama_train_ppo", words, devices=1).notes
+    assert notes[0].startswith("--warmup_epochs=0.1: rounded to the nearest")
+    assert notes[1].startswith("--policy_freeze_epochs=0.5: rounded to the nearest")
+
+
+@pytest.mark.parametrize("name", ["llama_train_ppo", "llama_train_online_dpo"])
+def test_an_epoch_of_samples_ends_with_a_milestone(name: str) -> None:
+    options = small(name, "--mini_batch_size=2")
+    assert options["save_milestone_freq_epochs"] == 1 and "save_freq_steps" not in options
+    assert "save_milestone_freq_epochs" not in small("llama_train")
+
+
+def test_a_run_has_steps() -> None:
+    refuse(
+        "--total_steps=0: must be at least 1, unless --num_epochs", "llama_train", "--total_steps=0"
+    )
+    words = ["--total_steps=0", "--num_epochs=2"]
+    assert small("llama_train", *words)["total_train_epochs"] == 2
 
 
 def test_validation_rows() -> None:
@@ -329,6 +421,28 @@ def test_minibatches_and_meshes() -> None:
     refuse("--forward_mini_batch_size=2: must be a multiple", "llama_train_ppo", *more, devices=8)
 
 
+minibatch_words = st.sampled_from([1, 2, 4, 6, 8, 12, 24])
+
+
+@given(
+    name=st.sampled_from(["llama_train_ppo", "llama_train_online_dpo"]),
+    mesh=st.tuples(*[st.sampled_from([1, 2, 3, 4, 8, 64])] * 3),
+    rows=minibatch_words.filter(lambda n: n % 2 == 0),
+    forward=st.one_of(st.none(), minibatch_words),
+)
+def test_the_mesh_that_a_message_names_is_accepted(
+    name: str, mesh: tuple[int, ...], rows: int, forward: int | None
+) -> None:
+    words = [f"--mini_batch_size={rows}", "--train_dataset.json_torch_dataset.batch_size=24"]
+    words += [] if forward is None else [f"--forward_mini_batch_size={forward}"]
+    try:
+        small(name, *words, f"--mesh_dim={','.join(map(str, mesh))}", devices=8)
+    except ConfigError as error:
+        named = re.search(r"write (?:--mesh_dim=)?([\d,]*\d)", str(error))
+        assert named is not None
+        small(name, *words, f"--mesh_dim={named[1]}", devices=8)
+
+
 def test_copies_of_the_model_are_fine_for_ppo() -> None:
     """EasyLM needs dp=1 for PPO."""
     options = small("llama_train_ppo", "--mesh_dim=4,2,1", "--mini_batch_size=8", devices=8)
@@ -366,6 +480,9 @@ def test_several_hosts() -> None:
         "WEFT_JAX_PROCESS": "0",
     }
     refuse("has no effect without", "llama_train", *more)
+    for flag in (f"{group}initialize_jax_distributed", "--initialize_jax_distributed"):
+        message = f"{flag}=True: connects processes of JAX, and the backend is torch"
+        refuse(message, "llama_train", f"{flag}=True", backend="torch")
     refuse(f"{group}process_id is missing: set all of", "llama_train", started, *more[:2])
     refuse("all devices of its host", "llama_train", f"{group}local_device_ids=0,1")
 
@@ -375,7 +492,7 @@ def test_several_hosts() -> None:
 
 def test_easylm_compat() -> None:
     decay = "--optimizer.adamw_optimizer.weight_decay=0"
-    words = ["--easylm_compat=true", decay]
+    words = ["--easylm_compat=true", decay, "--mini_batch_size=8"]
     options = small("llama_train_ppo", *words)
     assert options["ppo.gen.top_k"] == 50 and options["ppo.logprob_temperature"] == 1.0
     assert options["actor.tokenizer.add_bos_token"] is False  # its defect g
@@ -383,9 +500,8 @@ def test_easylm_compat() -> None:
     bos = "--tokenizer.add_bos_token=True"
     assert small("llama_train_ppo", *words, bos)["actor.tokenizer.add_bos_token"] is True
     assert "ppo.logprob_temperature" not in small("llama_train_ppo")
-    assert (
-        small("llama_train_online_dpo", *words, "--mini_batch_size=2")["online_dpo.gen.top_k"] == 50
-    )
+    words[-1] = "--mini_batch_size=2"  # of 16, but nothing is whitened
+    assert small("llama_train_online_dpo", *words)["online_dpo.gen.top_k"] == 50
 
 
 @pytest.mark.parametrize(
@@ -394,12 +510,31 @@ def test_easylm_compat() -> None:
         ("llama_train_ppo", "--ppo_epochs=4", "EasyLM repeats an update"),
         ("llama_train_ppo", "--optimizer.adamw_optimizer.weight_decay=0.1", "write 0.0"),
         ("llama_train", "--optimizer.accumulate_gradient_steps=4", "averages means of batches"),
+        (
+            "llama_train_ppo",
+            "--mini_batch_size=4",
+            "with mini_batch_size=4 EasyLM whitens advantages over each minibatch, and weft over "
+            "the 8 completions of a step; write --mini_batch_size=8, or a batch_size",
+        ),
+        (
+            "llama_train_ppo",
+            "--backward_mini_batch_size=2",
+            "with backward_mini_batch_size=2 EasyLM whitens advantages over each minibatch, and "
+            "weft over the 8 completions of a step; write --backward_mini_batch_size=8",
+        ),
     ],
 )
 def test_what_easylm_compat_does_not_reproduce(name: str, word: str, message: str) -> None:
     decay = "--optimizer.adamw_optimizer.weight_decay=0"
     words = [*(w for w in (decay,) if w.partition("=")[0] != word.partition("=")[0]), word]
     refuse(message, name, "--easylm_compat=true", *words)
+
+
+def test_whitened_rewards_need_one_minibatch() -> None:
+    words = ["--easylm_compat=true", "--optimizer.adamw_optimizer.weight_decay=0"]
+    words += ["--whiten_rewards=True", "--rollouts_per_prompt=2"]
+    refuse("whitens advantages and rewards", "llama_train_ppo", *words, "--mini_batch_size=8")
+    assert small("llama_train_ppo", *words, "--mini_batch_size=16")["ppo.whiten_rewards"] is True
 
 
 # -- models and tokenizers
@@ -426,6 +561,51 @@ def test_streams_and_their_configuration() -> None:
     done = convert("llama_train", [*words, "--llama.hidden_size=64", "--llama.resid_pdrop=0.1"])
     assert done.streams["model"].update == "{'hidden_size': 64}"
     assert done.options["model.residual_dropout"] == 0.1
+
+
+def test_fields_of_a_json_file_are_those_of_an_update(tmp_path: Path) -> None:
+    from weft.compat.easylm.configs import check_trainable, load_llama_config
+
+    values = {"resid_pdrop": 0.1, "remat_mlp": "nothing_saveable", "scan_mlp": True}
+    (tmp_path / "own.json").write_text(json.dumps({**values, "hidden_size": 64}))
+    file = f"json::{tmp_path / 'own.json'}"
+    words = [*parse_words("llama_train")[:-1], "--load_checkpoint=params::f"]
+    done = convert("llama_train", [*words, f"--load_llama_config={file}"], devices=1)
+    update = f"--update_llama_config={values!r}"
+    same = convert("llama_train", [*words, update], devices=1)
+    assert done.options == same.options and done.notes == same.notes
+    assert done.options["model.residual_dropout"] == 0.1
+    assert done.options["model.recompute_policy"] == "nothing_saveable"
+    assert sum(note.startswith("scan_mlp is left out") for note in done.notes) == 1
+    # The stream is converted to a model without dropout, which the role then has.
+    stream = done.streams["model"]
+    converted = load_llama_config(stream.config, stream.update)
+    check_trainable(converted, "")
+    assert (converted.hidden_size, converted.resid_pdrop) == (64, 0.0)
+    back = "--update_llama_config=dict(resid_pdrop=0.0)"
+    done = convert("llama_train", [*words, f"--load_llama_config={file}", back], devices=1)
+    assert "model.residual_dropout" not in done.options
+    # Beside a Hugging Face model, too.
+    options = small("llama_train", f"--load_llama_config={file}")
+    assert (options["model.path"], options["model.residual_dropout"]) == ("m", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("embd_pdrop", 0.1, "weft has no dropout of embeddings alone"),
+        ("fcm_max_ratio", 0.1, "weft has no forgetful causal mask"),
+        ("resid_pdrop", 1.5, "must be at least 0 and below 1"),
+    ],
+)
+def test_fields_that_weft_lacks_are_refused_from_both(
+    key: str, value: float, rule: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.json").write_text(json.dumps({key: value}))
+    file = f"--load_llama_config=json::{tmp_path / 'own.json'}"
+    refuse(f"{file}: {key}={value}: {rule}", "llama_train", file)
+    update = f"--update_llama_config={{'{key}': {value}}}"
+    refuse(f"--update_llama_config: {key}={value}: {rule}", "llama_train", update)
 
 
 def test_palm_has_a_rate_that_falls_with_the_root_of_the_step() -> None:
@@ -546,6 +726,13 @@ def test_text_fields() -> None:
     options = convert("llama_train", words, devices=1).options
     assert options["dataset.type"] == "text_fields" and options["dataset.train_path"] == "x.jsonl"
     assert options["dataset.args.fields"] == "[a+b],c"
+    words[1] = "--train_dataset.text_processor.fields="
+    options = convert("llama_train", words, devices=1).options
+    assert "dataset.args.fields" not in options  # empty: not set
+    column = "--train_dataset.text_processor.fields_from_example=which"
+    options = convert("llama_train", [*words, column], devices=1).options
+    assert options["dataset.args.fields"] == ""
+    assert options["dataset.args.fields_from_example"] == "which"
     assert "model.tokenizer.chat_template" not in options
     hub = convert("llama_train", ["--load_checkpoint=m"], devices=1).options
     assert hub["dataset.sources"] == [{"path": "allenai/c4:en", "split": "train"}]

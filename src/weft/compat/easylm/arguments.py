@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
 from weft.compat.easylm import flags as tables
-from weft.compat.easylm.flags import FlagRule, TrainingCommand
+from weft.compat.easylm.flag_rules import FlagRule
+from weft.compat.easylm.flags import TrainingCommand
 from weft.errors import ConfigError, find_nearest
 
 # flags of `weft quickstart` that are passed on
@@ -42,10 +43,6 @@ class GivenFlags:
     def accumulation(self) -> int:
         """Number of batches, or of minibatches, that make an update."""
         steps: int = self.get("optimizer.accumulate_gradient_steps")
-        if steps < 1:
-            raise ConfigError(
-                f"--optimizer.accumulate_gradient_steps={steps}: must be at least 1; 1 is none"
-            )
         return steps
 
     def count_updates(self, steps: int) -> int:
@@ -61,7 +58,7 @@ def parse_flags(name: str, words: Sequence[str]) -> GivenFlags:
     """Parse `--flag=value`, `--flag value`, `--switch` and `--noswitch`.
 
     Words `option=value` and flags of `weft quickstart` are passed on. An empty value means that a
-    flag is not set. Raises `ConfigError` for unknown flags and for values of the wrong type.
+    flag is not set. Raises `ConfigError` for unknown flags and for values of the wrong type or range.
     """
     command = tables.TRAINING[name]
     values: dict[str, Any] = {}
@@ -126,10 +123,15 @@ def _parse_value(key: str, text: str, rule: FlagRule) -> Any:
     if kind is str:
         return text
     try:
-        return int(text) if kind is int else float(text)
+        number = int(text) if kind is int else float(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise ConfigError(f"--{key}={text}: must be {what}") from None
+    if not isfinite(number):
+        raise ConfigError(f"--{key}={text}: must be a finite number")
+    if rule.limits is not None and number not in rule.limits:
+        raise ConfigError(f"--{key}={text}: must be {rule.limits}")
+    return number
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,12 @@ def translate_dataset(given: GivenFlags, done: TranslatedCommand) -> None:
     # Arguments of the form.
     arguments: dict[str, Any] = {}
     if dataset_type == "text_fields":
+        processor = "train_dataset.text_processor."
         for name in tables.TEXT_FIELDS:
-            if given.has(f"train_dataset.text_processor.{name}"):
-                arguments[name] = _read_text(given, f"train_dataset.text_processor.{name}")
+            if given.has(f"{processor}{name}"):
+                arguments[name] = _read_text(given, f"{processor}{name}")
+        if not arguments.get("fields") and not arguments.get("fields_from_example"):
+            arguments.pop("fields", None)  # empty: not set, unless a column names them
     elif kind == "hf_prompt":
         arguments["prefix"] = _read_text(given, f"{prefix}policy_prefix_tokens")
         arguments["suffix"] = _read_text(given, f"{prefix}policy_suffix_tokens")

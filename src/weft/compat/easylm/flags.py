@@ -10,62 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Treatment = Literal["copy", "compute", "ignore", "refuse"]
-
-
-@dataclass(frozen=True)
-class FlagRule:
-    """Meaning of one flag.
-
-    Attributes:
-        default: EasyLM's default; its type is that of the values, unless `kind` is given. "" stands
-            for a flag that is not set
-        treatment: "copy" for a flag whose value, or default, is the value of `options`; "compute"
-            for one that the translation reads; "ignore" for one without effect in weft; "refuse"
-            for one of which only the default is accepted
-        options: weft's options that the flag sets. {model} is the role whose checkpoint the command
-            trains, {trained} each trained role, {roles} each role, {algorithm} the group of the
-            algorithm's options
-        note: remark for the documentation; for "ignore" and "refuse" the reason
-        kind: type of the values, if the default does not have it
-        may_be_empty: True if an empty text is a value, and does not mean that the flag is not set
-    """
-
-    default: Any
-    treatment: Treatment
-    options: tuple[str, ...] = ()
-    note: str = ""
-    kind: type | None = None
-    may_be_empty: bool = False
-
-    @property
-    def value_type(self) -> type:
-        return type(self.default) if self.kind is None else self.kind
-
-
-def copy(default: Any, *options: str, note: str = "") -> FlagRule:
-    return FlagRule(default, "copy", options, note)
-
-
-def compute(
-    default: Any,
-    *options: str,
-    note: str = "",
-    kind: type | None = None,
-    may_be_empty: bool = False,
-) -> FlagRule:
-    return FlagRule(default, "compute", options, note, kind, may_be_empty)
-
-
-def ignore(default: Any, note: str, kind: type | None = None) -> FlagRule:
-    return FlagRule(default, "ignore", (), note, kind, may_be_empty=True)
-
-
-def refuse(default: Any, note: str, kind: type | None = None) -> FlagRule:
-    return FlagRule(default, "refuse", (), note, kind)
-
+from weft.compat.easylm.flag_rules import (
+    COUNT,
+    DECAY,
+    LENGTH,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    FlagRule,
+    NumberRange,
+    compute,
+    copy,
+    ignore,
+    refuse,
+)
 
 NO_STREAM_STATE = "rerun the same command: a run resumes exactly, data included"
 CONNECTED = "sets WEFT_JAX_COORDINATOR and the like, as weft launch tpu start does"
@@ -73,7 +33,7 @@ NO_PADDING = "rows are packed, not padded"
 ENDS_WITH_RUN = "a schedule ends with the run"
 
 RUN: Mapping[str, FlagRule] = {
-    "seed": copy(42, "seed"),
+    "seed": copy(42, "seed", limits=NOT_NEGATIVE),
     "mesh_dim": compute(
         "1,-1,1",
         "{roles}.layout",
@@ -84,8 +44,8 @@ RUN: Mapping[str, FlagRule] = {
     "log_all_worker": ignore(False, "the logs of all workers are in the run's folder"),
     "jax_distributed.initialize_jax_distributed": compute(False, note=CONNECTED),
     "jax_distributed.coordinator_address": compute("", note=f"absent: auto; {CONNECTED}"),
-    "jax_distributed.num_processes": compute("", note=CONNECTED, kind=int),
-    "jax_distributed.process_id": compute("", note=CONNECTED, kind=int),
+    "jax_distributed.num_processes": compute("", note=CONNECTED, kind=int, limits=COUNT),
+    "jax_distributed.process_id": compute("", note=CONNECTED, kind=int, limits=NOT_NEGATIVE),
     "jax_distributed.local_device_ids": refuse("", "a process has all devices of its host"),
     "checkpointer.float_dtype": ignore("bf16", "checkpoints have the dtype of the role"),
     "checkpointer.save_optimizer_state": ignore(
@@ -96,9 +56,12 @@ RUN: Mapping[str, FlagRule] = {
         "save_freq_steps",
         "save_total_limit",
         "save_milestone_freq_epochs",
-        note="only the newest is kept, and one of each epoch; the last step is always saved",
+        note="only the newest is kept, and one of each epoch, with PPO always; the last step is always saved",
+        limits=NOT_NEGATIVE,
     ),
-    "save_milestone_freq": compute(0, "save_milestone_freq_steps", note="0: none"),
+    "save_milestone_freq": compute(
+        0, "save_milestone_freq_steps", note="0: none", limits=NOT_NEGATIVE
+    ),
     "backend": compute("", "{roles}.backend", note="weft's own: jax (if installed) or torch"),
     "easylm_compat": compute(False, note="weft's own: reproduce EasyLM's PPO, see below"),
 }
@@ -136,11 +99,16 @@ OPTIMIZER: Mapping[str, FlagRule] = {
     "optimizer.type": compute(
         "adamw", "{trained}.optimizer.type", note="adamw, palm (not of llama_train_ppo) or lion"
     ),
-    "optimizer.adamw_optimizer.b1": copy(0.9, "{trained}.optimizer.beta1"),
-    "optimizer.adamw_optimizer.b2": copy(0.95, "{trained}.optimizer.beta2"),
-    "optimizer.adamw_optimizer.clip_gradient": copy(1.0, "{trained}.optimizer.max_grad_norm"),
+    "optimizer.adamw_optimizer.b1": copy(0.9, "{trained}.optimizer.beta1", limits=DECAY),
+    "optimizer.adamw_optimizer.b2": copy(0.95, "{trained}.optimizer.beta2", limits=DECAY),
+    "optimizer.adamw_optimizer.clip_gradient": copy(
+        1.0, "{trained}.optimizer.max_grad_norm", limits=NOT_NEGATIVE
+    ),
     "optimizer.adamw_optimizer.weight_decay": copy(
-        1e-4, "{trained}.optimizer.weight_decay", note="not of embeddings and norms"
+        1e-4,
+        "{trained}.optimizer.weight_decay",
+        note="not of embeddings and norms",
+        limits=NOT_NEGATIVE,
     ),
     "optimizer.adamw_optimizer.bf16_momentum": compute(
         False, "{trained}.optimizer.state_dtype", note="of both moments; backend=torch"
@@ -149,33 +117,52 @@ OPTIMIZER: Mapping[str, FlagRule] = {
         False, "weft has no Adafactor; leave it out"
     ),
     "optimizer.palm_optimizer.lr": compute(
-        0.01, "{trained}.optimizer.lr", note="100 lr / sqrt(lr_warmup_steps), the rate of warm-up"
+        0.01,
+        "{trained}.optimizer.lr",
+        note="100 lr / sqrt(lr_warmup_steps), the rate of warm-up",
+        limits=NOT_NEGATIVE,
     ),
     "optimizer.palm_optimizer.lr_warmup_steps": compute(
-        10000, "{trained}.optimizer.warmup_steps", note="of a constant rate, before 1 / sqrt(step)"
+        10000,
+        "{trained}.optimizer.warmup_steps",
+        note="of a constant rate, before 1 / sqrt(step)",
+        limits=NOT_NEGATIVE,
     ),
-    "optimizer.palm_optimizer.b1": compute(0.9, "{trained}.optimizer.beta1"),
-    "optimizer.palm_optimizer.b2": compute(0.99, "{trained}.optimizer.beta2"),
-    "optimizer.palm_optimizer.clip_gradient": compute(1.0, "{trained}.optimizer.max_grad_norm"),
+    "optimizer.palm_optimizer.b1": compute(0.9, "{trained}.optimizer.beta1", limits=DECAY),
+    "optimizer.palm_optimizer.b2": compute(0.99, "{trained}.optimizer.beta2", limits=DECAY),
+    "optimizer.palm_optimizer.clip_gradient": compute(
+        1.0, "{trained}.optimizer.max_grad_norm", limits=NOT_NEGATIVE
+    ),
     "optimizer.palm_optimizer.weight_decay": compute(
-        1e-4, "{trained}.optimizer.weight_decay", note="times 10,000 and the squared rate"
+        1e-4,
+        "{trained}.optimizer.weight_decay",
+        note="times 10,000 and the squared rate",
+        limits=NOT_NEGATIVE,
     ),
     "optimizer.palm_optimizer.bf16_momentum": refuse(False, "moments of palm are float32"),
 }
 
 ADAMW_SCHEDULE: Mapping[str, FlagRule] = {
     "optimizer.accumulate_gradient_steps": compute(
-        1, "dataset.train_bs_n_seqs", note="times the batch size; exact for tokens"
+        1, "dataset.train_bs_n_seqs", note="times the batch size; exact for tokens", limits=COUNT
     ),
     "optimizer.adamw_optimizer.init_lr": refuse(0.0, "warm-up begins at 0"),
-    "optimizer.adamw_optimizer.lr": copy(0.01, "{trained}.optimizer.lr"),
-    "optimizer.adamw_optimizer.end_lr": copy(0.001, "{trained}.optimizer.end_lr"),
+    "optimizer.adamw_optimizer.lr": copy(0.01, "{trained}.optimizer.lr", limits=NOT_NEGATIVE),
+    "optimizer.adamw_optimizer.end_lr": copy(
+        0.001, "{trained}.optimizer.end_lr", limits=NOT_NEGATIVE
+    ),
     "optimizer.adamw_optimizer.lr_freeze_steps": refuse(0, "weights are trained from the start"),
     "optimizer.adamw_optimizer.lr_warmup_steps": compute(
-        2000, "{trained}.optimizer.warmup_steps", note="unless warmup_ratio is above 0"
+        2000,
+        "{trained}.optimizer.warmup_steps",
+        note="unless warmup_ratio is above 0; see What differs",
+        limits=NOT_NEGATIVE,
     ),
     "optimizer.adamw_optimizer.warmup_ratio": compute(
-        0.0, "{trained}.optimizer.warmup_steps_proportion"
+        0.0,
+        "{trained}.optimizer.warmup_steps_proportion",
+        note="with total_steps as warmup_steps; see What differs",
+        limits=SHARE,
     ),
     "optimizer.adamw_optimizer.lr_decay_steps": ignore(500000, ENDS_WITH_RUN),
 }
@@ -183,7 +170,7 @@ ADAMW_SCHEDULE: Mapping[str, FlagRule] = {
 # PPO and online DPO write over the learning rates of `optimizer.adamw_optimizer`.
 CONSTANT_RATE: Mapping[str, FlagRule] = {
     "optimizer.accumulate_gradient_steps": compute(
-        1, "{algorithm}.mini_batch_size", note="times mini_batch_size"
+        1, "{algorithm}.mini_batch_size", note="times mini_batch_size", limits=COUNT
     ),
     **{
         f"optimizer.adamw_optimizer.{name}": refuse(value, reason)
@@ -216,6 +203,7 @@ ARCHITECTURE: Mapping[str, Any] = {
     "use_hf_rotary_emb": False,
     "use_scaled_rope": False,
 }
+UNLIMITED_NUMBERS = ("initializer_range", "bos_token_id", "eos_token_id")
 NO_BLOCKS = "memory only: attention is computed in blocks by itself"
 REMAT = "of the three, what recomputes most; with backend=torch gradient_checkpointing=true"
 
@@ -225,14 +213,17 @@ LLAMA: Mapping[str, FlagRule] = {
             value,
             note="of the model that a stream is converted to",
             kind=int if name == "num_key_value_heads" else None,
+            limits=None if name in UNLIMITED_NUMBERS else POSITIVE,
         )
         for name, value in ARCHITECTURE.items()
     },
     "llama.use_cache": ignore(True, "sampling always has a cache"),
-    "llama.resid_pdrop": compute(0.0, "{trained}.residual_dropout", note="backend=torch"),
+    "llama.resid_pdrop": compute(
+        0.0, "{trained}.residual_dropout", note="backend=torch", limits=DECAY
+    ),
     "llama.embd_pdrop": refuse(0.0, "weft has no dropout of embeddings alone"),
     "llama.attn_pdrop": compute(
-        0.0, note="of the model that a stream is converted to; backend=torch"
+        0.0, note="of the model that a stream is converted to; backend=torch", limits=DECAY
     ),
     **{
         f"llama.{name}": compute("", "{trained}.recompute_policy", note=REMAT)
@@ -261,9 +252,11 @@ JSON_TORCH = {
     "path": compute("", "dataset.train_path", note="a file or gs://"),
     "hf_name": compute("", "dataset.sources", note="a dataset of the hub"),
     "hf_split": compute("train", "dataset.sources", may_be_empty=True),
-    "seq_length": compute(1024, "dataset.max_seqlen"),
-    "batch_size": compute(8, "dataset.train_bs_n_seqs"),
-    "num_workers": compute(8, "dataset.num_workers", note="absent: as many as the file needs"),
+    "seq_length": compute(1024, "dataset.max_seqlen", limits=LENGTH),
+    "batch_size": compute(8, "dataset.train_bs_n_seqs", limits=COUNT),
+    "num_workers": compute(
+        8, "dataset.num_workers", note="absent: as many as the file needs", limits=NOT_NEGATIVE
+    ),
     "remove_truncated_samples": copy(False, "dataset.remove_truncated_samples"),
 }
 HF_PROMPT = {
@@ -271,9 +264,11 @@ HF_PROMPT = {
     "name": compute("", "dataset.sources", note="a folder of the dataset", may_be_empty=True),
     "split": compute("train", "dataset.sources", may_be_empty=True),
     "streaming": ignore(False, "rows are read before the first step"),
-    "seq_length": compute(1024, "dataset.max_prompt_len"),
-    "num_workers": compute(8, "dataset.num_workers", note="absent: as many as the file needs"),
-    "batch_size": compute(8, "dataset.train_bs_n_seqs"),
+    "seq_length": compute(1024, "dataset.max_prompt_len", limits=COUNT),
+    "num_workers": compute(
+        8, "dataset.num_workers", note="absent: as many as the file needs", limits=NOT_NEGATIVE
+    ),
+    "batch_size": compute(8, "dataset.train_bs_n_seqs", limits=COUNT),
     "policy_prefix_tokens": compute("<|user|>\n", "dataset.args", may_be_empty=True),
     "policy_suffix_tokens": compute("\n<|assistant|>\n", "dataset.args", may_be_empty=True),
     "reward_prefix_tokens": compute("<|user|>\n", "rew.prompt_prefix", may_be_empty=True),
@@ -284,20 +279,22 @@ HUGGINGFACE = {
     "name": compute("en", "dataset.sources", note="a folder of the dataset", may_be_empty=True),
     "split": compute("train", "dataset.sources", may_be_empty=True),
     "streaming": ignore(False, "large sets are tokenized during training"),
-    "seq_length": compute(1024, "dataset.max_seqlen"),
-    "batch_size": compute(8, "dataset.train_bs_n_seqs"),
+    "seq_length": compute(1024, "dataset.max_seqlen", limits=LENGTH),
+    "batch_size": compute(8, "dataset.train_bs_n_seqs", limits=COUNT),
     "always_start_with_bos": refuse(False, "rows are not cut across sequences"),
     "batch_token_dtype": ignore("i4", "ids are 64-bit integers"),
 }
 JSON_DATASET = {
     "path": compute("", "dataset.train_path"),
-    "seq_length": compute(1024, "dataset.max_seqlen"),
-    "batch_size": compute(8, "dataset.train_bs_n_seqs"),
+    "seq_length": compute(1024, "dataset.max_seqlen", limits=LENGTH),
+    "batch_size": compute(8, "dataset.train_bs_n_seqs", limits=COUNT),
     "always_start_with_bos": refuse(False, "rows are not cut across sequences"),
     "start_seek_loc": refuse(0, NO_STREAM_STATE),
     "example_index_at_start": refuse(0, NO_STREAM_STATE),
     "tokens_count_at_start": refuse(0, NO_STREAM_STATE),
-    "tokenizer_processes": compute(1, "dataset.num_workers", note="absent: as many as needed"),
+    "tokenizer_processes": compute(
+        1, "dataset.num_workers", note="absent: as many as needed", limits=COUNT
+    ),
     "tokenizer_parallel_chunk_size": ignore(32, "chunks are chosen by themselves"),
     "tokenizer_parallel_batch_size": ignore(1024, "chunks are chosen by themselves"),
     "throughput_average_window_size": ignore(200, "the live view shows the pace"),
@@ -312,7 +309,7 @@ GROUPS: Mapping[str, Mapping[str, FlagRule]] = {
     "json_torch_dataset": JSON_TORCH,
     "tulu_prompt_dataset": {
         **JSON_TORCH,
-        "seq_length": compute(1024, "dataset.max_prompt_len"),
+        "seq_length": compute(1024, "dataset.max_prompt_len", limits=COUNT),
     },
     "hf_prompt_dataset": HF_PROMPT,
 }
@@ -332,8 +329,8 @@ PROMPT_TYPES = ("tulu_prompt", "hf_prompt")
 TRAIN_TYPE = compute("huggingface", "dataset.type", note="as in docs/datasets.md, or below")
 VALIDATION = {
     "path": compute("", "dataset.valid_path"),
-    "seq_length": compute("", "dataset.valid_max_seqlen", kind=int),
-    "batch_size": compute("", "dataset.valid_bs_n_seqs", kind=int),
+    "seq_length": compute("", "dataset.valid_max_seqlen", kind=int, limits=LENGTH),
+    "batch_size": compute("", "dataset.valid_bs_n_seqs", kind=int, limits=COUNT),
 }
 
 
@@ -375,11 +372,14 @@ def list_dataset_flags(types: Sequence[str]) -> dict[str, FlagRule]:
 
 ONE_MODEL: Mapping[str, FlagRule] = {
     "initialize_jax_distributed": compute(False, note=CONNECTED),
-    "total_steps": compute(10000, "max_steps", note="if num_epochs is 0"),
-    "num_epochs": compute(0, "total_train_epochs", note="0: total_steps"),
-    "log_freq": compute(50, "log_freq_steps"),
+    "total_steps": compute(10000, "max_steps", note="if num_epochs is 0", limits=NOT_NEGATIVE),
+    "num_epochs": compute(0, "total_train_epochs", note="0: total_steps", limits=NOT_NEGATIVE),
+    "log_freq": compute(50, "log_freq_steps", limits=COUNT),
     "eval_steps": compute(
-        0, "eval_freq_steps", note="above 0: every log_freq, and sets are evaluated whole"
+        0,
+        "eval_freq_steps",
+        note="above 0: every log_freq, and sets are evaluated whole",
+        limits=NOT_NEGATIVE,
     ),
     "load_llama_config": compute("", "{model}.path", note="of a stream: a name, or json::FILE"),
     "update_llama_config": compute("", "{model}.path", note="a literal, not evaluated code"),
@@ -389,52 +389,61 @@ ONE_MODEL: Mapping[str, FlagRule] = {
 }
 
 SAMPLED: Mapping[str, FlagRule] = {
-    "log_freq": copy(1, "log_freq_steps"),
-    "num_epochs": copy(1, "total_train_epochs"),
+    "log_freq": copy(1, "log_freq_steps", limits=COUNT),
+    "num_epochs": copy(1, "total_train_epochs", limits=COUNT),
     "load_llama_config_policy": compute("", "actor.path", note="of a stream"),
     "load_llama_config_reward": compute("", "rew.path", note="of a stream"),
     "update_llama_config_policy": compute("", "actor.path", note="a literal"),
     "update_llama_config_reward": compute("", "rew.path", note="a literal"),
     "load_checkpoint_policy": compute("", "actor.path", note="also the reference's"),
     "load_checkpoint_reward": compute("", "rew.path", note="also the critic's first weights"),
-    "max_continuation_len": copy(16, "{algorithm}.gen.max_new_tokens"),
+    "max_continuation_len": copy(16, "{algorithm}.gen.max_new_tokens", limits=COUNT),
     "mini_batch_size": compute(
         1,
         "{algorithm}.mini_batch_size",
         note="divides the completions of a step; a multiple of dp x fsdp",
+        limits=COUNT,
     ),
     "forward_mini_batch_size": ignore(
-        "", "passes are limited by max_tokens_per_microbatch", kind=int
+        "", "passes are limited by max_tokens_per_microbatch", kind=int, limits=COUNT
     ),
     "backward_mini_batch_size": compute(
-        "", "{algorithm}.mini_batch_size", note="of the guide, as mini_batch_size", kind=int
+        "",
+        "{algorithm}.mini_batch_size",
+        note="of the guide, as mini_batch_size",
+        kind=int,
+        limits=COUNT,
     ),
     "use_tpu": ignore(False, "jax takes the best devices there are; device chooses others"),
-    "ppo_epochs": copy(4, "{algorithm}.ppo_epochs"),
-    "warmup_epochs": copy(0.0, "{trained}.optimizer.warmup_epochs"),
+    "ppo_epochs": copy(4, "{algorithm}.ppo_epochs", limits=NumberRange(1, at_most=10_000)),
+    "warmup_epochs": copy(0.0, "{trained}.optimizer.warmup_epochs", limits=NOT_NEGATIVE),
     "reward_gain": compute(1.0, "{algorithm}.reward_output_scaling", note="see What differs"),
     "reward_bias": compute(0.0, "{algorithm}.reward_output_bias", note="see What differs"),
-    "temperature": copy(0.7, "{algorithm}.gen.temperature"),
-    "max_steps_per_epoch": compute(0, "dataset.sources", note="size: so many batches"),
+    "temperature": copy(0.7, "{algorithm}.gen.temperature", limits=NOT_NEGATIVE),
+    "max_steps_per_epoch": compute(
+        0, "dataset.sources", note="size: so many batches", limits=NOT_NEGATIVE
+    ),
     "generate_only": refuse(False, "weft quickstart gen samples completions"),
 }
 
 PPO: Mapping[str, FlagRule] = {
-    "rollouts_per_prompt": copy(1, "ppo.samples_per_prompt"),
-    "policy_freeze_epochs": copy(0.0, "ppo.critic_warmup_epochs"),
-    "lr": copy(1e-5, "{trained}.optimizer.lr"),
-    "kl_coef": copy(0.2, "ppo.kl_ctl"),
+    "rollouts_per_prompt": copy(1, "ppo.samples_per_prompt", limits=NumberRange(1, at_most=65_536)),
+    "policy_freeze_epochs": copy(0.0, "ppo.critic_warmup_epochs", limits=NOT_NEGATIVE),
+    "lr": copy(1e-5, "{trained}.optimizer.lr", limits=NOT_NEGATIVE),
+    "kl_coef": copy(0.2, "ppo.kl_ctl", limits=NOT_NEGATIVE),
     "whiten_rewards": copy(False, "ppo.whiten_rewards", note="over the whole batch"),
-    "gamma": copy(1.0, "ppo.discount"),
-    "lam": copy(0.95, "ppo.gae_lambda"),
-    "cliprange": copy(0.2, "ppo.eps_clip"),
-    "cliprange_value": copy(0.2, "ppo.value_eps_clip"),
+    "gamma": copy(1.0, "ppo.discount", limits=SHARE),
+    "lam": copy(0.95, "ppo.gae_lambda", limits=SHARE),
+    "cliprange": copy(0.2, "ppo.eps_clip", limits=SHARE),
+    "cliprange_value": copy(0.2, "ppo.value_eps_clip", limits=POSITIVE),
     "vf_coef": copy(0.1, "ppo.vf_coef"),
 }
 DPO: Mapping[str, FlagRule] = {
     "load_reference_checkpoint": compute("", "ref.path", note="absent: the policy's"),
-    "dpo_beta": copy(0.1, "dpo.beta"),
-    "dpo_label_smoothing": compute(0.0, "dpo.label_smoothing", note="without use_ipo"),
+    "dpo_beta": copy(0.1, "dpo.beta", limits=POSITIVE),
+    "dpo_label_smoothing": compute(
+        0.0, "dpo.label_smoothing", note="without use_ipo", limits=NumberRange(0, below=0.5)
+    ),
     "use_ipo": compute(False, "dpo.loss_type", note="true: ipo_sum; ipo has means over tokens"),
     "precalculate_reference_logps": copy(False, "dpo.cache_ref_logprobs"),
 }
@@ -445,8 +454,8 @@ REWARD_MODEL: Mapping[str, FlagRule] = {
     "use_margin": compute(False, "dataset.args", note="of preference_json_torch"),
 }
 ONLINE_DPO: Mapping[str, FlagRule] = {
-    "lr": copy(5e-7, "actor.optimizer.lr"),
-    "beta": copy(0.1, "online_dpo.beta"),
+    "lr": copy(5e-7, "actor.optimizer.lr", limits=NOT_NEGATIVE),
+    "beta": copy(0.1, "online_dpo.beta", limits=POSITIVE),
 }
 
 

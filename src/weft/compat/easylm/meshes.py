@@ -53,10 +53,11 @@ def count_devices(backend: str, environment: Mapping[str, str]) -> int | None:
     return int(text[0]) if done.returncode == 0 and text and text[0].isdecimal() else None
 
 
-def check_product(text: str, num_devices: int | None) -> tuple[int, ...]:
+def check_product(text: str, num_devices: int | None, rows: int | None = None) -> tuple[int, ...]:
     """Return the sizes of a mesh, in which -1 is replaced if the number of devices is known.
 
-    Raises `ConfigError` if the text is no mesh, or if its product is not the number of devices.
+    Raises `ConfigError` if the text is no mesh, or if its product is not the number of devices. The
+    message names a mesh whose fsdp divides `rows`, the completions of a minibatch, if they are set.
     """
     try:
         sizes = list(read_sizes(text))
@@ -75,7 +76,7 @@ def check_product(text: str, num_devices: int | None) -> tuple[int, ...]:
     if prod(sizes) != num_devices or -1 in sizes:
         raise ConfigError(
             f"--mesh_dim={text}: dp x fsdp x mp must be the number of devices, {num_devices}; "
-            f"write {find_mesh(num_devices, num_devices)}"
+            f"write {find_mesh(num_devices, rows or num_devices)}"
         )
     return tuple(sizes)
 
@@ -86,10 +87,13 @@ def check_minibatch(
     rows: int,
     num_devices: int | None,
     flag: str = "mini_batch_size",
+    *,
+    common: int | None = None,
 ) -> None:
     """Raise `ConfigError` if a minibatch of `rows` completions is no multiple of dp x fsdp.
 
-    The message names the mesh with the largest fsdp, and so the smallest mp, that fits.
+    The message names the mesh with the largest fsdp, and so the smallest mp, that fits `rows`, or
+    `common`, the greatest common divisor of all minibatches of the command.
     """
     dp, fsdp, _ = sizes
     if dp == -1 or fsdp == -1 or rows % (dp * fsdp) == 0:
@@ -97,7 +101,7 @@ def check_minibatch(
     devices = num_devices or prod(size for size in sizes if size != -1)
     raise ConfigError(
         f"--{flag}={rows}: must be a multiple of dp x fsdp = {dp * fsdp} (--mesh_dim={text}); write "
-        f"--mesh_dim={find_mesh(devices, rows)}, or another {flag}"
+        f"--mesh_dim={find_mesh(devices, common or rows)}, or another {flag}"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import GivenFlags, ModelConversion, TranslatedCommand
+from weft.compat.easylm.configs import EasyLMConfig, load_llama_config, parse_dictionary
 from weft.compat.easylm.dataset_flags import translate_dataset
 from weft.compat.easylm.meshes import (
     COORDINATOR,
@@ -68,6 +69,13 @@ def translate(
         if done.options.pop(f"{role}.recompute_policy", None) is not None:
             done.options[f"{role}.gradient_checkpointing"] = True
     done.environment = list_host_variables(given)
+    if done.environment and backend == "torch":
+        flag = "jax_distributed.initialize_jax_distributed"
+        flag = flag if given.get(flag) else "initialize_jax_distributed"
+        raise ConfigError(
+            f"--{flag}=True: connects processes of JAX, and the backend is torch; leave the flag "
+            f"out, or write --backend=jax"
+        )
     return done
 
 
@@ -128,6 +136,21 @@ def _check_compatible(given: GivenFlags) -> None:
             f"--easylm_compat=true: with optimizer.accumulate_gradient_steps={steps} EasyLM "
             f"averages means of batches, and in weft every token weighs the same; write 1"
         )
+
+
+def _check_whitening(given: GivenFlags, size: int, completions: int) -> None:
+    """Raise `ConfigError` if EasyLM whitens over less than a step, which weft does not."""
+    if not given.get("easylm_compat") or given.command.quickstart != "ppo" or size == completions:
+        return
+    flag = "mini_batch_size"
+    if given.get("backward_mini_batch_size") != "":
+        flag = "backward_mini_batch_size"
+    what = "advantages and rewards" if given.get("whiten_rewards") else "advantages"
+    raise ConfigError(
+        f"--easylm_compat=true: with {flag}={size} EasyLM whitens {what} over each minibatch, and "
+        f"weft over the {completions} completions of a step; write --{flag}={completions}, or a "
+        f"batch_size of the dataset whose completions are one minibatch"
+    )
 
 
 def _translate_copies(given: GivenFlags, done: TranslatedCommand) -> None:
@@ -202,11 +225,59 @@ def _translate_optimizer(given: GivenFlags, done: TranslatedCommand) -> None:
             done.options[f"{at}.lr_scheduler_type"] = "constant"
             continue
         done.options[f"{at}.lr_scheduler_type"] = "linear"
-        ratio = given.get(f"{adamw}warmup_ratio")
-        if ratio > 0:
-            done.options[f"{at}.warmup_steps_proportion"] = ratio
-        else:
-            done.options[f"{at}.warmup_steps"] = given.get(f"{adamw}lr_warmup_steps")
+        _translate_warmup(given, done, at)
+    if given.command.samples and given.get("warmup_epochs") > 0:
+        _note_rounding(given, done, "warmup_epochs")
+    if given.command.quickstart == "ppo" and given.get("policy_freeze_epochs") > 0:
+        _note_rounding(given, done, "policy_freeze_epochs")
+
+
+def _translate_warmup(given: GivenFlags, done: TranslatedCommand, at: str) -> None:
+    """Set the warm-up of the optimizer options `at`.
+
+    It has the updates that it has in EasyLM if the length of the run is known. EasyLM's warm-up may
+    be longer than the run, weft's may not: the run then ends at the rate that EasyLM's ends with.
+    Otherwise a note says what differs.
+    """
+    flag = "optimizer.adamw_optimizer."
+    ratio, warmup = given.get(f"{flag}warmup_ratio"), given.get(f"{flag}lr_warmup_steps")
+    updates = _count_updates(given)
+    if updates is None and ratio > 0:
+        done.options[f"{at}.warmup_steps_proportion"] = ratio
+        _note_rounding(given, done, f"{flag}warmup_ratio")
+        return
+    if ratio > 0:
+        warmup = math.ceil(ratio * updates)
+    elif updates is None and warmup > 0:
+        done.notes.append(
+            f"--{flag}lr_warmup_steps={warmup}: if the run has fewer updates, warm-up ends with it "
+            f"at lr; in EasyLM the rate is lower then"
+        )
+    elif updates is not None and warmup > updates:
+        done.options[f"{at}.lr"] = given.get(f"{flag}lr") * updates / warmup
+        done.notes.append(
+            f"--{flag}lr_warmup_steps={warmup}: the run ends during warm-up, after {updates} "
+            f"updates; its last rate is lr x {updates} / {warmup}, as in EasyLM"
+        )
+        warmup = updates
+    done.options[f"{at}.warmup_steps"] = warmup
+
+
+def _note_rounding(given: GivenFlags, done: TranslatedCommand, flag: str) -> None:
+    done.notes.append(
+        f"--{flag}={given.get(flag)}: rounded to the nearest whole update (EasyLM rounds up)"
+    )
+
+
+def _count_updates(given: GivenFlags) -> int | None:
+    """Return the updates of a run whose length is set in steps, else None.
+
+    Options of weft on the command line can set another length, so that it is not known either.
+    """
+    names = {word.lstrip("+").partition("=")[0] for word in given.passed}
+    if given.get("num_epochs") > 0 or names & {"max_steps", "total_train_epochs"}:
+        return None
+    return given.count_updates(given.get("total_steps"))
 
 
 def _translate_models(given: GivenFlags, done: TranslatedCommand) -> None:
@@ -284,10 +355,14 @@ def _set_source(
 ) -> None:
     """Set the path of a role to a Hugging Face directory, or note the stream to convert."""
     role, suffix = source
-    config, changes = _read_llama_config(given, suffix)
-    _translate_memory(given, done, role, changes, config)
+    config, changes, training = _read_llama_config(given, suffix)
+    _translate_training(given, done, role, training)
     network = {key: value for key, value in changes.items() if not _is_for_training(key)}
     if "::" in checkpoint or not checkpoint:
+        for key in _list_training_values(load_llama_config(config)) if config else ():
+            rule = tables.LLAMA[f"llama.{key}"]
+            if rule.treatment != "ignore":  # it is set as an option of the role
+                network[key] = rule.default
         update = repr(network) if network else ""
         stream = ModelConversion(checkpoint, config, update, tokenizer, is_reward_model)
         done.streams[role] = stream
@@ -305,14 +380,14 @@ def _set_source(
     done.options[f"{role}.path"] = checkpoint
 
 
-def _read_llama_config(given: GivenFlags, suffix: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of the configuration and the changes to it.
+def _read_llama_config(
+    given: GivenFlags, suffix: str
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the name of the configuration, the changes to it, and its values for training.
 
     As in EasyLM, the flags `llama.*` describe a model if `load_llama_config` is not set. Raises
-    `ConfigError` if both are.
+    `ConfigError` if both are, and for values that weft lacks.
     """
-    from weft.compat.easylm.configs import load_llama_config, parse_dictionary
-
     name = given.get(f"load_llama_config{suffix}")
     own = {flag.removeprefix("llama."): given.get(flag) for flag in tables.LLAMA if given.has(flag)}
     own = {key: value for key, value in own.items() if key not in ("use_cache",)}
@@ -325,9 +400,17 @@ def _read_llama_config(given: GivenFlags, suffix: str) -> tuple[str, dict[str, A
     flag = f"update_llama_config{suffix}"
     text = given.get(flag)
     changes = {**own, **(parse_dictionary(text, f"--{flag}={text}") if text else {})}
-    if name or changes:
-        load_llama_config(name, repr(changes) if changes else "", f"load_llama_config{suffix}")
-    return name, changes
+    update = repr(changes) if changes else ""
+    config = load_llama_config(name, update, f"load_llama_config{suffix}")
+    training = _list_training_values(config)
+    for key, value in training.items():
+        rule = tables.LLAMA[f"llama.{key}"]
+        origin = f"--{flag}" if key in changes else f"--load_llama_config{suffix}={name}"
+        if rule.treatment == "refuse":
+            raise ConfigError(f"{origin}: {key}={value}: {rule.note}")
+        if rule.limits is not None and value not in rule.limits:
+            raise ConfigError(f"{origin}: {key}={value}: must be {rule.limits}")
+    return name, changes, training
 
 
 def _is_for_training(key: str) -> bool:
@@ -335,23 +418,28 @@ def _is_for_training(key: str) -> bool:
     return rule is not None and key not in tables.ARCHITECTURE and key != "attn_pdrop"
 
 
-def _translate_memory(
-    given: GivenFlags, done: TranslatedCommand, role: str, changes: Mapping[str, Any], config: str
+def _list_training_values(config: EasyLMConfig) -> dict[str, Any]:
+    """Return the values of a configuration that say how to train and are not EasyLM's defaults."""
+    return {
+        key: value
+        for key, value in vars(config).items()
+        if _is_for_training(key) and value != tables.LLAMA[f"llama.{key}"].default
+    }
+
+
+def _translate_training(
+    given: GivenFlags, done: TranslatedCommand, role: str, training: Mapping[str, Any]
 ) -> None:
     """Set dropout and recomputation of trained roles from values of a llama configuration."""
     roles = [role] if role in given.command.trained else []
     if role == "rew" and "critic" in given.command.trained:
         roles = ["critic"]  # which begins as the reward model
-    for key in (key for key in changes if _is_for_training(key)):
+    for key, value in training.items():
         rule = tables.LLAMA[f"llama.{key}"]
-        value = changes[key]
-        if value == rule.default:
-            continue
-        if rule.treatment == "refuse":
-            raise ConfigError(f"{key}={value}: {rule.note}")
         if rule.treatment == "ignore":
-            if not given.has(f"llama.{key}"):
-                done.notes.append(f"{key} is left out: {rule.note}")
+            note = f"{key} is left out: {rule.note}"
+            if not given.has(f"llama.{key}") and note not in done.notes:
+                done.notes.append(note)
             continue
         for each in roles:
             if key == "resid_pdrop":
@@ -369,9 +457,11 @@ def _translate_steps(given: GivenFlags, done: TranslatedCommand) -> None:
     epochs = given.get("num_epochs")
     if epochs > 0:
         done.options["total_train_epochs"] = epochs
+    elif given.get("total_steps") < 1:
+        raise ConfigError("--total_steps=0: must be at least 1, unless --num_epochs is above 0")
     else:
         done.options["max_steps"] = given.count_updates(given.get("total_steps"))
-    done.options["log_freq_steps"] = max(1, given.count_updates(given.get("log_freq")))
+    done.options["log_freq_steps"] = given.count_updates(given.get("log_freq"))
     if given.command.quickstart != "dpo":
         return
     if given.get("use_ipo"):
@@ -384,6 +474,8 @@ def _translate_steps(given: GivenFlags, done: TranslatedCommand) -> None:
 
 def _translate_saving(given: GivenFlags, done: TranslatedCommand) -> None:
     """Set when checkpoints are written: the newest, one of each epoch, and milestones."""
+    if given.command.samples:
+        done.options["save_milestone_freq_epochs"] = 1
     every = given.get("save_model_freq")
     if every > 0:
         done.options["save_freq_steps"] = given.count_updates(every)
@@ -412,8 +504,6 @@ def _read_minibatch(given: GivenFlags) -> int:
                 f"setting; leave one out"
             )
         size = backward
-    if size < 1:
-        raise ConfigError(f"--mini_batch_size={size}: must be at least 1")
     return size
 
 
@@ -439,6 +529,7 @@ def _translate_sampling(given: GivenFlags, done: TranslatedCommand) -> None:
         raise ConfigError(
             f"--mini_batch_size={size}: must be even; the two completions of a prompt stay together"
         )
+    _check_whitening(given, update, completions)
     passes = given.get("ppo_epochs")
     done.options[f"{algorithm}.mini_batch_size"] = update
     done.notes.append(
@@ -479,17 +570,15 @@ def _translate_mesh(
 ) -> None:
     """Set backend and layout of all roles, after checks of the guide's rules on meshes."""
     text = given.get("mesh_dim")
-    sizes = check_product(text, num_devices)
+    minibatches = {}
     if given.command.samples:
-        check_minibatch(text, sizes, _read_minibatch(given), num_devices)
-        if given.has("forward_mini_batch_size"):
-            check_minibatch(
-                text,
-                sizes,
-                given.get("forward_mini_batch_size"),
-                num_devices,
-                "forward_mini_batch_size",
-            )
+        minibatches["mini_batch_size"] = _read_minibatch(given)
+    if given.command.samples and given.has("forward_mini_batch_size"):
+        minibatches["forward_mini_batch_size"] = given.get("forward_mini_batch_size")
+    common = math.gcd(*minibatches.values()) or None
+    sizes = check_product(text, num_devices, common)
+    for flag, rows in minibatches.items():
+        check_minibatch(text, sizes, rows, num_devices, flag, common=common)
     layout = text if backend == "jax" else format_layout(sizes)
     for role in given.command.roles:
         done.options[f"{role}.backend"] = backend
