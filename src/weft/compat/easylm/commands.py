@@ -151,23 +151,32 @@ def check_run(words: Sequence[str], *, starts: bool = True) -> None:
     """
     from weft.cli import quickstart
     from weft.cli.named_run import with_names
-    from weft.launch import run, slurm
+    from weft.launch.run import (
+        build_with_files,
+        check,
+        check_machine,
+        check_mode,
+        mark_as_planned,
+        plan_checked,
+        set_up_experiment,
+    )
     from weft.launch.run_lock import find_refusal
+    from weft.launch.slurm import plan_job
 
     config, _ = quickstart.build_config(words)
     config, _ = with_names(config, words[0])
-    planned = run.mark_as_planned(config)
-    experiment, mode = run.set_up_experiment(planned, None)
+    planned = mark_as_planned(config)
+    experiment, mode = set_up_experiment(planned, None)
     if mode == "slurm":
-        slurm.plan_job(config)
+        plan_job(config)
     else:
-        run.check_mode(mode)
-        run.check(experiment)
-        run.check_machine(experiment, mode)
-        experiment = run.build_with_files(planned, experiment)
+        check_mode(mode)
+        check(experiment)
+        check_machine(experiment, mode)
+        experiment = build_with_files(planned, experiment)
         if starts:
             check_devices(experiment, mode)
-        run.plan_checked(experiment, mode)
+        plan_checked(experiment, mode)
     refusal = find_refusal(experiment) if starts else None
     if refusal is not None:
         raise ConfigError(refusal)
@@ -197,6 +206,8 @@ def check_devices(experiment: Experiment, mode: str) -> None:
             try:
                 build_role_mesh(replace(spec, device=name))
             except ConfigError as error:
+                if str(error).startswith("device="):  # an option of the run
+                    raise
                 raise qualify_error(role, error) from error
 
 
