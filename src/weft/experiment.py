@@ -187,8 +187,9 @@ class Experiment:
         """Return the contents of the run's config.yaml.
 
         These are the options of the run or, if the experiment has none, a description of its parts.
-        Copies of files in buckets appear under their URLs. When a run is restarted, the contents
-        are compared with those of the stored file to detect changed options.
+        Copies of files in buckets appear under their URLs, and converted models under their names.
+        When a run is restarted, the contents are compared with those of the stored file to detect
+        changed options.
         """
         options: dict[str, Any] = restore_urls(dict(self.config) or _describe_experiment(self))
         return options

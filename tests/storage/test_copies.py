@@ -203,3 +203,12 @@ def test_every_copy_knows_its_url(parts: list[str], digits: str) -> None:
 def test_runs_in_a_bucket_have_a_folder_here(cache: Path) -> None:
     assert find_runs_folder("./runs") == Path("runs")
     assert find_runs_folder("gs://b/../x/") == cache / "runs" / "gs" / "b" / "x"
+
+
+def test_converted_models_have_the_same_name_on_each_machine() -> None:
+    own = {"model": {"path": "runs/converted/f@0123456789ab", "seed": 1}}
+    other = {"model": {"path": "/home/b/cache/converted/f@0123456789ab", "seed": 1}}
+    assert restore_urls(own) == restore_urls(other)
+    assert restore_urls(own)["model"]["path"] == "converted/f@0123456789ab"
+    for path in ("/a/converted/f", "converted/f@0123", "/converted@0123456789ab/f", "runs/f@step4"):
+        assert restore_urls(path) == path

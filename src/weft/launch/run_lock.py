@@ -73,7 +73,7 @@ def find_refusal(experiment: Experiment) -> str | None:
     try:
         if is_remote(experiment.control.fileroot):
             view = view_runs(find_run_url(experiment.control), missing_ok=True)
-            admit_run(experiment, RunDirectory(view))
+            _admit_run_in_bucket(experiment, RunDirectory(view))
         else:
             admit_run(experiment, RunDirectory.from_control(experiment.control))
     except ConfigError as error:

@@ -32,6 +32,7 @@ from weft.reading import explain_read_errors, make_folder, read_text
 from weft.redaction import mask_values, mask_words
 from weft.storage.buckets import find_bucket_problem
 from weft.storage.copies import find_runs_folder
+from weft.storage.views import STAMPS
 from weft.writing import TEMPORARY, open_file, rename, sync
 
 REPLACED = ".old"
@@ -292,7 +293,7 @@ def admit(
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
         foreign = []
         for name in names:
-            if name not in (LOCK, *LAUNCHERS) and not name.endswith(TEMPORARY):
+            if name not in (LOCK, STAMPS, *LAUNCHERS) and not name.endswith(TEMPORARY):
                 foreign.append(name)
         if foreign:
             raise ConfigError(

@@ -35,6 +35,7 @@ from weft.writing import write
 CACHE_VARIABLE = "WEFT_BUCKET_CACHE"
 COPIES = "copies"
 WORKING_COPIES = "runs"
+CONVERTED = "converted"  # folder of models whose names, NAME@VERSION, say what is in them
 LISTING = ".weft-copy.json"  # the URL, and the stamps of all files of a copy
 LOCKS = ".locks"
 VERSION_DIGITS = 12
@@ -90,14 +91,27 @@ def read_versions(paths: Iterable[str | None]) -> dict[str, str]:
     return versions
 
 
+def find_converted_name(path: str) -> str | None:
+    """Return `converted/NAME@VERSION` if `path` is the folder of a converted model, else None."""
+    folder, _, name = path.rpartition("/")
+    if folder.rpartition("/")[2] == CONVERTED and COPY_NAME.fullmatch(name):
+        return f"{CONVERTED}/{name}"
+    return None
+
+
 def restore_urls(value: Any) -> Any:
-    """Return nested options in which the paths of copies are replaced by their URLs."""
+    """Return nested options in which the paths of copies are replaced by their URLs.
+
+    The paths of converted models are replaced by their names. So the options of a run are the same
+    on each machine.
+    """
     if isinstance(value, Mapping):
         return {key: restore_urls(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [restore_urls(each) for each in value]
-    if isinstance(value, str) and value.startswith("/"):
-        return find_url(value) or value
+    if isinstance(value, str):
+        url = find_url(value) if value.startswith("/") else None
+        return url or find_converted_name(value) or value
     return value
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ from tests.tiny import TEXT, make_tokenizer
 from weft.checkpoints import hf_io
 from weft.checkpoints.weight_files import WeightFiles
 from weft.compat.easylm.checkpoints import (
-    locate_model,
-    prepare_model,
     write_copy,
     write_difference,
     write_from_hf,
@@ -428,104 +424,5 @@ def test_a_directory_of_a_tokenizer_is_copied(tmp_path: Path) -> None:
     )
 
 
-# -- training
-
-
-def prepare(
-    tmp_path: Path, text: str, *, call: Callable[..., Path] = prepare_model, **more: Any
-) -> Path:
-    size = {
-        key: getattr(TINY, key)
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    }
-    return call(
-        text, "debug", repr(size | {"num_key_value_heads": 2}), None, tmp_path / "models", **more
-    )
-
-
-def test_a_prepared_model_is_used_again(tmp_path: Path) -> None:
-    path = write_stream(tmp_path / "out/streaming_params_20384", arrays_of(TINY))
-    planned = prepare(tmp_path, f"params::{path}", call=locate_model)
-    assert not planned.exists()
-    first = prepare(tmp_path, f"params::{path}")
-    assert first == planned
-    assert first.parent == tmp_path / "models" and first.name.startswith("streaming_params_20384-")
-    written = (first / "model.safetensors").stat().st_mtime_ns
-    assert prepare(tmp_path, f"params::{path.parent}") == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
-    settings = json.loads((first / "easylm.json").read_text())
-    assert settings["load_checkpoint"] == f"params::{path}" and settings["head"] == "lm"
-    # another time, or other settings
-    os.utime(path, ns=(0, 0))
-    second = prepare(tmp_path, f"params::{path}")
-    third = prepare_model(
-        f"params::{path}",
-        "debug",
-        "{'vocab_size': 96, 'hidden_size': 32, 'intermediate_size': 56, 'rope_theta': 9}",
-        None,
-        tmp_path / "models",
-    )
-    assert len({first, second, third}) == 3
-    assert hf_io.read_config(third)[1].rope.theta == 9  # type: ignore[union-attr]
-    assert not list((tmp_path / "models").glob(".*"))
-
-
-def test_a_critic_is_prepared_from_its_own_file(tmp_path: Path) -> None:
-    write_stream(tmp_path / "out/streaming_params_5", arrays_of(TINY))
-    write_stream(tmp_path / "out/value_streaming_params_5", arrays_of(TINY, "score"))
-    folder = prepare(tmp_path, f"params::{tmp_path / 'out'}", is_reward_model=True)
-    assert folder.name.startswith("value_streaming_params_5-")
-    assert load(folder, "value").score.weight.shape == (1, 32)
-
-
-def test_without_a_checkpoint_only_the_configuration_is_prepared(tmp_path: Path) -> None:
-    tokenizer = train_sentencepiece(tmp_path)
-    folder = prepare_model("", "debug", "", tokenizer, tmp_path / "models")
-    assert prepare_model("", "debug", "", tokenizer, tmp_path / "models") == folder
-    assert not list(folder.glob("*.safetensors"))
-    _, config = hf_io.read_config(folder)
-    assert (config.hidden_size, config.num_layers, config.vocab_size) == (128, 2, 32000)
-    assert Tokenizer.load(TokenizerSpec(), str(folder)).eos_id == 2
-
-
-def test_a_train_state_says_that_the_optimizer_starts_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "streaming_train_state_5"
-    write_stream(path, arrays_of(TINY), ("params", "params"))
-    prepare(tmp_path, f"trainstate::{path}")
-    assert "the optimizer starts anew" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "config", "update", "message"),
-    [
-        ("params::X/none", "7b", "", "there is no such file"),
-        ("params::X/streaming_params", "7b", "", "the file has vocab_size=96"),
-        ("", "7c", "", "load_llama_config=7c"),
-        ("", "7b", "{'resid_pdrop': 0.1}", "no such dropout"),
-    ],
-)
-def test_what_cannot_be_prepared_is_refused(
-    tmp_path: Path, text: str, config: str, update: str, message: str
-) -> None:
-    write_stream(tmp_path / "streaming_params", arrays_of(TINY))
-    with pytest.raises(UserError, match=message):
-        prepare_model(text.replace("X", str(tmp_path)), config, update, None, tmp_path / "models")
-    assert not list((tmp_path / "models").glob("*"))
-
-
 def test_defaults_are_those_of_the_dataclass() -> None:
     assert EasyLMConfig().head_dim == 128 and EasyLMConfig().kv_heads == 32
-
-
-def test_a_real_tokenizer_of_llama_2_is_copied(data_dir: Path, tmp_path: Path) -> None:
-    path = str(data_dir / "tokenizers/llama2/tokenizer.model")
-    folder = prepare_model("", "debug", "", path, tmp_path / "models")
-    tokenizer = Tokenizer.load(TokenizerSpec(), str(folder))
-    processor = sentencepiece.SentencePieceProcessor(path)
-    text = "Hello world, 1234 Ω\n  def f(x):"
-    assert tokenizer.encode(text) == [1, *processor.encode(text)]
-    assert tokenizer.vocab_size == 32000 and tokenizer.list_stop_ids() == [2]
-    ids, mask = tokenizer.encode_chat_with_mask(TALK[:2])
-    assert ids[0] == 1 and ids[-1] == 2 and tokenizer.decode(ids[mask.index(True) :]) == "Yes</s>"

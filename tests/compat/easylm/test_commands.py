@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fsspec
 import pytest
 
-from tests.tiny import make_llama, write_jsonl
+from tests.compat.easylm.common import TINY, arrays_of, write_stream
+from tests.tiny import make_llama, make_tokenizer, write_jsonl
 from weft.cli import dialects
 from weft.cli.main import COMMANDS, format_usage, main
 from weft.compat.easylm import commands, meshes
 from weft.compat.easylm.arguments import TranslatedCommand
 from weft.compat.easylm.commands import choose_folder, format_help
 from weft.compat.easylm.flags import CONVERTERS, TRAINING
+from weft.storage.copies import CACHE_VARIABLE
 
 ROWS = [{"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "4"}]}]
 
@@ -146,45 +151,170 @@ def test_without_jax_the_extra_is_named(
 # -- conversions
 
 
+SIZE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def stream(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of a run from a stream, and nothing else in the folder for temporary files."""
+    make_tokenizer(here / "tokenizer", chat=False)
+    config = replace(TINY, vocab_size=320)
+    write_stream(here / "streaming_params_7", arrays_of(config))
+    (here / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    return [
+        *words_of_sft(here, "params::streaming_params_7"),
+        "--load_llama_config=debug",
+        f"--update_llama_config={SIZE}",
+        "--tokenizer=tokenizer",
+        "--train_dataset.json_torch_dataset.batch_size=4",
+        "--total_steps=1",
+    ]
+
+
+def check_unwritten(here: Path) -> None:
+    """Assert that neither a run nor a converted model, nor a part of one, was left."""
+    assert not (here / "runs").exists() and not (here / "bk").exists()
+    assert not list((here / "cache").rglob("*@*")) and not list((here / "temporary").iterdir())
+
+
 def test_a_stream_is_converted_once(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, stream: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_llama(here / "m")
-    calls = []
-
-    def locate_model(*values: Any, **more: Any) -> Path:
-        return Path(values[4]) / "debug"
-
-    def prepare_model(*values: Any, **more: Any) -> Path:
-        calls.append((*values[:4], more))
-        return Path(shutil.copytree(here / "m", values[4] / "debug"))
-
-    stand_in(monkeypatch, "checkpoints", locate_model=locate_model, prepare_model=prepare_model)
-    started: list[list[str]] = []
-
-    def start(words: list[str], supervise: bool) -> int:
-        started.append(words)
-        return 0
-
-    from weft.cli import quickstart
-
-    monkeypatch.setattr(quickstart, "main", start)
-    update = "--update_llama_config={'max_sequence_length': 64}"
-    words = [*words_of_sft(here, "params::stream"), "--load_llama_config=debug", update]
-    assert main([*words, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "params::stream: is converted when the run starts" in out
-    assert "model.path=runs/converted/debug" in out
-    assert not calls and not started and not (here / "runs").exists()
-    assert main(words) == main(words) == main([*words, "--dry-run"]) == 0
-    expected = ("params::stream", "debug", "{'max_sequence_length': 64}", None)
-    assert calls == [(*expected, {"is_reward_model": False})]
-    assert len(started) == 3 and "model.path=runs/converted/debug" in started[0]
+    name = "--logger.experiment_id=t"
+    assert main([*stream, name]) == 0
+    assert "converting params::streaming_params_7" in capsys.readouterr().err
+    (weights,) = here.glob("runs/converted/streaming_params_7@*/model.safetensors")
+    written = weights.stat()
+    assert written.st_size > 10_000 and not list((here / "temporary").iterdir())
+    # The same run, after files were copied again, and in a folder of runs that has moved.
+    for file in (here / "tokenizer" / "tokenizer.json", here / "streaming_params_7"):
+        os.utime(file, ns=(0, 0))
+    assert main([*stream, name]) == 2
+    assert "contains a finished run of this configuration" in capsys.readouterr().err
+    assert weights.stat() == written
+    (here / "runs").rename(here / "moved")
+    assert main([*stream, name, f"--logger.output_dir={here}/moved"]) == 2
+    assert "contains a finished run of this configuration" in capsys.readouterr().err
 
 
-def test_models_of_runs_in_a_bucket_are_converted_on_this_machine() -> None:
+@pytest.mark.slow  # two runs
+def test_a_run_in_a_bucket_is_the_same_on_another_machine(
+    here: Path,
+    stream: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pipe("/bk/ckpt/streaming_params_7", (here / "streaming_params_7").read_bytes())
+    words = [
+        *stream,
+        "--load_checkpoint=params::memory://bk/ckpt",
+        "--logger.output_dir=memory://bk/out/",
+        "--logger.experiment_id=t",
+    ]
+    monkeypatch.setenv(CACHE_VARIABLE, str(here / "a"))
+    assert main(words) == 0
+    assert list(here.glob("a/converted/streaming_params_7@*/model.safetensors"))
+    config = memory.cat("/bk/out/sft/t/config.yaml").decode()
+    assert "path: converted/streaming_params_7@" in config and str(here) not in config
+    # Another machine, whose run is refused before it converts anything.
+    capsys.readouterr()
+    monkeypatch.setenv(CACHE_VARIABLE, str(here / "b"))
+    assert main(words) == 2
+    assert "contains a finished run of this configuration" in capsys.readouterr().err
+    assert not (here / "b" / "converted").exists()
+    # A run that was stopped goes on there.
+    status = json.loads(memory.cat("/bk/out/sft/t/status.json"))
+    memory.pipe("/bk/out/sft/t/status.json", json.dumps({**status, "status": "stopped"}).encode())
+    assert main(words) == 0
+    assert "finished after step 1 of 1" in capsys.readouterr().out
+
+
+MISSING = "--train_dataset.json_torch_dataset.path=none.jsonl"
+UNUSABLE = [
+    ([MISSING], "dataset.train_path='none.jsonl': there is no such file"),
+    (["no_such=1"], "unknown option 'no_such'"),
+    (["--load_checkpoint=params::cut"], "params::cut: at byte .* the file is damaged"),
+    (["--update_llama_config={'hidden_size': 64}"], "unlike a model of this size"),
+    (
+        ["--logger.output_dir=foo://bk/out"],
+        "foo://bk/out.* is a URL of a kind that fsspec does not know",
+    ),
+    (["--optimizer.adamw_optimizer.lr=-1"], "model.optimizer.lr=-1"),
+]
+
+
+@pytest.mark.parametrize("plan", [[], ["--dry-run"], ["--cfg", "job"], ["--print-script"]])
+@pytest.mark.parametrize(("words", "message"), UNUSABLE)
+def test_nothing_is_converted_for_bad_input(
+    words: list[str],
+    message: str,
+    plan: list[str],
+    here: Path,
+    stream: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (here / "cut").write_bytes((here / "streaming_params_7").read_bytes()[:4000])
+    mode = ["mode=slurm"] if plan == ["--print-script"] else []
+    assert main([*stream, *words, *plan, *mode]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    check_unwritten(here)
+
+
+@pytest.mark.slow  # imports jax
+def test_nothing_is_converted_for_devices_and_packages_that_are_missing(
+    here: Path,
+    stream: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from weft.engine.backends import jax
+
+    assert main([*stream, "--backend=jax", "--mesh_dim=1,1,1", "device=tpu"]) == 2
+    assert re.search("error: device=tpu: jax has no|is not installed", capsys.readouterr().err)
+    monkeypatch.setattr(jax, "find_spec", lambda name: None)
+    assert main([*stream, "--backend=jax", "--mesh_dim=1,1,1"]) == 2
+    assert "'jax' is not installed" in capsys.readouterr().err
+    # A plan needs neither, but the model's configuration.
+    assert main([*stream, "--backend=jax", "--mesh_dim=1,1,1", "device=tpu", "--dry-run"]) == 0
+    check_unwritten(here)
+
+
+def test_plans_name_the_model_that_the_run_will_have(
+    here: Path, stream: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*stream, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    (name,) = set(re.findall(r"streaming_params_7@[0-9a-f]{12}", plan))
+    assert f"model: runs/converted/{name}, learning rate" in plan and "1 step" in plan
+    assert main([*stream, "--cfg", "job"]) == 0
+    assert f"\n  path: runs/converted/{name}\n" in capsys.readouterr().out
+    assert main([*stream, "--print-script", "mode=slurm"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH" in script and f"model.path=runs/converted/{name}" in script
+    assert str(here / "temporary") not in plan + script
+    check_unwritten(here)
+
+
+def test_models_of_runs_in_a_bucket_are_converted_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bucket = TranslatedCommand("sft", {"fileroot": "gs://bucket/out"})
-    assert choose_folder(bucket) == Path.home() / ".cache" / "weft" / "converted"
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert choose_folder(bucket) == Path("/x/weft/buckets/converted")
+    monkeypatch.setenv(CACHE_VARIABLE, "/y")
+    assert choose_folder(bucket) == Path("/y/converted")
     assert choose_folder(TranslatedCommand("sft", {"fileroot": "out"})) == Path("out/converted")
 
 

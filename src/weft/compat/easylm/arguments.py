@@ -138,7 +138,7 @@ def _parse_value(key: str, text: str, rule: FlagRule) -> Any:
 class ModelConversion:
     """Stream that is converted to a Hugging Face directory before a run.
 
-    The fields are the arguments of `weft.compat.easylm.checkpoints.prepare_model`.
+    The fields are the arguments of `weft.compat.easylm.prepared_models.prepare_model`.
     """
 
     load_checkpoint: str
@@ -152,17 +152,22 @@ class ModelConversion:
 
     def locate(self, folder: Path) -> Path:
         """Return the Hugging Face directory below `folder` that `write` writes."""
-        from weft.compat.easylm.checkpoints import locate_model
+        from weft.compat.easylm.prepared_models import locate_model
 
         is_reward_model = self.is_reward_model
         return locate_model(*self._values, folder, is_reward_model=is_reward_model)
 
-    def write(self, folder: Path) -> Path:
-        """Convert the stream to a Hugging Face directory below `folder`, and return it."""
-        from weft.compat.easylm.checkpoints import prepare_model
+    def write(self, folder: Path, *, weights: bool = True) -> Path:
+        """Convert the stream to a Hugging Face directory below `folder`, and return it.
+
+        Without `weights`, an empty file stands for them.
+        """
+        from weft.compat.easylm.prepared_models import prepare_model
 
         is_reward_model = self.is_reward_model
-        return prepare_model(*self._values, folder, is_reward_model=is_reward_model)
+        return prepare_model(
+            *self._values, folder, is_reward_model=is_reward_model, weights=weights
+        )
 
     @property
     def _values(self) -> tuple[str, str, str, str | None]:

@@ -9,12 +9,10 @@ for.
     write_from_hf(model, path)
     write_copy(source, path, dtype=torch.float32)
     write_difference(base, target, path)
-    prepare_model("params::FILE", "7b", "", tokenizer, folder)       # for training
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import secrets
@@ -23,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,17 +35,14 @@ from weft.checkpoints.weight_files import TensorLayout
 from weft.compat.easylm.configs import (
     LLAMA_STANDARD_CONFIGS,
     EasyLMConfig,
-    check_trainable,
     find_size_differences,
     from_hf_values,
-    load_llama_config,
     to_hf_values,
 )
 from weft.compat.easylm.streams import (
     StreamSource,
     StreamTensor,
     TensorStream,
-    find_source,
     write_tensors,
 )
 from weft.data.spec import TokenizerSpec, read_template_text
@@ -81,7 +76,7 @@ LAYER_NAMES = (
 )
 MOST_NAMES = 4  # names of tensors in a message
 LLAMA3_PADDING = 128255  # EasyLM's padding token for Llama 3, a reserved one
-SETTINGS = "easylm.json"  # what `prepare_model` made a directory from
+SETTINGS = "easylm.json"  # what a directory was made from
 REPORT_SECONDS = 10.0  # between two lines of progress
 
 
@@ -266,15 +261,15 @@ def write_hf(
             yield place.hf, place.to_hf(stream.read(place.name)).to(layouts[place.hf][0])
 
     with replace_folder(folder) as partial:
-        network = _write_tokenizer(tokenizer, config, head, partial)
+        network = write_tokenizer(tokenizer, config, head, partial)
         weight_files.write(partial, report_progress(convert(), layouts, folder), layouts)
         stored = weight_files.WeightFiles(partial).dtype
         hf_io.save_config(partial, network, head, dtype=stored)
         if settings is not None:
-            _write_settings(partial, settings)
+            write_settings(partial, settings)
 
 
-def _write_tokenizer(
+def write_tokenizer(
     path: str | None, config: EasyLMConfig, head: Head, folder: Path
 ) -> TransformerConfig:
     """Write the tokenizer of a model, and return the configuration with its special tokens.
@@ -285,10 +280,7 @@ def _write_tokenizer(
     network = families.get("llama").config(to_hf_values(config))
     if not path:
         return network
-    if is_remote(path):
-        what = f"tokenizer={path}"
-        copy = copy_file if path.endswith(".model") else copy_model
-        path = str(copy(path, what, CheckpointError))
+    path = copy_tokenizer(path)
     adds_bos = True if path.endswith(".model") else None
     spec = TokenizerSpec(path=path, chat_template="tulu", add_bos_token=adds_bos)
     tokenizer = Tokenizer.load(spec, option=COMMAND)
@@ -300,6 +292,19 @@ def _write_tokenizer(
     tokenizer = choose_padding(tokenizer, ModelSpec(head=head, trained=True), "last")
     tokenizer.save(folder)
     return hf_io.with_ids(network, **list_special_ids(tokenizer, head))
+
+
+def copy_tokenizer(path: str) -> str:
+    """Return the path of a tokenizer on this machine, copied if it is in a bucket, or a hub name."""
+    if not is_remote(path):
+        return path
+    copy = copy_file if path.endswith(".model") else copy_model
+    return str(copy(path, f"tokenizer={path}", CheckpointError))
+
+
+def write_settings(folder: Path, settings: Mapping[str, object]) -> None:
+    """Write into a model's directory what it was made from."""
+    writing.write(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 @contextmanager
@@ -468,116 +473,3 @@ def write_weights(
 
     make_folder(path.parent, str(path), ConfigError)
     write_tensors(path, layouts, report_progress(cast(), layouts, path), streaming=streaming)
-
-
-# -- training
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """Plan of the directory `name` that `prepare_model` writes.
-
-    `source` is None for a model without weights. `settings` decide whether a directory is used
-    again.
-    """
-
-    source: StreamSource | None
-    config: EasyLMConfig
-    head: Head
-    settings: Mapping[str, object]
-    name: str
-
-
-def locate_model(
-    load_checkpoint: str,
-    config: str,
-    update: str,
-    tokenizer: str | None,
-    folder: Path,
-    *,
-    is_reward_model: bool = False,
-) -> Path:
-    """Return the directory that `prepare_model` returns for these values, without writing it."""
-    head: Head = "score" if is_reward_model else "lm"
-    return folder / _plan_model(load_checkpoint, config, update, tokenizer, head).name
-
-
-def prepare_model(
-    load_checkpoint: str,
-    config: str,
-    update: str,
-    tokenizer: str | None,
-    folder: Path,
-    *,
-    is_reward_model: bool = False,
-) -> Path:
-    """Return a Hugging Face directory below `folder` with the model that flags of EasyLM name.
-
-    `load_checkpoint`, `config` and `update` are the values of `load_checkpoint`,
-    `load_llama_config` and `update_llama_config`. The weights of a train state are used, but not
-    its optimizer. Without a checkpoint, the directory has a configuration and a tokenizer only, for
-    `init_from_scratch`. A directory is used again while the checkpoint and the tokenizer have the
-    same size and time, and the settings are the same. Raises `UserError` for a checkpoint or
-    settings that cannot be used.
-    """
-    head: Head = "score" if is_reward_model else "lm"
-    plan = _plan_model(load_checkpoint, config, update, tokenizer, head)
-    target = folder / plan.name
-    if (target / hf_io.CONFIG).is_file():
-        return target
-    source = plan.source
-    own = tokenizer or None
-    try:
-        if source is None:
-            with replace_folder(target) as partial:
-                network = _write_tokenizer(own, plan.config, head, partial)
-                hf_io.save_config(partial, network, head, dtype=torch.float32)
-                _write_settings(partial, plan.settings)
-        else:
-            if source.kind == "trainstate":
-                print(f"load_checkpoint={source}: the optimizer starts anew", file=sys.stderr)
-            write_hf(source, plan.config, target, head=head, tokenizer=own, settings=plan.settings)
-    except OSError:
-        if not (target / hf_io.CONFIG).is_file():  # another process may have been faster
-            raise
-    return target
-
-
-def _plan_model(
-    load_checkpoint: str, config: str, update: str, tokenizer: str | None, head: Head
-) -> ModelPlan:
-    wanted = load_llama_config(config, update)
-    check_trainable(wanted, f"load_llama_config={config} update_llama_config={update}")
-    source = find_source(load_checkpoint, value=head == "score") if load_checkpoint else None
-    settings: dict[str, object] = {
-        "load_checkpoint": str(source or ""),
-        "checkpoint": [],
-        "config": asdict(wanted),
-        "tokenizer": tokenizer or "",
-        "tokenizer_files": _describe_tokenizer(tokenizer),
-        "head": head,
-    }
-    stem = "random"
-    if source is not None:
-        settings["checkpoint"] = _describe_file(source.path)
-        stem = source.path.name
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    return ModelPlan(source, wanted, head, settings, f"{stem}-{key}")
-
-
-def _write_settings(folder: Path, settings: Mapping[str, object]) -> None:
-    writing.write(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
-
-
-def _describe_file(file: Path) -> list[object]:
-    status = file.stat()
-    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
-
-
-def _describe_tokenizer(tokenizer: str | None) -> list[list[object]]:
-    """Return the path, size and time of each file of a tokenizer; none for a hub name."""
-    place = Path(tokenizer or "").expanduser()
-    if not tokenizer or not place.exists():
-        return []
-    files = [place] if place.is_file() else sorted(place.glob("token*"))
-    return [_describe_file(file) for file in files]

@@ -1,7 +1,8 @@
 """`weft easylm COMMAND --flag=value`: EasyLM's scripts, as `weft quickstart` and as converters.
 
 A training command prints the notes of its translation and the equivalent `weft quickstart`, then
-runs it. Streams are converted to Hugging Face directories first, once for each state of the file.
+runs it. Streams are converted to Hugging Face directories before, once for each state of the file,
+and after everything has been checked that can be checked without their weights.
 """
 
 from __future__ import annotations
@@ -9,26 +10,38 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from weft.checkpoints.config_file import JAX_BACKEND
 from weft.compat.easylm import flags as tables
 from weft.compat.easylm.arguments import (
     GivenFlags,
+    ModelConversion,
     TranslatedCommand,
     parse_flags,
 )
 from weft.compat.easylm.flags import FlagRule, TrainingCommand
 from weft.compat.easylm.translation import list_host_variables, translate
-from weft.errors import build_unknown_name_error
+from weft.engine.spec import JAX_COORDINATOR, TPU
+from weft.errors import ConfigError, UserError, build_unknown_name_error, qualify_error
 from weft.redaction import mask_words
+from weft.storage.buckets import is_remote
+from weft.storage.copies import CONVERTED, find_cache_folder
+
+if TYPE_CHECKING:
+    from weft.experiment import Experiment
 
 HELP = ("--help", "-h", "help", "--helpfull", "--helpshort")
-PLAN_FLAGS = ("--dry-run", "--cfg", "--print-script")  # of commands that start no run
-CONVERTED = "converted"  # folder of converted streams, in the folder of all runs
+DRY_RUN = "--dry-run"
+PLAN_FLAGS = (DRY_RUN, "--cfg", "--print-script")  # of commands that start no run
 CONFIG = "config.json"  # the last file of a converted model
-CACHE = "~/.cache/weft"  # where it is if runs are in a bucket
 CONVERTER_SUMMARIES = {
     "convert_easylm_to_hf": "a stream as a Hugging Face directory",
     "convert_hf_to_easylm": "a Hugging Face directory as a stream",
@@ -81,21 +94,121 @@ def train(given: GivenFlags, *, supervise: bool = False) -> int:
     if quickstart.is_reporting():
         variables = [f"{name}={value}" for name, value in translated.environment.items()]
         print(f"$ {shlex.join([*variables, 'weft', *mask_words(words)])}", flush=True)
-    if missing and any(word.partition("=")[0] in PLAN_FLAGS for word in given.passed):
-        for conversion in missing.values():
-            print(f"{conversion}: is converted when the run starts, and a plan needs the result")
-        return 0
+    os.environ.update(translated.environment)
+    flags = {word.partition("=")[0] for word in given.passed}
+    if missing and not flags.isdisjoint(PLAN_FLAGS):
+        with write_stand_ins(translated, missing, folder) as planned:
+            if DRY_RUN not in flags:
+                check_run(planned, starts=False)
+            return quickstart.main(planned)
+    if missing:
+        with write_stand_ins(translated, missing, folder) as planned:
+            check_run(planned)
     for conversion in missing.values():
         print(f"converting {conversion} into {folder}", file=sys.stderr, flush=True)
         conversion.write(folder)
-    os.environ.update(translated.environment)
     return quickstart.main(words[1:], supervise=supervise)
 
 
 def choose_folder(translated: TranslatedCommand) -> Path:
     """Return the folder of converted models: in that of all runs, unless runs are in a bucket."""
     root = str(translated.options.get("fileroot", "./runs"))
-    return Path(CACHE if "://" in root else root).expanduser() / CONVERTED
+    return (find_cache_folder() if is_remote(root) else Path(root).expanduser()) / CONVERTED
+
+
+# -- checks before a conversion, which can take an hour and 26 GB
+
+
+@contextmanager
+def write_stand_ins(
+    translated: TranslatedCommand, missing: Mapping[str, ModelConversion], folder: Path
+) -> Iterator[list[str]]:
+    """Yield the words of `weft quickstart` with models that lack their weights.
+
+    These are in a temporary folder. In what is printed in the context, and in errors, the paths
+    are those of the models that will be in `folder`.
+    """
+    with TemporaryDirectory(prefix="weft-easylm-") as temporary:
+        own = Path(temporary) / CONVERTED
+        options = dict(translated.options)
+        for role, conversion in missing.items():
+            options[f"{role}.path"] = str(conversion.write(own, weights=False))
+        printed = StringIO()
+        try:
+            with redirect_stdout(printed):
+                yield replace(translated, options=options).format_words()[1:]
+        except UserError as error:
+            error.args = (str(error).replace(str(own), str(folder)),)
+            raise
+        print(printed.getvalue().replace(str(own), str(folder)), end="", flush=True)
+
+
+def check_run(words: Sequence[str], *, starts: bool = True) -> None:
+    """Raise `UserError` if the run of `weft quickstart WORDS` would be refused.
+
+    The weights of its models are not read, and nothing is written. With `starts`, this machine must
+    have the run's devices and packages, and the run's name must be free or that of the same run.
+    """
+    from weft.cli import quickstart
+    from weft.cli.named_run import with_names
+    from weft.launch.run import (
+        build_with_files,
+        check,
+        check_machine,
+        check_mode,
+        mark_as_planned,
+        plan_checked,
+        set_up_experiment,
+    )
+    from weft.launch.run_lock import find_refusal
+    from weft.launch.slurm import plan_job
+
+    config, _ = quickstart.build_config(words)
+    config, _ = with_names(config, words[0])
+    planned = mark_as_planned(config)
+    experiment, mode = set_up_experiment(planned, None)
+    if mode == "slurm":
+        plan_job(config)
+    else:
+        check_mode(mode)
+        check(experiment)
+        check_machine(experiment, mode)
+        experiment = build_with_files(planned, experiment)
+        if starts:
+            check_devices(experiment, mode)
+        plan_checked(experiment, mode)
+    refusal = find_refusal(experiment) if starts else None
+    if refusal is not None:
+        raise ConfigError(refusal)
+
+
+def check_devices(experiment: Experiment, mode: str) -> None:
+    """Raise `ConfigError` if this machine lacks the devices or the packages of a run's roles.
+
+    Several hosts count their devices when all are connected.
+    """
+    from weft.engine.backends.jax import build_role_mesh, check_jax
+    from weft.launch.cluster import check_ray, get_device_kind
+    from weft.launch.resolve import set_up_device
+
+    alone = mode == "local" and experiment.num_devices == 1
+    if not alone:
+        get_device_kind(experiment)
+        check_ray(experiment)
+    several = JAX_COORDINATOR in os.environ
+    device = None if several or not alone else str(set_up_device(experiment, alone=True))
+    for role, spec in experiment.roles.items():
+        if spec.backend != JAX_BACKEND:
+            continue
+        check_jax()
+        if device is not None:
+            name = TPU if experiment.control.device == TPU else device
+            try:
+                build_role_mesh(replace(spec, device=name))
+            except ConfigError as error:
+                if str(error).startswith("device="):  # an option of the run
+                    raise
+                raise qualify_error(role, error) from error
 
 
 # -- help

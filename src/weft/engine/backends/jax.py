@@ -34,6 +34,8 @@ from weft.registry import register_backend
 from weft.topology import Layout, Mesh
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from weft.engine.jax.engine import JaxEngine
 
 
@@ -52,14 +54,10 @@ def jax_backend(
     from weft.engine.jax import engine
     from weft.engine.jax.attention import choose_kernel
     from weft.engine.jax.decoder import DecoderSettings
-    from weft.engine.jax.mesh import build_mesh, build_row_sharding
+    from weft.engine.jax.mesh import build_row_sharding
     from weft.engine.jax.parameters import ParameterStacks
 
-    layout_text = read_layout(spec)
-    device = spec.device
-    if layout_text is not None and device is not None:
-        device = device.partition(":")[0]  # the role's own devices, not the process's
-    mesh = build_mesh(layout_text, engine.find_devices(device), trained=spec.trained)
+    mesh = build_role_mesh(spec)
     platform = mesh.devices.flat[0].platform
     spec = common.with_dtype(spec, path, on_cpu=platform == "cpu")
     engine.allow_dtype(str(spec.dtype))
@@ -110,6 +108,22 @@ def jax_backend(
     )
     decayed = {stacks.places[name].array for name in list_decayed_names(whole)}
     return engine.JaxEngine(built, stacks, spec, layout, frozenset(decayed))
+
+
+def build_role_mesh(spec: ModelSpec) -> JaxMesh:
+    """Return the mesh of a role's layout, of the devices that `spec.device` names.
+
+    Raises `ConfigError` if jax is not installed, or if it has no such devices or too few.
+    """
+    check_jax()
+    from weft.engine.jax.engine import find_devices
+    from weft.engine.jax.mesh import build_mesh
+
+    layout = read_layout(spec)
+    device = spec.device
+    if layout is not None and device is not None:
+        device = device.partition(":")[0]  # the role's own devices, not the process's
+    return build_mesh(layout, find_devices(device), trained=spec.trained)
 
 
 def read_layout(spec: ModelSpec) -> str | None:
