@@ -34,8 +34,6 @@ from weft.registry import register_backend
 from weft.topology import Layout, Mesh
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh as JaxMesh
-
     from weft.engine.jax.engine import JaxEngine
 
 
@@ -110,8 +108,8 @@ def jax_backend(
     return engine.JaxEngine(built, stacks, spec, layout, frozenset(decayed))
 
 
-def build_role_mesh(spec: ModelSpec) -> JaxMesh:
-    """Return the mesh of a role's layout, of the devices that `spec.device` names.
+def build_role_mesh(spec: ModelSpec) -> Any:
+    """Return the JAX mesh of a role's layout, of the devices that `spec.device` names.
 
     Raises `ConfigError` if jax is not installed, or if it has no such devices or too few.
     """
