@@ -250,7 +250,7 @@ UNUSABLE = [
         ["--logger.output_dir=foo://bk/out"],
         "foo://bk/out.* is a URL of a kind that fsspec does not know",
     ),
-    (["--optimizer.adamw_optimizer.lr=-1"], "model.optimizer.lr=-1"),
+    (["model.optimizer.lrr=1"], "model.optimizer.lrr"),
 ]
 
 

@@ -54,7 +54,8 @@ def convert_easylm_to_hf(argv: Sequence[str]) -> int:
     Weights keep their dtype. The base of the positions, the epsilon of the norms and Llama 3.1's
     scaling are those with which EasyLM trains the size.
     """
-    from weft.compat.easylm.checkpoints import find_source, write_hf
+    from weft.compat.easylm.checkpoints import write_hf
+    from weft.compat.easylm.streams import find_source
 
     parser = _build_parser("convert_easylm_to_hf", convert_easylm_to_hf)
     _add(parser, "load_checkpoint", "", CHECKPOINT)
@@ -140,7 +141,8 @@ def convert_checkpoint(argv: Sequence[str]) -> int:
 
     A file that lacks a weight of a LLaMA model, or has another one, is refused.
     """
-    from weft.compat.easylm.checkpoints import find_source, write_copy
+    from weft.compat.easylm.checkpoints import write_copy
+    from weft.compat.easylm.streams import find_source
 
     parser = _build_parser("convert_checkpoint", convert_checkpoint)
     _add(parser, "load_checkpoint", "", CHECKPOINT)
@@ -165,7 +167,8 @@ def compare_checkpoints(argv: Sequence[str]) -> int:
     by a factor of more than 2**16. A file that lacks a weight of a LLaMA model, or has another one,
     is refused.
     """
-    from weft.compat.easylm.checkpoints import find_source, write_difference
+    from weft.compat.easylm.checkpoints import write_difference
+    from weft.compat.easylm.streams import find_source
 
     parser = _build_parser("diff_checkpoint", compare_checkpoints)
     _add_switch(parser, "recover_diff", False, "write base + target, where target is a difference")
