@@ -39,6 +39,7 @@ CARRIED = {
 BUILT = {"antlr4": "antlr4-python3-runtime==4.9.3"}  # only a source archive is published
 # Packages that weft and its tests import and that such a machine has.
 THERE = (
+    "fsspec",
     "huggingface_hub",
     "hypothesis",
     "httpx",

@@ -36,6 +36,8 @@ OWN_FOLDERS = {
     "data/encode_worker.py": "standard output",
     "data/named/fetch.py": "a new name beside the copy",
     "data/named/prepare.py": "new names beside the rows",
+    "launch/tpu_host.py": "the folder of a run on a pod's host, where torch and weft's data are not",
+    "storage/copies.py": "a lock in weft's own cache",
 }
 
 

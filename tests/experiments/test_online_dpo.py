@@ -105,6 +105,7 @@ def test_what_makes_the_pairs_and_what_reads_them_get_their_options(material: Pa
         "reward_output_scaling": 2.0,
         "reward_output_bias": 0.5,
         "missing_eos_penalty": 1.0,
+        "missing_eos_reward": None,
     }
     given = experiment.get_node("actor_train").args["loss_args"]
     assert (given["label_smoothing"], given["beta"], given["rpo_alpha"]) == (0.1, 0.3, 0.2)

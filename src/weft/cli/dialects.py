@@ -7,8 +7,10 @@ refers to that package, which is imported when a dialect is needed. An installat
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from weft.errors import ConfigError
@@ -44,8 +46,16 @@ def find(name: str) -> Any:
 
 
 def list_commands() -> dict[str, str]:
-    """Return the commands of the installed dialects, with the help text of each."""
-    return {name: what for name, what in COMMANDS.items() if find(name) is not None}
+    """Return the commands of the installed dialects, with the help text of each.
+
+    The dialects are not imported, because `weft --help` asks for them.
+    """
+    installed = {}
+    for name, what in COMMANDS.items():
+        with suppress(ModuleNotFoundError):
+            if find_spec(DIALECTS[name][0]) is not None:
+                installed[name] = what
+    return installed
 
 
 def is_flag_available(flag: str) -> bool:
