@@ -85,6 +85,7 @@ def test_without_the_package_weft_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dialects, "find", lambda name: None)
+    monkeypatch.setattr(dialects, "find_spec", lambda name: None)
     assert main(["easylm", "llama_train"]) == 2
     assert "EasyLM's commands and files: this installation of weft lacks" in capsys.readouterr().err
     assert dialects.list_commands() == {}
