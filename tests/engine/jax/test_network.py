@@ -48,6 +48,7 @@ def compute(network: JaxNetwork, decoder: DecoderSettings, arrays: Any) -> Any:
     return outputs["logprobs"][: given.outputs]
 
 
+@pytest.mark.slow
 def test_a_policy_changes_what_is_recomputed_and_no_gradient(network: JaxNetwork) -> None:
     products = {}
     gradients = {}
