@@ -289,7 +289,7 @@ def print_reports(reports: Sequence[HostReport]) -> None:
 
 
 def install(pod: TpuPod, worker: str, source: str | None, extras: str = "") -> str:
-    """Install weft[jax] and jax[tpu] into an environment of its own on the hosts.
+    """Install weft[jax] and jax[tpu] into a separate environment on each host.
 
     `extras` names other extras of weft, such as "wandb,tensorboard". Without `source`, the sources
     of this weft are copied to the hosts. `source` is a requirement such as `git+https://...` or
@@ -478,7 +478,7 @@ class PodRun:
 
 
 def start(pod: TpuPod, run: PodRun) -> str:
-    """Start one command on all hosts, detached, each with a log of its own.
+    """Start a command in the background on all hosts, with one log per host.
 
     Nothing starts if a run is on any of the hosts. Returns a message for the user.
     """

@@ -147,7 +147,7 @@ class BucketFolder:
         )
 
     def list_files(self) -> dict[str, FileStamp]:
-        """Return the stamp of every file below the URL, by name; empty if there is none.
+        """Return the stamps of all files below the URL, by name; without files, an empty mapping.
 
         If the URL is a file, the result is `{"": stamp}`.
         """
@@ -166,7 +166,7 @@ class BucketFolder:
         return files
 
     def read_stamp(self, name: str) -> FileStamp:
-        """Return the stamp of one file. Raises `FileNotFoundError` if there is none.
+        """Return the stamp of a file. Raises `FileNotFoundError` if the file does not exist.
 
         It is the same as in `list_files`: some file systems describe a file otherwise if it is
         asked for alone.
@@ -177,7 +177,7 @@ class BucketFolder:
         return stamps[""]
 
     def read(self, name: str) -> bytes:
-        """Return the contents of a file. Raises `FileNotFoundError` if there is none."""
+        """Return the contents of a file. Raises `FileNotFoundError` if it does not exist."""
         contents: bytes = self._system.cat_file(self._get_path(name))
         return contents
 
@@ -192,7 +192,7 @@ class BucketFolder:
         self._system.pipe_file(self._get_path(name), contents)
 
     def create(self, name: str, contents: bytes) -> bool:
-        """Write a file if there is none of this name, in one operation of the store.
+        """Write a file unless its name is taken, in one operation of the store.
 
         Returns False, and changes nothing, if there is one.
         """

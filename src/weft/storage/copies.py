@@ -225,7 +225,7 @@ def _check_manifest(
 
 
 def copy_file(url: str, what: str = "", kind: type[UserError] = ConfigError) -> Path:
-    """Return a copy of one file. Raises `kind` if there is none or it cannot be read."""
+    """Return a local copy of a file. Raises `kind` if the file is missing or cannot be read."""
     what = what or url
     bucket = BucketFolder.open(url, what, kind)
     with explain_store_errors(what, kind):

@@ -1,4 +1,4 @@
-"""Backend `jax`: the networks of weft's own families on the JAX devices of one process.
+"""Backend `jax`: the networks of weft's own families on JAX devices, of one process or several.
 
 What the engine does not compute is refused by name when the role's options are checked
 (`docs/support.md` lists it).
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def jax_backend(
     spec: ModelSpec, layout: Layout, *, tokenizer: Tokenizer | None = None
 ) -> JaxEngine:
-    """Build an engine that runs the model directory `spec.path` on JAX devices of this process.
+    """Build an engine that runs the model directory `spec.path` on JAX devices.
 
     `tokenizer` is the role's; it is loaded if it is not given. Raises `UserError` for a model that
     cannot be read, and for options that only other backends have.

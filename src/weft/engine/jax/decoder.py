@@ -94,6 +94,11 @@ class DecoderSettings:
         return lax.with_sharding_constraint(table, NamedSharding(self.row_sharding.mesh, P()))
 
     @property
+    def matmul_precision(self) -> str | None:
+        """Precision of matrix products; by default a GPU or TPU rounds float32 to fewer bits."""
+        return None if self.dtype == jnp.bfloat16 else "highest"
+
+    @property
     def wide(self) -> Any:
         """dtype of log-probs, values, scores and norms' statistics."""
         return jnp.promote_types(self.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""Engine for the network of one role on JAX devices of this process.
+"""Engine for the network of one role on JAX devices, of this process or of several.
 
 It computes what `weft.engine.torch` computes. The network is a torch module on the outside, whose
 forward and backward passes are compiled functions of JAX: so the training step, the losses and the
@@ -124,9 +124,7 @@ class JaxNetwork(nn.Module):
         self._trained = sorted(stacks.trained)
 
         def compute(*inputs: Any, **static: Any) -> Any:
-            # otherwise a GPU or TPU rounds factors of float32 to fewer bits
-            precise = None if decoder.dtype == jnp.bfloat16 else "highest"
-            with jax.default_matmul_precision(precise):
+            with jax.default_matmul_precision(decoder.matmul_precision):
                 return compute_outputs(*inputs, decoder=decoder, **static)
 
         sizes = ("want", "num_scores", "top")
@@ -245,7 +243,10 @@ class _JaxPass(torch.autograd.Function):
 
 
 class _JaxCollectives(LocalCollectives):
-    """Communication of a role with one process, with the gradient norm of JAX's arrays."""
+    """Communication of a role whose processes all have the same batch, so nothing is exchanged.
+
+    The gradient norm is that of JAX's arrays.
+    """
 
     def __init__(self, optimizer: JaxOptimizer | None) -> None:
         self._optimizer = optimizer
@@ -376,7 +377,7 @@ class JaxEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return a list with only `own`, because the role has a single process."""
+        """Return a list with only `own`, because all processes of the role have the same value."""
         return [own]
 
     # -- parameters

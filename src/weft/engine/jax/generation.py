@@ -81,8 +81,7 @@ class CompiledDecoder:
 
         def compile(function: Callable[..., Any], **options: Any) -> Any:
             def compute(*inputs: Any, **static: Any) -> Any:
-                precise = None if decoder.dtype == jnp.bfloat16 else "highest"
-                with jax.default_matmul_precision(precise):
+                with jax.default_matmul_precision(decoder.matmul_precision):
                     return function(*inputs, decoder=decoder, **static)
 
             return jax.jit(compute, **options)
