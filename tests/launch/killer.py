@@ -40,14 +40,12 @@ def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
         if child == 0:
             try:
                 run(CASES[case](root, folder))
-            except (
-                ConfigError
-            ) as error:  # the kill before came after the run had written down that it was finished
-                os._exit(
-                    0
-                    if killed and "contains a finished run of this configuration" in str(error)
-                    else 1
-                )
+            except ConfigError as error:
+                # The kill before came after the run had written down that it was finished.
+                if killed and "contains a finished run of this configuration" in str(error):
+                    os._exit(0)
+                print(f"ConfigError: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)

@@ -371,8 +371,10 @@ def test_plans_leave_out_what_is_being_written() -> None:
         "metrics.jsonl": (9, 9),
         "cache/values.bin": (mirror.LARGE_BYTES, 1),
     }
+    local["config.yaml"] = (2, 2)
     plan = plan_uploads(local, {"old.txt": (1, 1)}, {"recover/step1": frozenset()}, whole=False)
-    assert plan.small == ["metrics.jsonl"]
+    assert plan.small == ["config.yaml", "metrics.jsonl"], "what makes a folder a run goes first"
+    del local["config.yaml"]
     assert plan.units == {
         "recover/step2": ["recover/step2/x"],
         "checkpoints/actor/step2": ["checkpoints/actor/step2/a"],
@@ -384,6 +386,30 @@ def test_plans_leave_out_what_is_being_written() -> None:
     local["checkpoints/actor/step2/a"] = (5, 6)
     assert list(plan_uploads(local, {}, known, whole=True).units) == ["checkpoints/actor/step2"]
     assert get_manifest("recover/step2") == "recover/step2.json"
+
+
+def test_the_status_is_not_newer_than_the_other_files(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends while its files are uploaded counts as finished after the next upload only."""
+    folder = store / "one"
+    run_mirror = RunMirror.open(URL, folder, print)
+    directory.write_text(folder / "status.json", "running")
+    list_files = mirror.list_local_files
+
+    def list_and_end_run(path: Path) -> dict[str, tuple[int, int]]:
+        files = list_files(path)
+        (folder / "samples.jsonl").write_text("the last line")
+        directory.write_text(folder / "status.json", "finished")
+        return files
+
+    monkeypatch.setattr(mirror, "list_local_files", list_and_end_run)
+    bucket = BucketFolder.open(URL)
+    for status in ("running", "finished"):
+        run_mirror._synchronize(whole=True)
+        assert bucket.read("status.json").decode() == status
+        assert (bucket.list_files().keys() >= {"samples.jsonl"}) == (status == "finished")
+    run_mirror.release()
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_uploaded_again() -> None:

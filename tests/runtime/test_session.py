@@ -29,6 +29,7 @@ from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
 from weft.graph.mfc import Call
 from weft.runtime import directory, node_runner
+from weft.runtime.checkpoints import CheckpointStore
 from weft.runtime.directory import RunDirectory
 from weft.topology import build_whole_slice
 
@@ -185,6 +186,23 @@ def test_checkpoints_are_pruned_but_milestones_stay(tmp_path):
         "step9",
         "step9.json",
     ]
+
+
+def test_a_run_that_ends_before_it_prunes_prunes_when_it_goes_on(tmp_path, monkeypatch):
+    toy = Toy(tmp_path, control={"save_freq_steps": 5, "save_total_limit": 1})
+
+    def fail(self):
+        raise RunError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "prune", fail)
+        for _ in range(2):  # in the middle, and after the last step
+            with pytest.raises(RunError, match="killed here"):
+                toy.run()
+    checkpoints = toy.path / "checkpoints" / "actor"
+    assert sorted(each.name for each in checkpoints.iterdir()) == ["step10", "step5"]
+    toy.run()
+    assert [each.name for each in checkpoints.iterdir()] == ["step10"]
 
 
 def test_an_error_names_node_role_and_ids(tmp_path):

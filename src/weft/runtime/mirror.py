@@ -3,10 +3,10 @@
 A run with `fileroot=gs://...` works in a local folder, its working copy. `RunMirror` takes the run's
 lock in the bucket, makes the working copy equal to the bucket, and then uploads what the run writes:
 
-1. small files (metrics, logs, report, configuration), if they have changed;
+1. small files (the configuration first, then metrics, logs, report), if they have changed;
 2. new checkpoints, each file by file and its manifest last;
 3. new recovery points, likewise; then the older ones that the run has removed leave the bucket;
-4. `status.json`.
+4. `status.json`, as it was before the other files were listed: it never claims more than they show.
 
 The bucket decides where a run goes on: what a killed process had not uploaded is done again. As an
 object store has no rename, a checkpoint or a recovery point counts only if its manifest is there,
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError, RunError
 from weft.runtime.bucket_lock import BucketLock
-from weft.runtime.directory import LOCK, REPLACED, STATUS, compute_checksums, remove
+from weft.runtime.directory import CONFIG, LOCK, REPLACED, STATUS, compute_checksums, remove
 from weft.storage.buckets import BucketFolder, FileStamp, explain_store_errors
 from weft.storage.copies import MANIFEST
 from weft.writing import TEMPORARY, write
@@ -130,7 +130,8 @@ def plan_uploads(
         if is_complete and has_changed:
             units[unit] = [name for name in names if name != get_manifest(unit)]
     return UploadPlan(
-        small,
+        # without its configuration, a folder is not a run that can be resumed
+        sorted(small, key=lambda name: name != CONFIG),
         units,
         [unit for unit in known_units if unit not in groups],
         [name for name in known if name not in local],
@@ -161,6 +162,7 @@ class RunMirror:
         self._note = note
         self._lock = BucketLock(bucket)
         self._known: dict[str, tuple[int, int]] = {}
+        self._known_status: bytes | None = None
         self._known_units: dict[str, UnitState] = {}
         self._remote: set[str] = set()  # names of the files in the bucket
         # complete recovery points of the bucket before the one that the run goes on from
@@ -266,8 +268,9 @@ class RunMirror:
         self._download_point(whole, listing)
         local = list_local_files(self._folder)
         for name, state in local.items():
-            if find_unit(name) is None:
+            if find_unit(name) is None and name != STATUS:
                 self._known[name] = state
+        self._known_status = self._read_status()
         for unit in whole:
             self._known_units[unit] = compute_state(unit, local)
 
@@ -354,14 +357,17 @@ class RunMirror:
 
     def _synchronize(self, *, whole: bool) -> None:
         """Bring the bucket to the state of the working copy."""
-        # Recovery points are listed first, so that the metrics below are at least as new.
+        # The status is read before the files are listed, and uploaded after them. They are listed
+        # before they are read, so that metrics are at least as new as recovery points.
+        status = self._read_status()
         local = list_local_files(self._folder)
+        local.pop(STATUS, None)
         plan = plan_uploads(local, self._known, self._known_units, whole=whole)
-        if plan.small or plan.units or plan.lost_units or plan.removed:
+        status_changed = status is not None and status != self._known_status
+        if status_changed or plan.small or plan.units or plan.lost_units or plan.removed:
             self._lock.check()
         for name in plan.small:
-            if name != STATUS:
-                self._upload_small(name, local[name])
+            self._upload_small(name, local[name])
         for unit, names in plan.units.items():
             self._upload_unit(unit, names, compute_state(unit, local))
         has_new_point = any(unit.startswith(f"{RECOVER}/") for unit in plan.units)
@@ -373,8 +379,13 @@ class RunMirror:
         self._remove_remote(plan.removed)
         for name in plan.removed:
             del self._known[name]
-        if STATUS in plan.small:
-            self._upload_small(STATUS, local[STATUS])
+        if status is not None and status_changed:
+            retry(lambda: self._bucket.write(STATUS, status))
+            self._known_status = status
+
+    def _read_status(self) -> bytes | None:
+        path = self._folder / STATUS
+        return path.read_bytes() if path.is_file() else None
 
     def _upload_small(self, name: str, state: tuple[int, int]) -> None:
         path = self._folder / name

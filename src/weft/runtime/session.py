@@ -313,9 +313,9 @@ class Session:
             self._finish_run()
 
     def _finish_run(self) -> None:
-        """Evaluate and save after the last step, unless this has been done already.
+        """Evaluate, save and prune after the last step, as far as this has not been done already.
 
-        The planned last step does both itself, but the run ends earlier if filters drop all
+        The planned last step does so itself, but the run ends earlier if filters drop all
         remaining ids.
         """
         assert self._observer is not None, "the session is open"
@@ -326,7 +326,8 @@ class Session:
             self._save(milestone=False)
             if self._control.recover_mode != "disabled":
                 self._write_point()
-            self._checkpoints.prune()
+        # Also after the planned last step: a process killed at that moment has pruned nothing.
+        self._checkpoints.prune()
 
     def _is_over(self) -> bool:
         position = self._master.position
