@@ -57,8 +57,12 @@ def pytest_runtest_setup() -> None:
         pytest.skip(TOO_LATE)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        cases = item.get_closest_marker("default_cases")
+        if cases is not None and not any(part in item.callspec.id for part in cases.args):
+            item.add_marker(pytest.mark.slow)
         if IS_OLD and any(sign in item.nodeid for sign in TWO_HALVES):
             item.add_marker(pytest.mark.skip(reason="zero-bubble schedules need torch 2.13"))
 

@@ -123,6 +123,7 @@ def test_tests_that_are_not_run_for_lack_of_time_are_told_with_their_files() -> 
     assert lines == ["NOT RUN FOR LACK OF TIME", "!!! 3 tests of: tests/a.py, tests/b.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ASKED in os.environ, reason="another environment is asked for")
 def test_a_hostile_shell_and_home_change_nothing(tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()

@@ -82,6 +82,21 @@ def parts(stat: Stat) -> tuple[Any, Any]:
     return stat.value, stat.weight if isinstance(stat, Sum) else 1.0
 
 
+@pytest.mark.default_cases(
+    "dpo-sigmoid-0.3-7",
+    "dpo-kto-0.3-7",
+    "dpo-ipo-0.3-7",
+    "dpo-orpo-0.3-7",
+    "gkd-0.5-0.2-7",
+    "grpo-0.2-k3-7",
+    "grpo-grpo-16-7",
+    "grpo-sequence-grpo-0.02-7",
+    "ppo_actor--7",
+    "ppo_critic--7",
+    "rw--7",
+    "sft-token-7",
+    "test-jit-0.5-7",
+)
 @pytest.mark.parametrize("seed", [7])
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
 def test_a_compiled_loss_equals_numpy_and_its_gradient_torchs(case: Case, seed: int) -> None:

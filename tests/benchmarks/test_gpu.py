@@ -110,6 +110,7 @@ def test_the_program_runs_with_little_installed(tmp_path: Path) -> None:
     assert "sft: times as fast as transformers' best" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
     in_sections = 'import sys\nif "--section" in sys.orig_argv:\n' + indent(
         BLOCK.format(absent=["transformers.models.llama.modeling_llama"]), "    "
@@ -187,6 +188,7 @@ def test_a_figure_that_is_no_number_is_wrong(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record.json").read_text())["wrong"] == made.wrong
 
 
+@pytest.mark.slow
 def test_a_section_beyond_its_time_is_ended(tmp_path: Path) -> None:
     done = run(["--only", "limits", "--limit", "1"], tmp_path, {**os.environ, "OUT": str(tmp_path)})
     assert done.returncode == 1 and "did not end within 1 s" in done.stdout + done.stderr

@@ -194,6 +194,7 @@ def test_counts_of_a_run(
     ]
 
 
+@pytest.mark.slow
 def test_lengths_without_a_chat_template(
     words: list[str], tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

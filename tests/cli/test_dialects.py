@@ -42,6 +42,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
 
 
+@pytest.mark.slow
 def test_every_other_module_is_imported_without_the_package(tmp_path: Path) -> None:
     others = [name for name in modules() if not name.startswith("weft.compat")]
     assert len(others) > 300
@@ -64,6 +65,7 @@ def test_the_table_names_modules_that_are_there() -> None:
         assert what and (path.is_file() or not (SRC / "weft" / "compat").exists())
 
 
+@pytest.mark.default_cases("words0", "words1", "words2", "words3", "words4")
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -58,6 +58,7 @@ def test_pairs_and_rankings_with_categories(
     assert main(["eval", "rm", scorer, str(ranks), "max_replies=2"]) == 0
 
 
+@pytest.mark.slow
 def test_real_pairs(scorer: str, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = next(iter(sorted((data_dir / "llamafactory_pref").glob("*.json*"))))
     assert main(["eval", "rm", scorer, str(file)]) == 0

@@ -146,6 +146,9 @@ def test_a_run_is_named_after_its_quickstart_and_sections() -> None:
     assert values("ours", words=("trial_name=t",))["trial_name"] == "t"
 
 
+@pytest.mark.default_cases(
+    "dpo-lora", "grpo-gsm8k-qwen3-0.6b", "ppo-tldr", "rw-ultrafeedback-qwen3", "sft-tulu3-llama3.2"
+)
 @pytest.mark.parametrize(
     "named", sorted(path.stem for path in find_shipped_file(f"weft:{READY}").glob("*.yaml"))
 )

@@ -71,10 +71,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         yield run
 
 
+@pytest.mark.slow
 def test_tensors_of_two_devices_do_not_go_together(program: Program) -> None:
     assert program("mixed") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", [pytest.param("plain", marks=pytest.mark.slow), "pages"])
 def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
     """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes
@@ -84,6 +86,7 @@ def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
     assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_tests_that_ask_for_a_device_pass(program: Program, flash: str) -> None:
     """What they say of the device's own kernels is seen on one alone."""
@@ -96,6 +99,7 @@ def test_what_leaves_the_device_comes_back_in_time(program: Program) -> None:
     assert program("offload")["flash"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", [pytest.param("plain", marks=pytest.mark.slow), "pages"])
 def test_algorithms_run(program: Program, flash: str) -> None:
     calls = program("algorithms", flash)

@@ -48,7 +48,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_tokenizing, "CHUNK", 7)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 

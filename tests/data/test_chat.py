@@ -138,6 +138,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.default_cases("llamafactory")
 @pytest.mark.parametrize(
     ("file", "exact", "calls"),
     [

@@ -25,7 +25,7 @@ Make = Callable[..., Tokenizer]
 Open = Callable[..., MapDataset]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 
@@ -282,6 +282,7 @@ def test_hh_rlhf(data_dir: Path, opened: Open, llama2: Tokenizer) -> None:
     assert odd == 5
 
 
+@pytest.mark.slow
 def test_open_assistant_trees(data_dir: Path, opened: Open, qwen: Tokenizer) -> None:
     path = data_dir / "oasst/en_100_tree.jsonl"
     ranked = opened("ranking", path, use=qwen, max_seqlen=4096)
@@ -318,6 +319,7 @@ def test_open_assistant_trees(data_dir: Path, opened: Open, qwen: Tokenizer) -> 
     )
 
 
+@pytest.mark.slow
 def test_other_real_files(data_dir: Path, opened: Open, qwen: Tokenizer) -> None:
     expected = [
         ("prompt_answer", "dolly_sample", 151),

@@ -256,7 +256,7 @@ def test_rows_of_one_tree_are_held_out_together() -> None:
 # -- from options to batches
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 

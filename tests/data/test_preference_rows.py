@@ -31,7 +31,7 @@ START = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 

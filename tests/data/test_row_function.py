@@ -41,6 +41,7 @@ def utility(folder: Path, workers: int | None = None) -> DatasetUtility:
     )
 
 
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_equals_the_shipped_type_of_the_rows_it_makes(tmp_path: Path, workers: int) -> None:
     path = write(tmp_path, f"riddles_{workers}")

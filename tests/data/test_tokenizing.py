@@ -51,7 +51,7 @@ def source(rows: Path, tmp_path: Path) -> RowSource:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 
@@ -94,6 +94,7 @@ def test_a_process_that_dies_is_no_hang(
         tokenize(PromptAnswerEncoder(), LengthLimits(), tokenizer, replace(source, num_workers=2))
 
 
+@pytest.mark.slow
 def test_a_template_that_no_row_is_to_blame_for_is_one_error(
     source: RowSource, rows: Path, with_template: Make
 ) -> None:

@@ -133,6 +133,19 @@ def spans(tokenizer: Tokenizer, talk: list[dict[str, Any]]) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
+@pytest.mark.default_cases(
+    "cohere2",
+    "deepseekv3",
+    "gemma3",
+    "gptoss",
+    "llama3_1",
+    "nemotron_3_ultra",
+    "phi3",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_8",
+    "lfm2_v2",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_with_a_published_template(
     published: Callable[[str], Tokenizer], name: str

@@ -114,6 +114,7 @@ def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert not device.describe_numerics(torch.device("cpu"))["deterministic"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone"
 )

@@ -97,6 +97,16 @@ def compare(reference: Callable[[Case], Reference], tmp_path: Path) -> Compare:
     return run
 
 
+@pytest.mark.default_cases(
+    "llama-c2",
+    "llama-d2",
+    "llama-p2",
+    "llama-t2",
+    "lora-t2",
+    "lora-p2",
+    "mixtral-d2f1",
+    "mixtral-t2",
+)
 @pytest.mark.parametrize("layout", TWO)
 @pytest.mark.parametrize("name", ["llama", "lora", "mixtral"])
 def test_two_processes_are_as_one(name: str, layout: str, ranks: Ranks, compare: Compare) -> None:
@@ -182,6 +192,7 @@ def test_experts_of_four_processes(
     compare(EXPERTS[name], layout, four_ranks)
 
 
+@pytest.mark.default_cases("d2p2e2")
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])
 def test_combinations_of_four_processes(layout: str, four_ranks: Ranks, compare: Compare) -> None:
     compare(CASES["balanced"], layout, four_ranks)
@@ -278,6 +289,7 @@ def spawned_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -436,6 +448,7 @@ def test_stages_of_tensor_ranks(
     compare(case, "d1t2p2", four_ranks)
 
 
+@pytest.mark.default_cases("c2-d1", "d2-t2", "t2-p2")
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [("d2", "t2"), ("t2", "p2"), ("p2", "c2"), ("c2", "d1"), ("d1", "d2"), ("d2f1", "d2")],
@@ -475,6 +488,7 @@ def go_on(case: Case, saved: str, resumed: str, ranks: Ranks, tmp_path: Path) ->
         assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
 
 
+@pytest.mark.default_cases("interleaved_1f1b-d2-p2")
 @pytest.mark.parametrize(("saved", "resumed"), [("p2", "t2"), ("d2", "p2")])
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_1f1b"])
 def test_several_stages_save_and_take_up_points(
@@ -526,6 +540,7 @@ def test_a_broken_loss_of_one_rank_stops_every_rank(ranks: Ranks, tmp_path: Path
     assert len(set(ranks.run(layouts.broken, path, "d2"))) == 1
 
 
+@pytest.mark.default_cases("c2-full", "d2-lora", "p2-full", "t2-lora")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "c2"])
 def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_path: Path) -> None:
@@ -558,6 +573,7 @@ def half_of_some(path: Path, layout: str, case: Case) -> list[float] | None:
     )
 
 
+@pytest.mark.default_cases("d2p2e2")
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])
 def test_bfloat16_on_four_processes(layout: str, four_ranks: Ranks, tmp_path: Path) -> None:
     case = Case("mixtral", lora=layout == "d4f4e2", options={"dtype": "bfloat16"})

@@ -420,6 +420,7 @@ def kl_of(words: tuple[str, ...]) -> str:
     return "kl" if REVERSE in words else "kl_exact"
 
 
+@pytest.mark.default_cases("offline-reverse", "mixed-forward")
 @pytest.mark.parametrize(
     ("words", "share"),
     [

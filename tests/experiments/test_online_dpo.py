@@ -295,6 +295,7 @@ def trained(material: Path, folder: Path, *words: str) -> RunResult:
     return run(config(material, f"fileroot={folder}", "max_new_tokens=6", *words))
 
 
+@pytest.mark.slow
 def test_it_learns_from_a_reward(material: Path, tmp_path: Path) -> None:
     words = (
         "dataset.train_bs_n_seqs=12",

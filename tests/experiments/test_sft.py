@@ -48,6 +48,7 @@ def config_of(data_dir: Path, tmp_path: Path) -> SFTConfig:
     return made
 
 
+@pytest.mark.slow
 def test_the_options_together(data_dir: Path, tmp_path: Path) -> None:
     config = config_of(data_dir, tmp_path)
     done = run(config)

@@ -239,6 +239,7 @@ def test_completions_that_do_not(reference: str, completion: str) -> None:
     assert spent() - begin < 5
 
 
+@pytest.mark.slow
 def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
     """The same pairs, each as its `parse` and `verify` read them."""
     targets = (
@@ -418,6 +419,7 @@ def test_large_powers_are_decided_without_algebra(monkeypatch: pytest.MonkeyPatc
     assert is_correct(completions[3], "(3+x)^{999}")
 
 
+@pytest.mark.slow
 def test_slow_answers_take_little_time_together() -> None:
     """Each would take minutes; and a right answer that needs algebra is still right among them."""
     completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [
@@ -451,6 +453,7 @@ def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_seconds[-1] == pytest.approx(REFILL)
 
 
+@pytest.mark.slow
 def test_the_library_is_ended_in_whatever_loop_it_is() -> None:
     engine = AlgebraProcess()
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
@@ -502,17 +505,19 @@ def test_files_of_the_working_folder_are_not_imported(
         r"\boxed{" + "5" * 5000 + "}",
         r"\boxed{1e99999999}",
         r"\boxed{" + "1+" * 400 + "5}",
-        r"\boxed{" + r"\sin(" * 40 + "1" + ")" * 40 + "}",
+        pytest.param(r"\boxed{" + r"\sin(" * 40 + "1" + ")" * 40 + "}", marks=pytest.mark.slow),
         "word " * 20_000,
         r"\boxed{" + "2^{9999}+" * 100 + "1}",
         r"\boxed{" + r"\sqrt{2}+" * 100 + "1}",
         "$x^2$ " * 10_000,
         "1/" * 10_000,
-        r"\boxed{" + ",".join(f"x+{n}" for n in range(200)) + "}",
+        pytest.param(
+            r"\boxed{" + ",".join(f"x+{n}" for n in range(200)) + "}", marks=pytest.mark.slow
+        ),
         r"\boxed{((2^{999})^{999})^{999}}",
         r"\boxed{" + "|" * 500,
         r"\boxed{" + r"(2^{790}+x)^{x}+" * 60 + "x}",
-        r"\boxed{e^{e^{e^{e^{e}}}}}",
+        pytest.param(r"\boxed{e^{e^{e^{e^{e}}}}}", marks=pytest.mark.slow),
         r"\boxed{\binom{999999}{499999}}",
     ],
 )

@@ -456,6 +456,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
+@pytest.mark.slow
 def test_the_deadline_holds_while_a_worker_starts_again(
     make: Make, tmp_path: Path, waited: list[float]
 ) -> None:
@@ -492,6 +493,7 @@ def test_what_goes_wrong_in_a_head_start_is_told_with_the_batch(make: Make, name
         function(whole, context())
 
 
+@pytest.mark.slow
 def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
     function, told = make("hangs", timeout_s=2.0, on_timeout=-5.0, num_workers=2), context()
     whole = batch([["a"], ["x"]])
@@ -569,6 +571,7 @@ def test_a_hung_call_stops_the_run(make: Make, waited: list[float]) -> None:
     assert waited and max(waited) <= 2.0
 
 
+@pytest.mark.slow
 def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:
     function = make("hangs", "ones", timeout_s=3.0, on_timeout=-5.0, num_workers=2, chunk_size=1)
     told = context()

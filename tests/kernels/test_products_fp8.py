@@ -74,6 +74,7 @@ def test_a_product_and_its_gradients_are_near_the_wide_ones(recipe: str) -> None
         assert 1e-3 < off(by_weight, by.T @ x) < backward
 
 
+@pytest.mark.slow
 def test_compiled_blocks_multiply_by_them_and_others_do_not() -> None:
     fp8 = emulated()
     plain, narrow = (tiny(**SIZES) for _ in range(2))

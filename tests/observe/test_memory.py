@@ -56,6 +56,7 @@ def printed(code: str, *words: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 @glibc
 def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
     """Allocate and free tensors of 309 MB five times; the last three times need no new memory.

@@ -169,6 +169,9 @@ def check(case: Case, ranks: Ranks) -> None:
             same(one, other, far and far.outputs[number], "outputs of")
 
 
+@pytest.mark.default_cases(
+    "by length", "gpt2", "llama", "mixtral", "recomputed", "scores", "values"
+)
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     check(CASES[name], ranks)

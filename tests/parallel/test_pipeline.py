@@ -297,6 +297,9 @@ MORE = [
 ]
 
 
+@pytest.mark.default_cases(
+    "gpt2-zbv-m1", "llama-1f1b-m5-tied", "llama-interleaved", "mixtral-zero_bubble"
+)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_two_ranks_are_one_network(case: Case, ranks: Ranks) -> None:
     check(case, ranks, 2)
@@ -356,6 +359,7 @@ def late(folder: str) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_named(ranks: Ranks, tmp_path: Path) -> None:
     said, _ = ranks.run(late, str(tmp_path))
     assert said.startswith(

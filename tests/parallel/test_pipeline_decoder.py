@@ -151,6 +151,9 @@ def named(case: Case) -> str:
     return "-".join(filter(None, [case.family, kind, "limit" * case.limit, turns, small]))
 
 
+@pytest.mark.default_cases(
+    "llama-2 turns", "llama-interleaved", "llama-zbv", "mixtral", "gpt2-limit"
+)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_two_ranks_generate_as_one(case: Case, ranks: Ranks) -> None:
     check(case, ranks)
@@ -231,6 +234,7 @@ def late(folder: str) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_named(ranks: Ranks, tmp_path: Path) -> None:
     said, _ = ranks.run(late, str(tmp_path))
     assert said.startswith(

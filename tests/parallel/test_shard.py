@@ -142,6 +142,14 @@ def alone(case: Case) -> dict[str, torch.Tensor]:
     return gradients_of(network)
 
 
+@pytest.mark.default_cases(
+    "interleaved_1f1b-False--False-False",
+    "interleaved_1f1b-False-unmoved-True-True",
+    "zbv-False-unmoved by one-False-True",
+    "zbv-False--True-True",
+    "zbv-True-unmoved by one-True-True",
+    "zbv-True--True-False",
+)
 @pytest.mark.parametrize("sums_once", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("form", ["", "unmoved", "unmoved by one"])

@@ -207,6 +207,14 @@ def named(case: Case) -> str:
     return f"{case.family}-{case.form}-{'kernels' if case.kernels else 'torch'}"
 
 
+@pytest.mark.default_cases(
+    "gemma2-packed-torch",
+    "gpt2-prefixes-torch",
+    "llama-lora-kernels",
+    "llama-recomputed-torch",
+    "mixtral-packed-kernels",
+    "mixtral-lora-torch",
+)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_sharded_by_block(case: Case, ranks: Ranks) -> None:
     expected, far = alone(case)
@@ -216,6 +224,16 @@ def test_sharded_by_block(case: Case, ranks: Ranks) -> None:
         same(found.parameters, expected.parameters, far and far.parameters, "after three steps")
 
 
+@pytest.mark.default_cases(
+    "gemma2-packed-torch",
+    "gpt2-prefixes-torch",
+    "gpt2-packed-kernels",
+    "llama-lora-kernels",
+    "llama-packed-torch",
+    "llama-recomputed-torch",
+    "mixtral-packed-kernels",
+    "mixtral-lora-torch",
+)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_part_of_every_layer(case: Case, ranks: Ranks) -> None:
     check_parts(case, ranks, 2)

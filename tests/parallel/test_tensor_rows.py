@@ -130,6 +130,7 @@ def check(case: Case, ranks: Ranks, size: int, *, shares_rows: bool = True) -> N
             same(getattr(found, kind), parts)
 
 
+@pytest.mark.default_cases("gpt2", "llama", "mixtral", "recomputed", "scores", "values")
 @pytest.mark.parametrize("name", list(OWN))
 def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     check(OWN[name], ranks, 2, shares_rows=name != "no rows shared")

@@ -359,6 +359,7 @@ def test_nothing_is_said_where_nothing_is_wrong(ranks: Ranks) -> None:
     assert ranks.run(told, same, APART) == [""] * 4
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("shelves", [True, False])
 def test_damaged_data(shelves: bool, ranks: Ranks) -> None:
     said = ranks.run(told, damage, replace(APART, shelves=shelves))
@@ -375,6 +376,7 @@ def test_sources_of_two_versions(ranks: Ranks) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_meanwhile(ranks: Ranks) -> None:
     said = ranks.run(told, training, APART)
     assert any("from rank 0" in each and "of version 8, expected 7" in each for each in said[2:]), (
@@ -396,6 +398,7 @@ def test_sources_of_two_dtypes(ranks: Ranks) -> None:
     assert all(text in each for each in said), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late(ranks: Ranks) -> None:
     said = ranks.run(told, absent, APART)
     assert all(

@@ -124,6 +124,7 @@ def test_every_pair_of_layouts_on_the_same_ranks() -> None:
     assert go_through(TINY, 8, [("lean", False)], lambda a: [0]) == len(pairs(TINY, 8)) >= 900
 
 
+@pytest.mark.default_cases("adapters", "experts")
 @pytest.mark.parametrize(("form", "tied"), KINDS)
 def test_every_pair_of_four_ranks_in_all_forms(form: str, tied: bool) -> None:
     """Plain ones on the same ranks, on overlapping ones, and apart."""

@@ -75,6 +75,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.default_cases("plain")
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_a_kill_at_any_moment_changes_nothing(tmp_path, monkeypatch, variant):
     goes_on_from_every_picture(tmp_path, monkeypatch, variant, pictures=5)

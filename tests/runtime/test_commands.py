@@ -198,6 +198,7 @@ def check(case: Case, layout: str, ranks: Ranks, folder: Path, after: list[int])
     assert len({len(tokens) for tokens, _ in found.values()}) > 2, "they end at different steps"
 
 
+@pytest.mark.default_cases("d2f1", "p2")
 @pytest.mark.parametrize("layout", ["t2", "p2", "c2", "d2f1", "d2"])
 def test_new_weights_in_the_middle_on_two_devices(
     layout: str, ranks: Ranks, tmp_path: Path

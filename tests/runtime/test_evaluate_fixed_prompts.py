@@ -58,6 +58,7 @@ def test_answers_come_at_the_start_at_every_evaluation_and_at_the_end(root: Path
     assert first != last, "at this rate the model has changed"
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_them(root: Path) -> None:
     with_prompts, without = (
         run(small(root, "with")),

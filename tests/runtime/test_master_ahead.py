@@ -98,6 +98,7 @@ class Halt(Exception):
     pass
 
 
+@pytest.mark.default_cases("2-0.0", "4-0.3")
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path, monkeypatch, drop, at):

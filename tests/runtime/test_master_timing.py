@@ -207,6 +207,7 @@ def run(root: Path, rounds: int, slow: float, seed: int) -> tuple[Any, ...]:
 from weft.runtime.device_group import DeviceGroup as REAL  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_nothing_that_a_run_makes_depends_on_what_finishes_first(tmp_path, rounds):
     expected = run(tmp_path / "at once", rounds, 0.0, 0)

@@ -66,6 +66,7 @@ def two(root) -> Path:
     return run(made).directory
 
 
+@pytest.mark.slow
 def test_generation_and_training_on_their_own_layouts_give_the_numbers_of_one_process(one, two):
     assert_equal(two, one)
 

@@ -63,6 +63,7 @@ def three(root) -> Path:
     return run(made).directory
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_one_process(one, three):
     assert timeless(three) == timeless(one)
     assert (three / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()

@@ -134,6 +134,7 @@ def test_sampling_runs_ahead_as_far_as_its_weights_may_be_old(tmp_path, monkeypa
     assert stage.versions("gen") == wanted_versions(staleness)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_no_number_depends_on_time_nor_on_devices(tmp_path, monkeypatch, drop):
     here = Toy(tmp_path / "here", staleness=3, drop=drop, num_ids=40)

@@ -444,6 +444,7 @@ def test_malformed_and_oversized_bodies(client: httpx.Client, path: str) -> None
     assert chat(client)["choices"]
 
 
+@pytest.mark.slow
 def test_a_body_that_never_comes_and_a_client_that_says_nothing(
     server: Server, client: httpx.Client
 ) -> None:

@@ -60,6 +60,21 @@ def get_manifest(unit: str) -> str:
     return f"{unit}.json" if unit.startswith(f"{RECOVER}/") else f"{unit}/{MANIFEST}"
 
 
+def read_manifest(
+    bucket: BucketFolder, unit: str, listing: Mapping[str, FileStamp]
+) -> bytes | None:
+    """Return the manifest of a unit in a bucket, or None if the unit is not complete."""
+    name = get_manifest(unit)
+    if name not in listing:
+        return None
+    contents = bucket.read(name)
+    try:
+        files = json.loads(contents)["files"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return contents if all(f"{unit}/{file}" in listing for file in files) else None
+
+
 def is_mirrored(name: str) -> bool:
     """Return whether a file of a working copy belongs into the bucket.
 
@@ -249,7 +264,7 @@ class RunMirror:
         whole = {
             unit: manifest
             for unit in {find_unit(name) for name in listing} - {None}
-            if unit is not None and (manifest := self._read_manifest(unit, listing)) is not None
+            if unit is not None and (manifest := read_manifest(self._bucket, unit, listing)) is not None
         }
         incomplete = [
             name for name in listing if (unit := find_unit(name)) is not None and unit not in whole
@@ -273,18 +288,6 @@ class RunMirror:
         self._known_status = self._read_status()
         for unit in whole:
             self._known_units[unit] = compute_state(unit, local)
-
-    def _read_manifest(self, unit: str, listing: Mapping[str, FileStamp]) -> bytes | None:
-        """Return the manifest of a unit in the bucket, or None if the unit is not complete."""
-        name = get_manifest(unit)
-        if name not in listing:
-            return None
-        contents = self._bucket.read(name)
-        try:
-            files = json.loads(contents)["files"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return contents if all(f"{unit}/{file}" in listing for file in files) else None
 
     def _place_checkpoint(self, unit: str, manifest: bytes) -> None:
         """Let the manifest stand for a checkpoint that this machine has not got or got otherwise."""

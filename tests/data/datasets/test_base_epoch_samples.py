@@ -71,7 +71,7 @@ def text(sample: SequenceSample, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(sample.data["prompt"].tolist() + sample.data["completion"].tolist())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(with_template: Make) -> Tokenizer:
     return with_template(templates.CHATML)
 

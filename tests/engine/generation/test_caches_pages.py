@@ -176,6 +176,7 @@ def ragged(count: int = 24) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[PageCaches]]) -> None:
     """A ragged run, three times: each step is replayed, the first too, and later calls capture
     nothing that is there. What was captured goes once weights lie elsewhere or other adapters are

@@ -86,6 +86,7 @@ def test_tells_the_golden_story(stories: Model) -> None:
     )
 
 
+@pytest.mark.default_cases("limits1-weft's", "limits0-torch's")
 @pytest.mark.parametrize("kernels", ["weft's", "torch's"])
 @pytest.mark.parametrize(
     "limits", [{}, {"temperature": 0.7}, {"top_p": 0.9, "record_support": True}]

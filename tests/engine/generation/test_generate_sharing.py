@@ -59,6 +59,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.default_cases("grouped")
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("config", [LLAMA, WIDE], ids=["grouped", "all heads"])
 def test_completions_are_those_of_prompts_computed_apart(

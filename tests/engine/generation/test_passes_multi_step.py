@@ -87,6 +87,7 @@ def test_completions_are_the_same_to_the_bit(
     assert_logprobs(network, found, [requests()[4]], spec)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=4, max_size=30), st.booleans())
 def test_the_same_whatever_comes_in_between(seed: int, choices: list[int], cramped: bool) -> None:

@@ -94,6 +94,7 @@ def test_splash_attention_is_that_of_xla(options: dict[str, Any]) -> None:
     assert_equal("splash", PACKED, **options)
 
 
+@pytest.mark.slow
 def test_splash_attention_sees_segments() -> None:
     mixed = attend("splash", PACKED)[0]
     other = attend("splash", [[232], [256]])[0]

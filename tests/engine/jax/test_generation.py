@@ -134,6 +134,7 @@ def test_a_cache_keeps_to_its_limit(tmp_path: Path) -> None:
     assert compiled.choose_sizes(2, 600, 10_000) == (8, 768), "what is compiled is used"
 
 
+@pytest.mark.slow
 def test_the_mesh_of_two_by_two_by_two_samples_the_same(tmp_path: Path) -> None:
     assert_mesh_samples_the_same("2,2,2", tmp_path)
 
@@ -160,6 +161,7 @@ def test_adapters_sample(tmp_path: Path) -> None:
     assert_equal_events(sample(other, PLAIN, asked), sample(one, PLAIN, asked))
 
 
+@pytest.mark.slow
 def test_a_full_cache_moves_sequences_out_and_in_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_full_cache_moves_sequences_out_and_in_again(
         sample(other, PLAIN, [Request("long", 0, [9] * 80)])
 
 
+@pytest.mark.slow
 def test_new_weights_and_a_stop_go_on_where_they_were(tmp_path: Path) -> None:
     """Completions are stopped in the middle, taken up again, and get new weights once."""
     one, other = both(layouts.write_model(Case(), tmp_path / "hf"))
@@ -226,6 +229,7 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path: Path) -> None:
     assert engine._network.compiled.num_compiled == compiled
 
 
+@pytest.mark.slow
 def test_lengths_that_change_the_rotation_of_cached_keys_are_refused(tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     scaling = {"type": "dynamic", "factor": 2.0}

@@ -70,6 +70,7 @@ def test_a_policy_changes_what_is_recomputed_and_no_gradient(network: JaxNetwork
     assert products["nothing_saveable"] >= products["checkpoint_dots_with_no_batch_dims"] + 6
 
 
+@pytest.mark.slow
 def test_cudnn_gets_rows_of_one_sequence_and_the_results_are_the_same(network: JaxNetwork) -> None:
     xla, cudnn = (replace(network.decoder, attention=each) for each in ("xla", "cudnn"))
     assert pack_some(xla).rows.segments.max(axis=1).tolist() != [1, 2, 3, 4]

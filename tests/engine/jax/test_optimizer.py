@@ -12,6 +12,7 @@ from weft.engine.jax.engine import allow_dtype
 from weft.engine.jax.optimizer import scale_by_palm
 
 
+@pytest.mark.slow
 def test_palm_is_optaxs_adafactor_without_factors_and_measures_each_block() -> None:
     allow_dtype("float64")
     random = np.random.default_rng(0)

@@ -39,6 +39,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.default_cases("recomputed", "whole")
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_it_trains_scores_and_generates_the_same(
     path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
@@ -90,6 +91,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.default_cases("recompute_every")
 @pytest.mark.parametrize(
     ("layout", "options", "backend"),
     [

@@ -80,6 +80,7 @@ def sampled(engine: TorchEngine) -> list[int]:
     return tokens
 
 
+@pytest.mark.default_cases("lora", "states", "tied")
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_a_role_that_leaves_after_each_call_computes_the_same_bits(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
@@ -368,6 +369,7 @@ def on_device_locally(made: TorchEngine) -> int:
     return found
 
 
+@pytest.mark.default_cases("sharded", "replicated", "stages")
 @pytest.mark.parametrize(
     ("layout", "home", "options"),
     [

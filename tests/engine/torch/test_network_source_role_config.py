@@ -153,6 +153,7 @@ def test_peft_loads_adapters_with_added_tokens(tmp_path: Path) -> None:
             torch.testing.assert_close(one, wanted, **EXACT)
 
 
+@pytest.mark.default_cases("False-d2", "True-t2")
 @pytest.mark.parametrize("layout", ["t2", "d2"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_grown_vocabulary_over_ranks(
@@ -166,6 +167,7 @@ def test_a_grown_vocabulary_over_ranks(
     layouts.check(ranks.run(layouts.run, path, layout, case, many), alone, many, tmp_path / "alone")
 
 
+@pytest.mark.default_cases("frozen-t2")
 @pytest.mark.parametrize("layout", ["d2", "t2"])
 @pytest.mark.parametrize(
     "options", [{"tokenizer": ADDED}, {"freeze_layers": 1}], ids=["added", "frozen"]

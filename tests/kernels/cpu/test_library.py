@@ -198,6 +198,7 @@ def test_the_users_own_compiler_comes_first_and_need_not_serve(
     assert native.load_library() is not None
 
 
+@pytest.mark.slow
 def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FOLDER", SOURCES)
     kernels = native.load_library()

@@ -108,6 +108,7 @@ def test_products_do_not_depend_on_the_threads() -> None:
     assert_within(made[4], exact, kernel_product_bound(many, right.T))
 
 
+@pytest.mark.default_cases("vectors-33")
 @pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("size", [33, 290])
 def test_products_of_a_result_that_no_cache_holds(size: int) -> None:

@@ -84,6 +84,7 @@ def alike(plain: Transformer, other: Transformer, x: Packed) -> None:
         assert_close(other(x, WANT)["logprobs"], plain(x, WANT)["logprobs"], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.default_cases("gpt2", "llama", "mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_the_same_compiled(family: str) -> None:
     plain, other, counting = pair(tiny, family)
@@ -98,6 +99,7 @@ def test_recomputed_blocks_and_shared_prefixes(every: int) -> None:
     alike(plain, other, pack(sequences([33, 17, 5])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_adapters_on_and_off(dropout: float) -> None:
     # The draws of dropout take long to trace, so that it has three adapters alone: before attention
@@ -137,6 +139,7 @@ def test_packs_of_all_lengths_share_what_is_compiled() -> None:
     assert counting.count == 10, "one token is a case of its own, and so is no row that is wanted"
 
 
+@pytest.mark.slow
 def test_dropout_compiles_no_layer_by_itself() -> None:
     plain, other, counting = pair(tiny, "gpt2", n_layer=5)
     for network in (plain, other):

@@ -123,6 +123,7 @@ def test_residual_dropout_is_in_force_in_training_alone(tmp_path: Path) -> None:
 LIMA = {"residual_dropout": 0.3, "residual_dropout_lima": True}
 
 
+@pytest.mark.default_cases("d2-options3", "p2-options1", "t2-options4")
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
