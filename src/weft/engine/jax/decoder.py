@@ -30,8 +30,8 @@ class TokenRows(NamedTuple):
     tokens: Any
     positions: Any
     segments: Any
-    cos: Any
-    sin: Any
+    cos: Any = None
+    sin: Any = None
 
 
 class HeadInputs(NamedTuple):
