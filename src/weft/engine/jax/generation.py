@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -164,9 +164,12 @@ class JaxSlotCache:
     def _create(self, slots: int, capacity: int) -> Cache:
         decoder = self._compiled.decoder
         config = decoder.config
-        sharding = _choose_sharding(decoder)
+        parameters = self._compiled.read_arrays()
+        # Where the compiled functions put it, so that none is compiled for another place.
+        mesh = cast(NamedSharding, next(iter(parameters.values())).sharding).mesh
+        sharding = _choose_sharding(decoder) or NamedSharding(mesh, P())
         arrays = []
-        for layers, _ in group_stacks(self._compiled.read_arrays()):
+        for layers, _ in group_stacks(parameters):
             shape = (len(layers), slots, config.num_kv_heads, capacity, config.head_dim)
             pair = []
             for _ in range(2):
