@@ -7,7 +7,7 @@ train the same ones, so frozen layers have stacks of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -26,6 +26,7 @@ from weft.checkpoints.weight_files import TensorLayout
 from weft.engine.jax.mesh import choose_sharding, fetch, put_on_mesh
 from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
+from weft.topology import Slice
 
 STOP = -1
 LARGE_BYTES = 1 << 28  # stacks above this are read and written layer by layer
@@ -115,14 +116,17 @@ class ParameterStacks:
     """Arrays in which a network's parameters are stored.
 
     `parameters` maps canonical names to the parameters of a torch network, whose values are not
-    used. `places` maps the names to their places, and `trained` has the arrays that are trained.
+    used. `places` maps the names to their places, `shapes` to their shapes, and `trained` has the
+    arrays that are trained.
     """
 
     def __init__(self, parameters: Mapping[str, StoredParameter]) -> None:
         self.places: dict[str, StackPlace] = {}
         self.trained: set[str] = set()
         blocks: dict[int, dict[str, str]] = {}  # name within the block -> canonical name, by layer
-        for name in parameters:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in parameters.items():
+            self.shapes[name] = tuple(parameter.data.shape)
             if name.startswith("blocks."):
                 _, layer, own = name.split(".", 2)
                 blocks.setdefault(int(layer), {})[own] = name
@@ -151,34 +155,62 @@ class ParameterStacks:
         return groups
 
     def build_arrays(
-        self, read: Callable[[str], Tensor], choose_dtype: Callable[[str], Any], mesh: Mesh
+        self,
+        read: Callable[[str, Slice | None], Tensor],
+        choose_dtype: Callable[[str], Any],
+        mesh: Mesh,
     ) -> dict[str, Array]:
         """Return all arrays on a mesh, with the values that `read` returns by canonical name.
 
         `choose_dtype` maps the name of an array to its dtype. One parameter is in host memory at a
-        time, or one stack if it is small.
+        time, or one stack if it is small. If several hosts have the devices, each reads its own
+        slices, those of a stack together.
         """
         arrays = {}
         for array, names in self.group_names().items():
             dtype = choose_dtype(array)
-            first = to_numpy(read(names[0])).astype(dtype)
+            if jax.process_count() > 1:
+                arrays[array] = self._build_from_slices(array, names, read, dtype, mesh)
+                continue
+            first = to_numpy(read(names[0], None)).astype(dtype)
             if self.places[names[0]].index is None:
                 arrays[array] = put_on_mesh(first, choose_sharding(mesh, array, first.shape))
                 continue
             shape = (len(names), *first.shape)
             sharding = choose_sharding(mesh, array, shape)
             if first.nbytes * len(names) <= LARGE_BYTES:
-                rest = [to_numpy(read(name)).astype(dtype) for name in names[1:]]
+                rest = [to_numpy(read(name, None)).astype(dtype) for name in names[1:]]
                 arrays[array] = put_on_mesh(np.stack([first, *rest]), sharding)
                 continue
             stack = _build_zeros(shape, jnp.dtype(dtype), sharding)()
             stack = set_layer(stack, 0, first)
             for index, name in enumerate(names[1:], 1):
-                stack = set_layer(stack, index, to_numpy(read(name)).astype(dtype))
+                stack = set_layer(stack, index, to_numpy(read(name, None)).astype(dtype))
             arrays[array] = stack
         for name in self.places:
             self.select(arrays, name).select()  # compiles now, so that a save during a run does not
         return arrays
+
+    def _build_from_slices(
+        self,
+        array: str,
+        names: Sequence[str],
+        read: Callable[[str, Slice | None], Tensor],
+        dtype: Any,
+        mesh: Mesh,
+    ) -> Array:
+        is_stack = self.places[names[0]].index is not None
+        shape = self.shapes[names[0]]
+        whole = (len(names), *shape) if is_stack else shape
+
+        def read_part(where: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+            own = where[1:] if is_stack else where
+            ends = [part.indices(size) for part, size in zip(own, shape, strict=True)]
+            slices = tuple(slice(start, stop) for start, stop, _ in ends)
+            parts = [to_numpy(read(name, slices)).astype(dtype) for name in names]
+            return np.stack(parts) if is_stack else parts[0]
+
+        return jax.make_array_from_callback(whole, choose_sharding(mesh, array, whole), read_part)
 
     def read(
         self, arrays: Mapping[str, Array], names: Iterable[str]
