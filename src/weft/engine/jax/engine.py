@@ -124,8 +124,9 @@ class JaxNetwork(nn.Module):
         self.vocab_size = decoder.config.vocab_size
         self._padding = padding
         self._longest = longest
-        # Shapes of passes, by their outputs and whether they have gradients.
-        self._shapes: dict[tuple[frozenset[Output], bool], BlockShapes] = {}
+        # Shapes of passes: by their outputs, with or without limits of sampling, and by whether they
+        # have gradients.
+        self._shapes: dict[tuple[tuple[frozenset[Output], bool], bool], BlockShapes] = {}
         self._trained = sorted(stacks.trained)
 
         def compute(*inputs: Any, **static: Any) -> Any:
@@ -177,10 +178,12 @@ class JaxNetwork(nn.Module):
         top = x.ids if isinstance(x.ids, TopIds) else None
         has_gradients = bool(self._trained) and torch.is_grad_enabled()
         # An evaluation takes the passes of training, so that it compiles nothing.
-        trains = has_gradients or (want, True) in self._shapes
-        if (want, trains) not in self._shapes:
-            self._shapes[want, trains] = BlockShapes(self._longest, self.decoder)
-        shapes = self._shapes[want, trains]
+        kind = want, support is not None
+        was_trained = (kind, True) in self._shapes and (kind, False) not in self._shapes
+        trains = has_gradients or was_trained
+        if (kind, trains) not in self._shapes:
+            self._shapes[kind, trains] = BlockShapes(self._longest, self.decoder)
+        shapes = self._shapes[kind, trains]
         blocks = []
         for block in pack_blocks(x, self.decoder, self._padding, shapes, support):
             rows = put_on_mesh(block.rows, self.decoder.row_sharding)

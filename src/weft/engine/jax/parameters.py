@@ -203,7 +203,7 @@ class ParameterStacks:
         shape = self.shapes[names[0]]
         whole = (len(names), *shape) if is_stack else shape
 
-        def read_part(where: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        def read_part(where: Any) -> np.ndarray[Any, Any]:
             own = where[1:] if is_stack else where
             ends = [part.indices(size) for part, size in zip(own, shape, strict=True)]
             slices = tuple(slice(start, stop) for start, stop, _ in ends)
