@@ -42,8 +42,8 @@ def test_sequences_are_put_into_rows_with_room() -> None:
 
 def test_a_batch_of_any_size_has_the_shape_of_the_first() -> None:
     first = [100] * 20
-    assert shapes_of(first, [7], [128] * 150, first) == [(16, 128)] * 4
-    assert shapes_of(first, [128] * 600) == [(16, 128), (150, 128)], "more than 32 blocks"
+    assert shapes_of(first, [7], [128] * 600, first) == [(20, 128)] * 4
+    assert shapes_of(first, [128] * 700) == [(20, 128), (175, 128)], "more than 32 blocks"
     assert shapes_of([100] * 4, [300]) == [(4, 128), (1, 384)], "longer than known before"
     assert shapes_of([100] * 4, [300], longest=300) == [(2, 384)] * 2
     # Rows of the longest sequence would be mostly padding for short ones.

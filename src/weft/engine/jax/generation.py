@@ -301,7 +301,7 @@ class JaxCaches:
         how = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])
         if how is None:
             return None
-        # A temperature of 0 stands for the likeliest token.
+        # Temperatures of 0 stand for the likeliest tokens.
         temperatures = np.zeros(count) if how.greedy else how.temperatures
         draws = np.stack([rows.compute_uniforms(1)[0], temperatures])
         decode = self._compiled.decode_and_sample
@@ -368,7 +368,7 @@ class JaxCaches:
         arguments: list[Any] = [rows]
         if draws is not None:
             count = min(draws.shape[1], len(positions))
-            whole = np.ones((len(draws), len(positions)))
+            whole = np.zeros((len(draws), len(positions)))
             whole[:, :count] = draws[:, :count]
             arguments += list(whole.astype(self._decoder.wide))
         return arguments
@@ -493,15 +493,17 @@ def _decode_and_sample(
 ) -> tuple[Array, Array, Cache]:
     """Compute one token of the first slots; return their next tokens, log-probs and the cache.
 
-    Tokens are sampled as in `weft.engine.generation.sampling.sample_rows`; with a temperature of 0,
-    the likeliest is taken.
+    Tokens are sampled as in `weft.engine.generation.sampling.sample_rows`. If all temperatures are
+    0, the likeliest ones are taken.
     """
     hidden, cache = _decode(parameters, cache, rows, decoder=decoder)
     scores = compute_logits(parameters, hidden, decoder)
-    is_greedy = temperatures == 0
-    scores = scores / jnp.where(is_greedy, 1, temperatures)[:, None]
-    drawn = _invert_cdf(jax.nn.softmax(scores, axis=-1), uniforms)
-    tokens = jnp.where(is_greedy, scores.argmax(axis=-1), drawn)
+    scores = scores / jnp.where(temperatures == 0, 1, temperatures)[:, None]
+    tokens = lax.cond(
+        (temperatures == 0).all(),
+        lambda: scores.argmax(axis=-1),
+        lambda: _invert_cdf(jax.nn.softmax(scores, axis=-1), uniforms),
+    )
     logprobs = jax.nn.log_softmax(scores, axis=-1)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], cache
 

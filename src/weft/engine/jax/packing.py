@@ -25,8 +25,8 @@ from weft.models.network.transformer import find_score_rows
 Index = npt.NDArray[np.int64]
 LEAST_LENGTH = 32  # tokens of a row
 LEAST_TOKENS = 2048  # of a block on each device, if the first micro-batch has so many
-BLOCKS = 4  # of the first micro-batch, if they are not below `LEAST_TOKENS`
-MOST_BLOCKS = 32  # of a micro-batch; with more, larger blocks are compiled for
+MOST_BLOCKS_AT_FIRST = 4  # of the first micro-batch
+MOST_BLOCKS = 32  # of a later one; with more, larger blocks are compiled for
 MOST_WASTE = 4  # how much longer than its longest sequence a row may be
 
 
@@ -85,8 +85,9 @@ class BlockShapes:
         new = []
         for length in [2 * own, limit] if limit > MOST_WASTE * own else [limit]:
             _, count = self._place(lengths, length)
-            least = min(count, LEAST_TOKENS * self._multiple // length)
-            rows = -(-max(least, count // BLOCKS, 1) // self._multiple) * self._multiple
+            least = max(LEAST_TOKENS * self._multiple // length, 1)
+            blocks = min(max(count // least, 1), MOST_BLOCKS_AT_FIRST)
+            rows = -(-count // (blocks * self._multiple)) * self._multiple
             new.append((rows, length))
         lengths_of_new = [length for _, length in new]
         self.known = [shape for shape in self.known if shape[1] not in lengths_of_new]
