@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.launch.cases import distill, dpo, grpo, options, ppo, prepare
+from tests.tiny import write_jsonl
 from weft.engine.backends.common import with_dtype
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiments import SFTConfig
 from weft.launch import dry_run, run
+from weft.runtime.session import Session
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "time", "memory")
 
@@ -126,6 +131,63 @@ def test_a_run_of_grpo_goes_on_with_the_other_engine(root: Path) -> None:
     config.resume_from = str(run(begun).directory)
     found = either(config, "jax", "", "jax")
     assert found[-1] == pytest.approx(wanted[-1], rel=ROUNDED, abs=ROUNDED)
+
+
+def write_rows_of_many_lengths(root: Path) -> None:
+    """Most rows are short, and few of each batch are long; answers end at random."""
+    random = np.random.default_rng(0)
+
+    def text(most: int) -> str:
+        return " ".join(["word"] * max(1, int(most * random.random() ** 3)))
+
+    rows: dict[str, list[dict[str, Any]]] = {"sft": [], "pairs": [], "prompts": []}
+    for number in range(40):
+        row = {"id": f"r{number}", "prompt": text(40)}
+        rows["prompts"].append(row)
+        rows["sft"].append({**row, "answer": text(120)})
+        rows["pairs"].append({**row, "pos_answers": [text(60)], "neg_answers": [text(60)]})
+    for name, own in rows.items():
+        write_jsonl(root / f"{name}.jsonl", own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [sft, dpo, ppo, grpo], ids=lambda make: make.__name__)
+def test_nothing_is_compiled_after_the_first_step(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evaluations, checkpoints and recovery points in later steps."""
+    prepare(tmp_path)
+    write_rows_of_many_lengths(tmp_path)
+    config = make(tmp_path, "run", "jax") if make is sft else make(tmp_path, "run")
+    for role in ("actor", "critic", "ref", "rew"):
+        if hasattr(config, role):
+            getattr(config, role).backend = "jax"
+    if make is dpo:
+        config.actor.lora.dropout, config.dpo.cache_ref_logprobs = 0.0, False
+    if make in (ppo, grpo):
+        gen = getattr(config, make.__name__).gen
+        gen.max_new_tokens, gen.stop_ids = 24, list(range(5, 60))
+    config.max_steps, config.save_freq_steps, config.recover_freq_steps = 8, 3, 2
+    compiled = 0
+    after_steps: list[int] = []
+    finish_step = Session._finish_step
+
+    def count(event: str, seconds: float, **_: Any) -> None:
+        nonlocal compiled
+        compiled += event == "/jax/core/compile/backend_compile_duration"
+
+    def finish_and_count(session: Session, result: Any) -> None:
+        finish_step(session, result)
+        after_steps.append(compiled)
+
+    monkeypatch.setattr(Session, "_finish_step", finish_and_count)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        run(config)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert len(after_steps) == 8 and after_steps[0] > 0
+    assert after_steps == [after_steps[0]] * 8
 
 
 @pytest.mark.parametrize("planned", [False, True])

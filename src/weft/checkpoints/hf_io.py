@@ -463,28 +463,36 @@ def save(
     """Write a model directory that `transformers` can load: weights and configuration files.
 
     `parameters` have canonical names (weft's own); they are written in `dtype`, or unchanged if it
-    is None. In an existing generation_config.json, only the special tokens are updated. Each file
-    has a temporary name until it is complete, and config.json is written last, so a directory with
-    a config.json is complete. Raises `RunError` if writing fails.
+    is None. The mapping can read each parameter when it is asked for it: one is held at a time.
+
+    In an existing generation_config.json, only the special tokens are updated. Each file has a
+    temporary name until it is complete, and config.json is written last, so a directory with a
+    config.json is complete. Raises `RunError` if writing fails.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     family = family or families.get(config.family)
     values = family.to_hf(config, head)
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    shapes = compute_parameter_shapes(config, head)
     keymap = family.keymap(config, head)
-    assert set(shapes) == set(keymap.keys), (
-        f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
+    assert set(parameters) == set(keymap.keys), (
+        f"parameters differ from the key map: {set(parameters) ^ set(keymap.keys)}"
     )
+    # Tensors of the same parameter, such as the matrices of experts, follow one another.
+    wanted = keymap.group_by_hf_name()
+    order = {name: number for number, name in enumerate(keymap.keys)}
+    wanted = dict(sorted(wanted.items(), key=lambda each: order[each[1][0].name]))
     layouts: dict[str, TensorLayout] = {}
-    for name, keys in keymap.group_by_hf_name().items():
+    for name, keys in wanted.items():
         shape = keys[0].compute_hf_shape(shapes[keys[0].name])
         layouts[name] = (dtype or parameters[keys[0].name].dtype, shape)
-    tensors = (
-        (name, tensor.to(layouts[name][0]))
-        for name, tensor in assemble(keymap.group_by_hf_name(), parameters)
-    )
-    weight_files.write(folder, tensors, layouts, shard_bytes=shard_bytes)
+
+    def convert() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in assemble(wanted, parameters, shapes):
+            yield name, tensor.to(layouts[name][0])
+            del tensor  # before the next one is made
+
+    weight_files.write(folder, convert(), layouts, shard_bytes=shard_bytes)
     _write_config(folder, values, head, next(iter(layouts.values()))[0], pooling)
 
 
@@ -540,16 +548,19 @@ def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def assemble(
-    wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
+    wanted: Mapping[str, list[Key]],
+    parameters: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each checkpoint tensor in `wanted`, assembled from `parameters`.
 
     `wanted` maps the name of a checkpoint tensor to the keys of the parameters that the tensor
-    contains. A `Key` names a parameter and describes where it is in the checkpoint.
+    contains. A `Key` names a parameter and describes where it is in the checkpoint. `shapes` are
+    those of the parameters. One tensor is held at a time.
     """
     held: dict[str, list[tuple[Key, CheckpointRectangle]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
-        for piece in list_rectangles(key, tuple(parameters[key.name].shape)):
+        for piece in list_rectangles(key, shapes[key.name]):
             held[piece.hf].append((key, piece))
     for name, parts in held.items():
         whole_tensor: Tensor | None = None
@@ -567,6 +578,7 @@ def assemble(
             whole_tensor[piece.source] = part
         assert whole_tensor is not None, name
         yield name, whole_tensor
+        del parameter, part, whole_tensor  # before the next one is read
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:

@@ -453,7 +453,7 @@ def write(
     source = iter(tensors)
     for name, members in zip(names, shards, strict=True):
         planned = {member: layouts[member] for member in members}
-        _write_one_by_one(directory / name, planned, itertools.islice(source, len(members)))
+        write_one_by_one(directory / name, planned, itertools.islice(source, len(members)))
     if len(shards) > 1:
         places = {}
         for name, members in zip(names, shards, strict=True):
@@ -468,7 +468,7 @@ def write(
             file.unlink(missing_ok=True)
 
 
-def _write_one_by_one(
+def write_one_by_one(
     file: Path, layouts: Mapping[str, TensorLayout], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Write a safetensors file atomically, with one of the `tensors` in memory at a time.

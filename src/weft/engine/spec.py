@@ -387,6 +387,8 @@ class ModelSpec:
     mirrors: bool = option(False, "", hidden=True)
     # Set by the runtime from the run's options, so that a backend depends on (spec, layout) only.
     schedule: Any = option(None, "", hidden=True)
+    # maximum tokens of a sequence of the run, if the data tell
+    longest: int | None = option(None, "", hidden=True)
     device: str | None = option(None, "", hidden=True)
     notes: tuple[str, ...] = option((), "", hidden=True)  # the plan's notes on path and backend
     seed: int = option(1, "", hidden=True)  # seed of new weights and dropout

@@ -8,7 +8,7 @@ the only place in which they read rows, which determine the length of the run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -130,6 +130,19 @@ class RunData:
     loaded: LoadedData
     horizon: RunLength
     fixed_prompts: SequenceSample | None
+
+    def find_longest(self, experiment: Experiment) -> int | None:
+        """Return the number of tokens of the longest sequence, or None if rows are not counted.
+
+        It consists of the longest row, of the data or of `eval_prompts`, and of the tokens that are
+        sampled after it.
+        """
+        rows = self.loaded.max_seqlen
+        if not rows:
+            return None
+        if self.fixed_prompts is not None:
+            rows = max(rows, *self.fixed_prompts.lengths["prompt"].tolist())
+        return rows + find_most_sampled(experiment.calls.values())
 
 
 def read_data(run: ResolvedRun, *, progress: bool | None = None, ahead: bool = False) -> RunData:
@@ -394,10 +407,7 @@ def check_longest_sequence(run: ResolvedRun, rows: int) -> None:
     experiment = run.experiment
     check_kv_cache(run, rows)
     calls = experiment.graph.list_model_calls()
-    sampled = max(
-        (int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"),
-        default=0,
-    )
+    sampled = find_most_sampled(calls)
     for call in calls:
         limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
         if rows and call.method != "generate" and rows + sampled > limit:
@@ -414,6 +424,15 @@ def check_longest_sequence(run: ResolvedRun, rows: int) -> None:
                 f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, "
                 f"{what}; raise it, or lower {fix}"
             )
+
+
+def find_most_sampled(calls: Iterable[MFCDef]) -> int:
+    """Return the largest number of tokens that a call samples for a completion, or 0."""
+    limits = [0]
+    for call in calls:
+        if call.method == "generate":
+            limits.append(int(call.args.get("max_new_tokens") or 0))
+    return max(limits)
 
 
 def check_kv_cache(run: ResolvedRun, rows: int) -> None:

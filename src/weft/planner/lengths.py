@@ -157,15 +157,19 @@ class RunLength:
             schedules[node.name] = optimizer.build_schedule(total, in_epoch)
         return cls(num_ids, firings, per_epoch, steps, updates, schedules)
 
-    def build_specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
+    def build_specs(
+        self, experiment: Experiment, longest: int | None = None
+    ) -> dict[str, ModelSpec]:
         """Return the model specs of all roles, completed with the options of the run.
 
-        Specs of trained roles also get their learning rate schedule.
+        Specs of trained roles also get their learning rate schedule. `longest` is the number of
+        tokens of the longest sequence, or None if it is not known.
         """
         control = experiment.control
         specs = {
             role: replace(
                 spec,
+                longest=longest,
                 device=control.device,
                 seed=control.seed,
                 flash_attention=control.flash_attention,

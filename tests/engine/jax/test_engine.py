@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -170,6 +173,36 @@ def test_a_saved_model_is_that_of_torch(tmp_path: Path) -> None:
         files.append({p.name: p.read_bytes() for p in (tmp_path / backend).iterdir()})
     assert files[0] == files[1]
     assert WeightFiles(tmp_path / "jax").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_one_tensor_at_a_time_is_in_host_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted are the bytes of arrays that something still refers to."""
+    path = layouts.write_model(Case(family), tmp_path / "hf")
+    engine: Any = engine_of(path, backend="jax", dropout=0.0, router_aux_loss_coef=0.0)
+    engine.train([layouts.batch(0)], Nll())
+    copies: list[weakref.ref[Any]] = []
+    held: list[int] = []
+
+    def copy(values: Any) -> torch.Tensor:
+        array = np.array(values)
+        copies.append(weakref.ref(array))
+        alive = [each() for each in copies]
+        held.append(sum(each.nbytes for each in alive if each is not None))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr("weft.engine.jax.parameters.to_torch", copy)
+    tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
+    for save in (lambda: engine.save_state(tmp_path), lambda: engine.save_model(path, tokenizer)):
+        held.clear()
+        save()
+        assert all(each() is None for each in copies), "nothing is kept"
+        shapes = engine._stacks.shapes.values()
+        assert len(held) >= len(shapes)
+        assert max(held) == max(4 * math.prod(shape) for shape in shapes)
 
 
 def test_slices_are_written_and_averaged(tmp_path: Path) -> None:

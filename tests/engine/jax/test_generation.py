@@ -124,16 +124,6 @@ def test_steps_of_few_sequences_are_divided_over_a_mesh(tmp_path: Path) -> None:
     assert_equal_events(sample(other, PLAIN, asked), sample(one, PLAIN, asked))
 
 
-def test_a_cache_keeps_to_its_limit(tmp_path: Path) -> None:
-    """Sizes are rounded up where there is room for it."""
-    path = layouts.write_model(Case(), tmp_path / "hf")
-    engine: Any = engine_of(path, backend="jax", trained=False)
-    compiled = engine._network.compiled
-    assert compiled.choose_sizes(3, 600, 10_000) == (8, 768)
-    assert compiled.choose_sizes(1, 700, 1_500) == (1, 700)
-    assert compiled.choose_sizes(2, 600, 10_000) == (8, 768), "what is compiled is used"
-
-
 @pytest.mark.slow
 def test_the_mesh_of_two_by_two_by_two_samples_the_same(tmp_path: Path) -> None:
     assert_mesh_samples_the_same("2,2,2", tmp_path)
@@ -162,10 +152,8 @@ def test_adapters_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_cache_moves_sequences_out_and_in_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots for three sequences: others wait, and the youngest is computed again."""
+def test_sequences_wait_for_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for two sequences of the longest of these lengths."""
     one, other = both(layouts.write_model(Case(), tmp_path / "hf"))
     asked = requests(9)
     wanted = sample(one, PLAIN, asked)
@@ -223,9 +211,15 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path: Path) -> None:
     # All end at their limit together, so no step of few sequences is among the first.
     sample(engine, GenerationSpec(max_new_tokens=12, seed=1), requests(24, copies=3))
     compiled = engine._network.compiled.num_compiled
-    assert compiled == 5
-    for asked in (requests(20, copies=3), requests(24), requests(25, longest=20)):
-        sample(engine, PLAIN, asked)
+    # A prefill, decode steps of all slots and of few, copies, and four sizes of logits.
+    assert compiled == 8
+    greedy = GenerationSpec(max_new_tokens=20, greedy=True)
+    for spec, asked in (
+        (PLAIN, requests(20, copies=3)),
+        (greedy, requests(24)),
+        (PLAIN, requests(70, copies=4, longest=20)),
+    ):
+        sample(engine, spec, asked)
     assert engine._network.compiled.num_compiled == compiled
 
 

@@ -17,7 +17,7 @@ from tests.engine.layouts import Case
 from weft.engine.jax.decoder import DecoderSettings
 from weft.engine.jax.engine import JaxNetwork
 from weft.engine.jax.network import compute_outputs
-from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
+from weft.engine.jax.packing import Block, BlockShapes, pack_blocks
 from weft.engine.spec import RECOMPUTE_POLICIES
 from weft.errors import ConfigError
 from weft.models.network.packed import pack
@@ -33,10 +33,11 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> JaxNetwork:
     return engine._network
 
 
-def pack_some(decoder: DecoderSettings) -> PackedRows:
+def pack_some(decoder: DecoderSettings) -> Block:
     random = torch.Generator().manual_seed(0)
     tokens = [torch.randint(8, 60, (length,), generator=random) for length in LENGTHS]
-    return pack_rows(pack(tokens), decoder, None, PassSizes())
+    (block,) = pack_blocks(pack(tokens), decoder, None, BlockShapes(None, decoder))
+    return block
 
 
 def compute(network: JaxNetwork, decoder: DecoderSettings, arrays: Any) -> Any:
@@ -45,7 +46,7 @@ def compute(network: JaxNetwork, decoder: DecoderSettings, arrays: Any) -> Any:
     want = frozenset({"logprobs"})
     one = np.float32(1.0)
     outputs = compute_outputs(arrays, given.rows, given.reads, one, decoder=decoder, want=want)
-    return outputs["logprobs"][: given.outputs]
+    return outputs["logprobs"][: len(given.outputs)]
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def jax_backend(
         choose_kernel(spec.attention, platform, config, dtype),
     )
     padding = common.find_skipped_padding(tokenizer, spec)
-    network = engine.JaxNetwork(decoder, stacks, arrays, padding)
+    network = engine.JaxNetwork(decoder, stacks, arrays, padding, spec.longest)
 
     def save(directory: Path, tensors: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
         saved_tokenizer = common.choose_padding(tokenizer, spec, whole.pooling)

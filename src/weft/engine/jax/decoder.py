@@ -30,8 +30,8 @@ class TokenRows(NamedTuple):
     tokens: Any
     positions: Any
     segments: Any
-    cos: Any
-    sin: Any
+    cos: Any = None
+    sin: Any = None
 
 
 class HeadInputs(NamedTuple):
@@ -40,15 +40,17 @@ class HeadInputs(NamedTuple):
     Attributes:
         rows: Indices into the flattened tokens [R * L], int32 [N]. For scores that are averaged
             over a sequence, the index of every token.
+        count: Number of rows that are used, the first ones; outputs at the others have no meaning.
         labels: Token whose log-prob is computed at each row, int32 [N]. For averaged scores, the
-            sequence of each token.
+            sequence of each token, or N.
         ids: Further ids whose log-probs are computed at each row, int32 [N, K], or None.
-        support: Ids that sampling kept at each row, filled up with the size of the vocabulary,
-            int32 [N, S], or None. A row without ids has no limit.
+        support: Ids that sampling kept at each row, as bits: that of id i is bit i % 8 of byte
+            i // 8. uint8 [N, V / 8], or None.
     """
 
     rows: Any
-    labels: Any
+    count: Any
+    labels: Any = None
     ids: Any = None
     support: Any = None
 

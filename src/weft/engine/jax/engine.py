@@ -25,6 +25,7 @@ from jax import Array
 from torch import Tensor, nn
 
 from weft.algorithms.base import Loss, Output
+from weft.checkpoints.weight_files import write_one_by_one
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
@@ -36,8 +37,8 @@ from weft.engine.jax.generation import CompiledDecoder, choose_budget
 from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.network import compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
-from weft.engine.jax.packing import PackedRows, PassSizes, pack_rows
-from weft.engine.jax.parameters import ParameterStacks, to_numpy, to_torch
+from weft.engine.jax.packing import Block, BlockShapes, pack_blocks
+from weft.engine.jax.parameters import HostTensors, ParameterStacks, to_numpy, to_torch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.engine import (
     OPTIMIZER,
@@ -97,7 +98,8 @@ class JaxNetwork(nn.Module):
     Attributes:
         arrays: Values of the parameters by the name of their array (`ParameterStacks`).
         anchor: Parameter without a meaning, by which torch sees that outputs have gradients.
-        add_gradients: Function that gets the gradients of each backward pass, by array.
+        add_gradients: Function that gets, for each backward pass, a function which adds its
+            gradients to sums, by array.
         decoder: Architecture, and how it is computed.
         config: The architecture alone.
         vocab_size: Number of tokens that the network knows.
@@ -110,34 +112,41 @@ class JaxNetwork(nn.Module):
         stacks: ParameterStacks,
         arrays: dict[str, Array],
         padding: int | None,
+        longest: int | None = None,
     ) -> None:
         super().__init__()
         wide = torch.float64 if decoder.wide == jnp.float64 else torch.float32
         self.anchor = nn.Parameter(torch.zeros((), dtype=wide))
         self.arrays = arrays
-        self.add_gradients: Callable[[dict[str, Array]], None] | None = None
+        self.add_gradients: Callable[[Callable[[Any], Any]], None] | None = None
         self.decoder = decoder
         self.config = decoder.config
         self.vocab_size = decoder.config.vocab_size
         self._padding = padding
-        self._sizes = PassSizes()
+        self._longest = longest
+        # Shapes of passes: by their outputs, with or without limits of sampling, and by whether they
+        # have gradients.
+        self._shapes: dict[tuple[tuple[frozenset[Output], bool], bool], BlockShapes] = {}
         self._trained = sorted(stacks.trained)
 
         def compute(*inputs: Any, **static: Any) -> Any:
             with jax.default_matmul_precision(decoder.matmul_precision):
                 return compute_outputs(*inputs, decoder=decoder, **static)
 
-        sizes = ("want", "num_scores", "top")
-        self.compiled = CompiledDecoder(decoder, lambda: self.arrays)
-        self._compute = jax.jit(compute, static_argnames=sizes)
+        self.compiled = CompiledDecoder(decoder, lambda: self.arrays, longest)
+        self._compute = jax.jit(compute, static_argnames=("want", "top"))
 
         def compute_with_vjp(
             trained: dict[str, Array], frozen: dict[str, Array], *inputs: Any, **static: Any
         ) -> Any:
             return jax.vjp(lambda own: compute({**frozen, **own}, *inputs, **static), trained)
 
-        self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=sizes)
-        self._apply_vjp = jax.jit(lambda vjp, gradients: vjp(gradients)[0])
+        def add_vjp(vjp: Any, gradients: Any, sums: dict[str, Array]) -> dict[str, Array]:
+            return jax.tree.map(jnp.add, sums, vjp(gradients)[0])
+
+        self._compute_with_vjp = jax.jit(compute_with_vjp, static_argnames=("want",))
+        places = {name: arrays[name].sharding for name in self._trained}
+        self._add_vjp = jax.jit(add_vjp, donate_argnums=2, out_shardings=places)
 
     @property
     def prefix_tokens(self) -> int:
@@ -166,27 +175,37 @@ class JaxNetwork(nn.Module):
     ) -> dict[Output, Tensor]:
         """Return the outputs `want` in host memory, as `Transformer.forward` does."""
         check_outputs(self.decoder.head, want)
-        pack = pack_rows(x, self.decoder, self._padding, self._sizes, support)
-        pack = replace(pack, rows=put_on_mesh(pack.rows, self.decoder.row_sharding))
         top = x.ids if isinstance(x.ids, TopIds) else None
-        if torch.is_grad_enabled() and self._trained:
+        has_gradients = bool(self._trained) and torch.is_grad_enabled()
+        # An evaluation takes the passes of training, so that it compiles nothing.
+        kind = want, support is not None
+        was_trained = (kind, True) in self._shapes and (kind, False) not in self._shapes
+        trains = has_gradients or was_trained
+        if (kind, trains) not in self._shapes:
+            self._shapes[kind, trains] = BlockShapes(self._longest, self.decoder)
+        shapes = self._shapes[kind, trains]
+        blocks = []
+        for block in pack_blocks(x, self.decoder, self._padding, shapes, support):
+            rows = put_on_mesh(block.rows, self.decoder.row_sharding)
+            blocks.append(replace(block, rows=rows))
+        if has_gradients:
             assert top is None, "the likeliest ids have no gradients"
             names = sorted(want)
-            values = _JaxPass.apply(self.anchor, self, pack, temperature, names)
+            values = _JaxPass.apply(self.anchor, self, blocks, temperature, names)
             return dict(zip(names, values, strict=True))
-        outputs = self._compute(
-            self.arrays,
-            pack.rows,
-            pack.reads,
-            np.asarray(temperature, self.decoder.wide),
-            want=want,
-            num_scores=pack.num_scores,
-            top=top,
-        )
-        return {key: to_torch(value)[: pack.outputs] for key, value in outputs.items()}
+        parts = []
+        for block in blocks:
+            if trains:
+                outputs, _ = self.compute_with_vjp(block, temperature, want)
+            else:
+                wide = np.asarray(temperature, self.decoder.wide)
+                given = (self.arrays, block.rows, block.reads, wide)
+                outputs = self._compute(*given, want=want, top=top)
+            parts.append(outputs)
+        return _join_outputs(blocks, parts)
 
     def compute_with_vjp(
-        self, pack: PackedRows, temperature: float, want: frozenset[Output]
+        self, block: Block, temperature: float, want: frozenset[Output]
     ) -> tuple[dict[Output, Array], Any]:
         """Return the outputs, and the function that maps their gradients to those of the arrays."""
         trained: dict[str, Array] = {}
@@ -196,18 +215,32 @@ class JaxNetwork(nn.Module):
         outputs, vjp = self._compute_with_vjp(
             trained,
             frozen,
-            pack.rows,
-            pack.reads,
+            block.rows,
+            block.reads,
             np.asarray(temperature, self.decoder.wide),
             want=want,
-            num_scores=pack.num_scores,
         )
         return outputs, vjp
 
     def run_backward(self, vjp: Any, gradients: dict[Output, Array]) -> None:
         """Add the gradients of a pass, given those by its outputs."""
         assert self.add_gradients is not None, "a frozen role has no backward pass"
-        self.add_gradients(self._apply_vjp(vjp, gradients))
+        self.add_gradients(lambda sums: self._add_vjp(vjp, gradients, sums))
+
+
+def _join_outputs(
+    blocks: Sequence[Block], parts: Sequence[Mapping[Output, Array]]
+) -> dict[Output, Tensor]:
+    """Return the outputs of a micro-batch in host memory, given those of its blocks."""
+    total = sum(len(block.outputs) for block in blocks)
+    joined: dict[Output, Tensor] = {}
+    for block, outputs in zip(blocks, parts, strict=True):
+        for key, value in outputs.items():
+            own = to_torch(value)[: len(block.outputs)]
+            if key not in joined:
+                joined[key] = own.new_zeros(total, *own.shape[1:])
+            joined[key][block.outputs] = own
+    return joined
 
 
 class _JaxPass(torch.autograd.Function):
@@ -221,24 +254,28 @@ class _JaxPass(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         network: JaxNetwork,
-        pack: PackedRows,
+        blocks: list[Block],
         temperature: float,
         names: list[Output],
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.vjp = network.compute_with_vjp(pack, temperature, frozenset(names))
-        ctx.network = network
-        ctx.shapes = {name: (outputs[name].shape, outputs[name].dtype) for name in names}
-        return tuple(to_torch(outputs[name])[: pack.outputs] for name in names)
+        passes = [network.compute_with_vjp(b, temperature, frozenset(names)) for b in blocks]
+        ctx.network, ctx.names = network, names
+        ctx.passes = []
+        for block, (outputs, vjp) in zip(blocks, passes, strict=True):
+            forms = {name: (value.shape, value.dtype) for name, value in outputs.items()}
+            ctx.passes.append((block.outputs, forms, vjp))
+        joined = _join_outputs(blocks, [outputs for outputs, _ in passes])
+        return tuple(joined[name] for name in names)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        whole: dict[Output, Any] = {}
-        for (name, (shape, dtype)), own in zip(ctx.shapes.items(), gradients, strict=True):
-            values = np.zeros(shape, dtype)
-            if own is not None:
-                values[: len(own)] = own.numpy()
-            whole[name] = values
-        ctx.network.run_backward(ctx.vjp, whole)
+        for outputs, forms, vjp in ctx.passes:
+            own: dict[Output, Any] = {}
+            for name, whole in zip(ctx.names, gradients, strict=True):
+                own[name] = np.zeros(*forms[name])
+                if whole is not None:
+                    own[name][: len(outputs)] = whole[outputs].numpy()
+            ctx.network.run_backward(vjp, own)
         return None, None, None, None, None
 
 
@@ -430,17 +467,15 @@ class JaxEngine:
     def save_state(self, d: Path) -> None:
         """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
 
-        All processes gather it, and the first one writes.
+        The first process writes one tensor after the other, and the others take part in gathering
+        each.
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        tensors = _collect_to_write(self._stacks.read(self._network.arrays, names))
-        if tensors is not None:
-            checkpoint.write_tensors(d / f"{PARAMETERS}.safetensors", tensors)
+        _write_on_first_host(d / f"{PARAMETERS}.safetensors", self._select(names))
         if self._optimizer is not None:
-            tensors = _collect_to_write(self._optimizer.read_tensors())
-            if tensors is not None:
-                checkpoint.write_tensors(d / f"{OPTIMIZER}.safetensors", tensors)
+            stored = self._optimizer.select_tensors()
+            _write_on_first_host(d / f"{OPTIMIZER}.safetensors", HostTensors(stored))
             values["optimizer"] = self._optimizer.collect_values()
         if jax.process_index() == 0:
             checkpoint.write_values(d / STATE, values)
@@ -464,24 +499,30 @@ class JaxEngine:
         for name in sorted(self.trained_names - set(saved.names)):
             raise CheckpointError(f"{d}: the state lacks {name!r}, which this role trains")
         self._is_written = not self.trained_names.issuperset(saved.names)
-        parts = ((name, None, saved.read(name, slices[name])) for name in saved.names)
-        self._network.arrays.update(self._stacks.replace(self._network.arrays, parts, 1.0))
+        keys = {name: name for name in saved.names}
+        self._stacks.load(self._network.arrays, keys, lambda name: saved.read(name, slices[name]))
         if self._optimizer is not None:
             state = checkpoint.SavedTensors(d, OPTIMIZER)
-            tensors = {}
-            for key in state.names:
-                tensors[key] = state.read(key, slices.get(key.rsplit("/", 1)[0]))
-            self._optimizer.load(tensors, values["optimizer"])
+
+            def read(key: str) -> Tensor:
+                return state.read(key, slices.get(key.rsplit("/", 1)[0]))
+
+            self._optimizer.load(state.names, read, values["optimizer"])
         self.version = values["version"]
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
-        All processes gather the weights, and the first one writes.
+        The first process writes one tensor after the other, and the others take part in gathering
+        each.
         """
-        tensors = _collect_to_write(self._stacks.read(self._network.arrays, self._stacks.places))
-        if tensors is not None:
-            self._built.save(d, tensors, tokenizer)
+        with _read_on_first_host(self._select(self._stacks.places)) as tensors:
+            if tensors is not None:
+                self._built.save(d, tensors, tokenizer)
+
+    def _select(self, names: Iterable[str]) -> HostTensors:
+        arrays = self._network.arrays
+        return HostTensors({name: self._stacks.select(arrays, name) for name in sorted(names)})
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -502,13 +543,23 @@ class JaxEngine:
         }
 
 
-def _collect_to_write(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
-    """Return tensors by name on the first process; the others gather them and return None."""
+@contextmanager
+def _read_on_first_host(tensors: HostTensors) -> Iterator[HostTensors | None]:
+    """Give tensors to the first process; the others get None, and then serve its reads."""
     if jax.process_index() == 0:
-        return dict(tensors)
-    for _ in tensors:
-        pass
-    return None
+        try:
+            yield tensors
+        finally:
+            tensors.stop()
+    else:
+        yield None
+        tensors.serve()
+
+
+def _write_on_first_host(path: Path, tensors: HostTensors) -> None:
+    with _read_on_first_host(tensors) as own:
+        if own is not None:
+            write_one_by_one(path, own.layouts, ((name, own[name]) for name in own))
 
 
 def _describe_devices(devices: Collection[Any]) -> str:

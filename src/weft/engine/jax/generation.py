@@ -1,8 +1,9 @@
 """Key-value caches and decode steps in JAX, for the generator of `weft.engine.generation`.
 
 The scheduler, the random numbers and the handling of requests are the torch engine's. A cache is an
-array of slots, one per sequence, all of the same capacity. Sizes are rounded up, and a decode step
-always computes all slots or an eighth of them, so that a run compiles a handful of times:
+array of slots, one per sequence, all with room for the longest sequence of the run. Sizes are
+chosen for the first sequences, and a decode step always computes all slots or an eighth of them, so
+that a run compiles in its first step alone:
 
 - prefill: prompts are packed into rows, as in training; their keys and values go to their slots.
 - decode: each slot gets one token. If no sampling limit is set, the next token is drawn in the same
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 from torch import Tensor
 
 from weft.engine.device import GIGABYTE, read_memory_bytes
-from weft.engine.generation.blocks import SlotManager
 from weft.engine.generation.caches import (
     DEFAULT_MAX_SEQUENCES,
     DEFAULT_PREFILL_TOKENS,
@@ -47,36 +47,38 @@ from weft.engine.jax.network import (
     compute_hidden_and_keys,
     compute_logits,
     group_stacks,
-    round_up,
 )
-from weft.engine.jax.packing import MOST_WASTE, PassSizes, pack_rows
+from weft.engine.jax.packing import BlockShapes, pack_blocks
 from weft.engine.jax.parameters import to_numpy, to_torch
+from weft.engine.jax.slots import CacheSizes, SlotsOfOneSize
 from weft.models.kv.slots import check_rotation
 from weft.models.network import rope
 from weft.models.network.packed import pack
 
-LEAST_ROWS = 8  # slots of a cache
-LEAST_CAPACITY = 64  # tokens of a slot
+LEAST_ROWS = 8  # of a decode step
 FEW = 8  # a decode step computes all slots, or one in so many
-# Two sizes are rounded up by a half at most, so the scheduler gets this share of the memory.
-ROUNDED_SHARE = 4 / 9
+COPIES = 8  # copies of a slot that are made at once
+LOGIT_ROWS = (8, 16, 32, 64)  # hidden states whose logits are computed at once
 Cache = list[KeysValues]  # of each stack of blocks
 
 
 class CompiledDecoder:
     """Compiled functions of one network for generation, and the sizes they were compiled for.
 
-    `read_arrays` returns the network's current parameters.
+    `read_arrays` returns the network's current parameters. `longest` is the number of tokens of the
+    longest sequence of the run, or None if it is not known.
     """
 
     def __init__(
-        self, decoder: DecoderSettings, read_arrays: Callable[[], dict[str, Array]]
+        self,
+        decoder: DecoderSettings,
+        read_arrays: Callable[[], dict[str, Array]],
+        longest: int | None,
     ) -> None:
         self.decoder = decoder
         self.read_arrays = read_arrays
-        self.prompt_sizes = PassSizes()
-        self._cache_sizes: set[tuple[int, int]] = set()  # slots, and tokens of each
-        self._logit_rows: set[int] = set()
+        self.prompt_shapes = BlockShapes(longest, decoder)
+        self.cache_sizes = CacheSizes(longest, self.num_row_parts)
         self.ready: list[Any] = []  # kinds of decode steps that were compiled for few slots too
 
         def compile(function: Callable[..., Any], **options: Any) -> Any:
@@ -88,9 +90,7 @@ class CompiledDecoder:
 
         self.prefill = compile(_prefill, donate_argnums=1)
         self.decode = compile(_decode, donate_argnums=1)
-        self.decode_and_sample = compile(
-            _decode_and_sample, donate_argnums=1, static_argnames="greedy"
-        )
+        self.decode_and_sample = compile(_decode_and_sample, donate_argnums=1)
         self.compute_logits = compile(_compute_logits)
         self.copy_slot = compile(_copy_slot, donate_argnums=0)
         self.grow = compile(_grow, static_argnames=("slots", "capacity"))
@@ -110,13 +110,21 @@ class CompiledDecoder:
 
     def compute_next_logits(self, states: npt.NDArray[Any]) -> Tensor:
         """Return the logits [R, V] of hidden states [R, hidden]."""
-        count = len(states)
-        fitting = [size for size in self._logit_rows if count <= size <= MOST_WASTE * count]
-        size = min(fitting, default=round_up(count, LEAST_ROWS))
-        self._logit_rows.add(size)
-        padded = np.zeros((size, states.shape[1]), states.dtype)
-        padded[:count] = states
-        return to_torch(self.compute_logits(self.read_arrays(), padded))[:count]
+        if not self.compute_logits._cache_size():
+            for size in LOGIT_ROWS:
+                self.compute_logits(
+                    self.read_arrays(), np.zeros((size, states.shape[1]), states.dtype)
+                )
+        parts = []
+        start = 0
+        while start < len(states):
+            own = states[start : start + LOGIT_ROWS[-1]]
+            size = min(size for size in LOGIT_ROWS if size >= len(own))
+            padded = np.zeros((size, states.shape[1]), states.dtype)
+            padded[: len(own)] = own
+            parts.append(to_torch(self.compute_logits(self.read_arrays(), padded))[: len(own)])
+            start += len(own)
+        return torch.cat(parts)
 
     # -- what gives each generator its caches (`weft.engine.generation.caches.CacheProvider`)
 
@@ -133,27 +141,6 @@ class CompiledDecoder:
 
     def drop(self) -> None:
         """Do nothing: caches are freed when their generator is closed."""
-
-    def choose_sizes(self, slots: int, capacity: int, most_tokens: int) -> tuple[int, int]:
-        """Return the numbers of slots and of tokens in each for a cache of at least this size.
-
-        Sizes for which functions were compiled are taken if they hold it: steps of few sequences
-        do not compute all slots. No cache has more than `most_tokens` tokens, but if the slots that
-        are needed do.
-        """
-        fitting = []
-        for sizes in self._cache_sizes:
-            if sizes[0] >= slots and sizes[1] >= capacity and sizes[0] * sizes[1] <= most_tokens:
-                fitting.append(sizes)
-        if fitting:
-            return min(fitting)
-        multiple = self.num_row_parts
-        least = -(-slots // multiple)
-        sizes = (round_up(least, LEAST_ROWS) * multiple, round_up(capacity, LEAST_CAPACITY))
-        if sizes[0] * sizes[1] > most_tokens:
-            sizes = least * multiple, capacity
-        self._cache_sizes.add(sizes)
-        return sizes
 
     @property
     def num_row_parts(self) -> int:
@@ -177,9 +164,12 @@ class JaxSlotCache:
     def _create(self, slots: int, capacity: int) -> Cache:
         decoder = self._compiled.decoder
         config = decoder.config
-        sharding = _choose_sharding(decoder)
+        parameters = self._compiled.read_arrays()
+        # Where the compiled functions put it, so that none is compiled for another place.
+        mesh = cast(NamedSharding, next(iter(parameters.values())).sharding).mesh
+        sharding = _choose_sharding(decoder) or NamedSharding(mesh, P())
         arrays = []
-        for layers, _ in group_stacks(self._compiled.read_arrays()):
+        for layers, _ in group_stacks(parameters):
             shape = (len(layers), slots, config.num_kv_heads, capacity, config.head_dim)
             pair = []
             for _ in range(2):
@@ -220,9 +210,11 @@ class JaxSlotCache:
         return last
 
     def _copy(self, source: int, slots: list[int]) -> None:
-        places = np.full(round_up(len(slots), LEAST_ROWS), len(self.used), np.int32)
-        places[: len(slots)] = slots
-        self.arrays = self._compiled.copy_slot(self.arrays, np.int32(source), places)
+        for start in range(0, len(slots), COPIES):
+            own = slots[start : start + COPIES]
+            places = np.full(COPIES, len(self.used), np.int32)
+            places[: len(own)] = own
+            self.arrays = self._compiled.copy_slot(self.arrays, np.int32(source), places)
         self.used[slots] = self.used[source]
 
     def append(self, slots: Sequence[int], counts: npt.NDArray[np.int64]) -> None:
@@ -253,18 +245,15 @@ class JaxCaches:
     def __init__(self, compiled: CompiledDecoder, budget: GenerationBudget) -> None:
         self._compiled = compiled
         self._decoder = compiled.decoder
-        self.blocks = SlotManager(budget.max_sequences, budget.max_tokens, ahead=True)
+        self._shapes = compiled.prompt_shapes
+        self.blocks = SlotsOfOneSize(budget, compiled.cache_sizes)
 
     def create_cache(self, room: int | None = None) -> JaxSlotCache:
         assert room is None, "prompts are computed whole"
-        return JaxSlotCache(self._compiled, *self._choose_sizes())
+        return JaxSlotCache(self._compiled, self.blocks.slots, self.blocks.capacity)
 
     def resize(self, cache: JaxSlotCache) -> None:
-        cache.resize(*self._choose_sizes())
-
-    def _choose_sizes(self) -> tuple[int, int]:
-        most_tokens = int(self.blocks.max_tokens / ROUNDED_SHARE)
-        return self._compiled.choose_sizes(self.blocks.num_slots, self.blocks.capacity, most_tokens)
+        cache.resize(self.blocks.slots, self.blocks.capacity)
 
     def prefill(
         self, cache: JaxSlotCache, slots: list[int], tokens: Sequence[Tensor], start: int = 0
@@ -275,17 +264,31 @@ class JaxCaches:
         packed = pack(list(tokens))
         ends = torch.from_numpy(np.cumsum(lengths) - 1)
         packed = replace(packed, rows=ends, labels=packed.tokens[ends])
-        given = pack_rows(packed, self._decoder, None, self._compiled.prompt_sizes)
-        # Place of each token in the cache: beyond it for padding, whose keys are dropped.
-        slot_of = np.array([len(cache.used), *slots], np.int32)[given.rows.segments]
-        states, cache.arrays = self._compiled.prefill(
-            self._compiled.read_arrays(),
-            cache.arrays,
-            self._place(given.rows),
-            given.reads.rows,
-            slot_of.reshape(-1),
-        )
-        return to_torch(states)[: len(slots)]
+        parts = []
+        blocks = pack_blocks(packed, self._decoder, None, self._shapes)
+        for block in blocks:
+            # Slots of the tokens, and of the ends: beyond the cache for padding, which is dropped.
+            own = np.array(slots, np.int32)[block.sequences]
+            slot_of = np.array([len(cache.used), *own], np.int32)[block.rows.segments]
+            end_slots = np.full(len(block.reads.rows), len(cache.used), np.int32)
+            end_slots[: len(block.outputs)] = np.array(slots, np.int32)[block.outputs]
+            states, cache.arrays = self._compiled.prefill(
+                self._compiled.read_arrays(),
+                cache.arrays,
+                self._place(block.rows),
+                block.reads.rows,
+                slot_of.reshape(-1),
+                end_slots,
+            )
+            parts.append(states)
+        joined: Tensor | None = None
+        for block, states in zip(blocks, parts, strict=True):
+            values = to_torch(states)
+            if joined is None:
+                joined = values.new_zeros(len(slots), values.shape[1])
+            joined[block.outputs] = values[np.array(slots)[block.outputs]]
+        assert joined is not None
+        return joined
 
     def decode(self, cache: JaxSlotCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         states = self._run(self._compiled.decode, cache, tokens)
@@ -298,8 +301,10 @@ class JaxCaches:
         how = settings.build_graph_sampling(rows.settings[:count], rows.count[:count])
         if how is None:
             return None
-        draws = np.stack([rows.compute_uniforms(1)[0], how.temperatures])
-        decode = partial(self._compiled.decode_and_sample, greedy=how.greedy)
+        # Temperatures of 0 stand for the likeliest tokens.
+        temperatures = np.zeros(count) if how.greedy else how.temperatures
+        draws = np.stack([rows.compute_uniforms(1)[0], temperatures])
+        decode = self._compiled.decode_and_sample
         tokens, logprobs = self._run(decode, cache, rows.last[:count], draws)
 
         def wait_for_tokens() -> SampledRows:
@@ -328,7 +333,7 @@ class JaxCaches:
         positions = np.zeros(size, np.int32)
         positions[:count] = cache.used[:count]
         cache.append(range(count), np.ones(count, np.int64))
-        ready = (decode.keywords if isinstance(decode, partial) else {}, slots, cache.capacity)
+        ready = (decode, slots, cache.capacity)
         if size > few and ready not in self._compiled.ready:
             # A later step may be of few slots: it is compiled now, and writes beyond the cache.
             self._compiled.ready.append(ready)
@@ -363,7 +368,7 @@ class JaxCaches:
         arguments: list[Any] = [rows]
         if draws is not None:
             count = min(draws.shape[1], len(positions))
-            whole = np.ones((len(draws), len(positions)))
+            whole = np.zeros((len(draws), len(positions)))
             whole[:, :count] = draws[:, :count]
             arguments += list(whole.astype(self._decoder.wide))
         return arguments
@@ -408,7 +413,7 @@ def choose_budget(
     per_token = keys * jnp.dtype(decoder.dtype).itemsize
     return GenerationBudget(
         max_sequences=MAX_SEQUENCES.get(kind, DEFAULT_MAX_SEQUENCES),
-        max_tokens=max(1, int(ROUNDED_SHARE * num_bytes / per_token)),
+        max_tokens=max(1, int(num_bytes / per_token)),
         max_prefill_tokens=PREFILL_TOKENS.get(kind, DEFAULT_PREFILL_TOKENS),
         splits_prompts=False,
     )
@@ -439,12 +444,14 @@ def _prefill(
     rows: TokenRows,
     reads: Array,
     slots: Array,
+    end_slots: Array,
     *,
     decoder: DecoderSettings,
 ) -> tuple[Array, Cache]:
-    """Compute prompts in rows; return the hidden states at `reads`, and the cache with their keys.
+    """Compute prompts in rows; return hidden states [slots, hidden], and the cache with their keys.
 
-    `slots` [R * L] is the slot of each token; keys of tokens without one are dropped.
+    `slots` [R * L] is the slot of each token; keys of tokens without one are dropped. The hidden
+    states at `reads` are returned at the places `end_slots`.
     """
     hidden, new = compute_hidden_and_keys(parameters, rows, decoder)
     positions = rows.positions.reshape(-1)
@@ -454,7 +461,10 @@ def _prefill(
         return old.at[:, slots, :, positions].set(flat, mode="drop")
 
     cache = jax.tree.map(write, cache, new)
-    return hidden.reshape(-1, hidden.shape[-1])[reads], _place_cache(cache, decoder)
+    num_slots = cache[0].keys.shape[1]
+    states = jnp.zeros((num_slots, hidden.shape[-1]), hidden.dtype)
+    states = states.at[end_slots].set(hidden.reshape(-1, hidden.shape[-1])[reads], mode="drop")
+    return states, _place_cache(cache, decoder)
 
 
 def _decode(
@@ -480,19 +490,20 @@ def _decode_and_sample(
     temperatures: Array,
     *,
     decoder: DecoderSettings,
-    greedy: bool,
 ) -> tuple[Array, Array, Cache]:
     """Compute one token of the first slots; return their next tokens, log-probs and the cache.
 
-    Tokens are sampled as in `weft.engine.generation.sampling.sample_rows`.
+    Tokens are sampled as in `weft.engine.generation.sampling.sample_rows`. If all temperatures are
+    0, the likeliest ones are taken.
     """
     hidden, cache = _decode(parameters, cache, rows, decoder=decoder)
     scores = compute_logits(parameters, hidden, decoder)
-    if greedy:
-        tokens = scores.argmax(axis=-1)
-    else:
-        scores = scores / temperatures[:, None]
-        tokens = _invert_cdf(jax.nn.softmax(scores, axis=-1), uniforms)
+    scores = scores / jnp.where(temperatures == 0, 1, temperatures)[:, None]
+    tokens = lax.cond(
+        (temperatures == 0).all(),
+        lambda: scores.argmax(axis=-1),
+        lambda: _invert_cdf(jax.nn.softmax(scores, axis=-1), uniforms),
+    )
     logprobs = jax.nn.log_softmax(scores, axis=-1)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], cache
 

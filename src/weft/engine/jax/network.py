@@ -309,15 +309,14 @@ def compute_outputs(
     *,
     decoder: DecoderSettings,
     want: frozenset[Output],
-    num_scores: int = 0,
     top: TopIds | None = None,
 ) -> dict[Output, Array]:
     """Return the outputs `want` at the rows of `reads`, float32 or wider.
 
     A language model gives `logprobs`, `entropy` and `top1` [N], over the ids of `reads.support` if
     there are any; with `reads.ids` `given_logprobs` [N, K + 1]; and with `top` `top_ids` [N, K] and
-    `top_logprobs` [N, K + 1]. Other heads give `values` or `scores` [N]. With mean pooling, there
-    are `num_scores` scores.
+    `top_logprobs` [N, K + 1]. Other heads give `values` or `scores` [N]. With mean pooling, scores
+    are in the order of the sequences' numbers.
     """
     hidden = compute_hidden(parameters, rows, decoder)
     hidden = hidden.reshape(-1, hidden.shape[-1])[reads.rows]
@@ -325,18 +324,31 @@ def compute_outputs(
         weight = parameters["score.weight"].astype(decoder.wide)
         values = jnp.matmul(hidden.astype(decoder.wide), weight.T, precision="highest")[:, 0]
         if decoder.head == "score" and decoder.pooling == "mean":
-            sums = jax.ops.segment_sum(values, reads.labels, num_scores + 1)
-            counts = jax.ops.segment_sum(jnp.ones_like(values), reads.labels, num_scores + 1)
-            values = (sums / jnp.maximum(counts, 1))[:num_scores]
+            number = len(values)
+            sums = jax.ops.segment_sum(values, reads.labels, number + 1)
+            counts = jax.ops.segment_sum(jnp.ones_like(values), reads.labels, number + 1)
+            values = (sums / jnp.maximum(counts, 1))[:number]
         return {"scores" if decoder.head == "score" else "values": values}
 
-    def compute_chunk(chunk: tuple[Array, HeadInputs]) -> dict[Output, Array]:
+    Chunk = tuple[Array, HeadInputs]
+
+    def read_chunk(chunk: Chunk) -> dict[Output, Array]:
         hidden, own = chunk
         logits = compute_logits(parameters, hidden, decoder) / temperature
         return _read_logits(logits, own, want, top)
 
-    count = _count_chunks(len(reads.labels), decoder.config.vocab_size)
-    chunks = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (hidden, reads))
+    def skip_chunk(chunk: Chunk) -> dict[Output, Array]:
+        shapes = jax.eval_shape(read_chunk, chunk)
+        return jax.tree.map(lambda own: jnp.zeros(own.shape, own.dtype), shapes)
+
+    def compute_chunk(chunk: Chunk) -> dict[Output, Array]:
+        return lax.cond(chunk[1].count > 0, read_chunk, skip_chunk, chunk)
+
+    count = _count_chunks(len(reads.rows), decoder.config.vocab_size)
+    starts = jnp.arange(count) * (len(reads.rows) // count)
+    whole = (hidden, reads._replace(count=None))
+    hidden, parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), whole)
+    chunks = (hidden, parts._replace(count=reads.count - starts))
     outputs = lax.map(jax.checkpoint(compute_chunk), chunks)
     return {key: value.reshape(-1, *value.shape[2:]) for key, value in outputs.items()}
 
@@ -360,10 +372,9 @@ def _read_logits(
     whole = jax.nn.log_softmax(logits, axis=-1)
     logprobs = whole
     if reads.support is not None:
-        own = jnp.arange(len(logits))[:, None]
-        allowed = jnp.zeros(logits.shape, bool).at[own, reads.support].set(True, mode="drop")
-        allowed = allowed.at[own, labels].set(True)
-        allowed |= (reads.support >= logits.shape[1]).all(axis=1, keepdims=True)
+        ids = jnp.arange(logits.shape[1])
+        allowed = reads.support[:, ids // 8] >> (ids % 8).astype(jnp.uint8) & 1 > 0
+        allowed |= ids == labels
         logprobs = jax.nn.log_softmax(jnp.where(allowed, logits, MASKED), axis=-1)
     outputs: dict[Output, Array] = {}
     if "logprobs" in want:
@@ -393,7 +404,7 @@ def _select_logprobs(logprobs: Array, ids: Array) -> Array:
 def _count_chunks(num_rows: int, vocab_size: int) -> int:
     """Return the number of chunks whose logits are computed one after the other, a power of two.
 
-    Numbers of rows are a power of two, or three times one (`weft.engine.jax.packing`).
+    The number of rows is a multiple of a length that `round_up` gives.
     """
     most = max(LEAST_CHUNK_ROWS, CHUNK_CELLS // vocab_size)
     count = 1

@@ -6,7 +6,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from torch import Tensor
 
 from weft.engine.jax.mesh import put_on_mesh
-from weft.engine.jax.parameters import ParameterStacks
+from weft.engine.jax.parameters import ParameterStacks, StoredArray
 from weft.engine.spec import OptimizerSpec, Schedule
 from weft.engine.torch.optimizer import CLIP_EPS, compute_learning_rate
 from weft.engine.torch.update_rules import LEAST_SIZE, SQUARE_EPS
@@ -131,10 +131,10 @@ class JaxOptimizer:
 
         # The results lie where the arguments lay, so the next pass is not compiled again.
         places = jax.tree.map(lambda value: value.sharding, (self.trained, self._state))
-        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=places)
-        self._add = jax.jit(
-            lambda sums, more: jax.tree.map(jnp.add, sums, more), donate_argnums=(0,)
+        self._build_zeros = jax.jit(
+            lambda trained: jax.tree.map(jnp.zeros_like, trained), out_shardings=places[0]
         )
+        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=places)
         self._norm = jax.jit(
             lambda gradients: jnp.sqrt(sum(jnp.square(g).sum() for g in gradients.values()))
         )
@@ -166,12 +166,11 @@ class JaxOptimizer:
         """No parameters of torch: their gradients are summed by `add_gradients`."""
         return []
 
-    def add_gradients(self, gradients: dict[str, Array]) -> None:
-        """Add the gradients of a micro-batch, by array."""
+    def add_gradients(self, add: Callable[[dict[str, Array]], dict[str, Array]]) -> None:
+        """Replace the sums of gradients, by array, by what `add` returns for them."""
         if self.gradients is None:
-            self.gradients = gradients
-        else:
-            self.gradients = self._add(self.gradients, gradients)
+            self.gradients = self._build_zeros(self.trained)
+        self.gradients = add(self.gradients)
 
     def collect_gradients(self) -> dict[str, Tensor]:
         return {}
@@ -209,18 +208,21 @@ class JaxOptimizer:
 
     # -- on disk
 
-    def read_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the state, as tensors named `{parameter}/{slot}`."""
+    def select_tensors(self) -> dict[str, StoredArray]:
+        """Return the arrays of the state, by the names `{parameter}/{slot}` of their tensors."""
+        stored: dict[str, StoredArray] = {}
         has_state = self.spec.type != "sgd" or self.spec.beta1 > 0.0
         if self.steps and has_state:
             names = [n for n, p in self._stacks.places.items() if p.array in self._stacks.trained]
             for field, slot in SLOTS[self.spec.type].items():
-                for name, value in self._stacks.read(getattr(self._state, field), names):
-                    yield f"{name}/{slot}", value
+                for name in sorted(names):
+                    array = self._stacks.select(getattr(self._state, field), name)
+                    stored[f"{name}/{slot}"] = array
             if self.spec.type in ("adamw", "palm"):
-                count = float(self._state.count)
+                count = put_on_mesh(np.float32(self._state.count), self._state.count.sharding)
                 for name in names:
-                    yield f"{name}/step", torch.tensor(count)
+                    stored[f"{name}/step"] = StoredArray(count)
+        return stored
 
     def collect_values(self) -> dict[str, float]:
         """Return the state that consists of plain numbers, such as the step count."""
@@ -231,15 +233,18 @@ class JaxOptimizer:
             "calm_steps": 0,
         }
 
-    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Load the results of `read_tensors` and `collect_values` of either engine.
+    def load(
+        self, keys: Iterable[str], read: Callable[[str], Tensor], values: Mapping[str, float]
+    ) -> None:
+        """Load the state of either engine: its tensors, and the result of `collect_values`.
 
-        Raises `CheckpointError` for an unknown parameter, and for a state of another update rule.
+        `keys` are the names of the tensors, and `read` returns one of them. Raises
+        `CheckpointError` for an unknown parameter, and for a state of another update rule.
         """
         slots = SLOTS[self.spec.type]
         known = {*slots.values(), "step"}
-        by_slot: dict[str, dict[str, Tensor]] = {slot: {} for slot in known}
-        for key, value in tensors.items():
+        by_slot: dict[str, list[str]] = {slot: [] for slot in known}
+        for key in keys:
             name, slot = key.rsplit("/", 1)
             place = self._stacks.places.get(name)
             if place is None or place.array not in self._stacks.trained:
@@ -251,18 +256,17 @@ class JaxOptimizer:
                     f"the optimizer state has {slot!r} of {name!r}, which backend=jax cannot "
                     f"continue with optimizer.type={self.spec.type}; continue with backend=torch"
                 )
-            by_slot[slot][name] = value
+            by_slot[slot].append(name)
         state = self._build_state()
         for field, slot in slots.items():
-            old = getattr(state, field)
-            parts: Iterable[tuple[str, Any, Tensor]] = (
-                (name, None, value) for name, value in by_slot[slot].items()
-            )
-            state = state._replace(**{field: {**old, **self._stacks.replace(old, parts, 1.0)}})
+            keys_of = {name: f"{name}/{slot}" for name in by_slot[slot]}
+            self._stacks.load(getattr(state, field), keys_of, read)
         self.steps = int(values["steps"])
         self.attempts = int(values["attempts"])
         if "count" in state._fields:
-            steps = next((int(each) for each in by_slot["step"].values()), self.steps)
+            steps = self.steps
+            if by_slot["step"]:
+                steps = int(read(f"{by_slot['step'][0]}/step"))
             count = np.asarray(steps, state.count.dtype)
             state = state._replace(count=put_on_mesh(count, state.count.sharding))
         self._state = state

@@ -1,11 +1,13 @@
-"""Micro-batches in rows of equal length, and the rows of hidden states that a head reads.
+"""Micro-batches in blocks of rows, all of one shape, and the hidden states that a head reads.
 
-All sizes are rounded up to a power of two, or three times one, so that few shapes are compiled for.
+A pass is compiled for a number of rows and their length. A micro-batch is computed in as many
+passes as it needs, so that longer and larger batches need no other shapes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,10 @@ from weft.models.network.transformer import find_score_rows
 
 Index = npt.NDArray[np.int64]
 LEAST_LENGTH = 32  # tokens of a row
-LEAST_SUPPORT = 16  # ids that sampling kept at a token
-LEAST_READS = 32  # hidden states that a head reads
-MOST_WASTE = 4  # how much larger than needed a pass may be, to save a compilation
+LEAST_TOKENS = 2048  # of a block on each device, if the first micro-batch has so many
+MOST_BLOCKS_AT_FIRST = 4  # of the first micro-batch
+MOST_BLOCKS = 32  # of a later one; with more, larger blocks are compiled for
+MOST_WASTE = 4  # how much longer than its longest sequence a row may be
 
 
 def place_sequences(lengths: Index, length: int) -> tuple[Index, int]:
@@ -47,138 +50,157 @@ def place_sequences(lengths: Index, length: int) -> tuple[Index, int]:
     return places, len(used)
 
 
-class PassSizes:
-    """Sizes for which passes were compiled, so that later passes can use them too.
+class BlockShapes:
+    """Numbers of rows and tokens per row of the blocks that one pass was compiled for.
 
-    A pass gets the smallest known sizes that hold it, unless these are more than four times what it
-    needs. So a run compiles in its first steps, again for longer sequences or larger batches than
-    before, and then never again.
+    They are chosen for the first micro-batch. `longest` is the number of tokens of the longest
+    sequence of the run, so that later ones fit, or None if it is not known. If the first sequences
+    are much shorter, there are two shapes from the start: one for short sequences, and one for all.
+
+    Longer sequences than `longest`, and much larger micro-batches, get new shapes.
     """
 
-    def __init__(self) -> None:
-        self._known: set[tuple[int, int, int]] = set()
+    def __init__(self, longest: int | None, decoder: DecoderSettings) -> None:
+        self.known: list[tuple[int, int]] = []  # by length
+        self._longest = longest or 0
+        self._alone = decoder.attention == "cudnn"  # one sequence in each row
+        self._multiple = 1
+        if decoder.row_sharding is not None:
+            self._multiple = count_row_parts(decoder.row_sharding)
 
-    def choose_length(self, longest: int) -> int:
-        """Return the number of tokens in a row that can hold a sequence of `longest` tokens.
+    def choose(self, lengths: Index) -> tuple[tuple[int, int], Index, list[tuple[int, int]]]:
+        """Return a shape, the place of each sequence in rows of this length, and new shapes.
 
-        Rows hold several sequences, so longer rows than needed are filled as well.
+        `lengths` [S] are the tokens of each sequence. New shapes, among which the chosen one may be,
+        are those that nothing was compiled for yet.
         """
-        fitting = [sizes[1] for sizes in self._known if longest <= sizes[1] <= MOST_WASTE * longest]
-        return min(fitting, default=round_up(longest, LEAST_LENGTH))
+        longest = int(lengths.max())
+        for shape in self.known:
+            if longest <= shape[1]:
+                places, count = self._place(lengths, shape[1])
+                if count <= MOST_BLOCKS * shape[0]:
+                    return shape, places, []
+        own = round_up(longest, LEAST_LENGTH)
+        limit = round_up(max(longest, self._longest), LEAST_LENGTH)
+        new = []
+        for length in [2 * own, limit] if limit > MOST_WASTE * own else [limit]:
+            _, count = self._place(lengths, length)
+            least = max(LEAST_TOKENS * self._multiple // length, 1)
+            blocks = min(max(count // least, 1), MOST_BLOCKS_AT_FIRST)
+            rows = -(-count // (blocks * self._multiple)) * self._multiple
+            new.append((rows, length))
+        lengths_of_new = [length for _, length in new]
+        self.known = [shape for shape in self.known if shape[1] not in lengths_of_new]
+        self.known = sorted([*self.known, *new], key=lambda shape: shape[1])
+        return new[0], self._place(lengths, new[0][1])[0], new
 
-    def choose(self, rows: int, length: int, reads: int) -> tuple[int, int, int]:
-        """Return the numbers of rows, of tokens in each, and of hidden states that are read."""
-        fitting = []
-        for sizes in self._known:
-            holds = sizes[0] >= rows and sizes[1] == length and sizes[2] >= reads
-            if holds and sizes[0] <= MOST_WASTE * rows and sizes[2] <= MOST_WASTE * reads:
-                fitting.append(sizes)
-        if fitting:
-            return min(fitting)
-        # New sizes are not below similar ones, so that they serve the next passes too.
-        rows = max([rows, *(known[0] for known in self._known if known[0] <= 2 * rows)])
-        reads = max([reads, *(known[2] for known in self._known if known[2] <= 2 * reads)])
-        self._known.add((rows, length, reads))
-        return rows, length, reads
+    def _place(self, lengths: Index, length: int) -> tuple[Index, int]:
+        if self._alone:
+            return np.arange(len(lengths)) * length, len(lengths)
+        return place_sequences(lengths, length)
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Input of a pass.
+class Block:
+    """Input of one pass.
 
     Attributes:
         rows: The tokens.
         reads: What the head reads.
-        outputs: Number of outputs that are used; the pass computes more.
-        num_scores: Number of scores that are averaged over sequences, and 0 for other heads.
+        outputs: Index of each output in those of the micro-batch; the pass computes more.
+        sequences: Index of each sequence in the micro-batch.
     """
 
     rows: TokenRows
     reads: HeadInputs
-    outputs: int
-    num_scores: int
+    outputs: Index
+    sequences: Index
 
 
-def pack_rows(
+def pack_blocks(
     x: Packed,
     decoder: DecoderSettings,
     padding: int | None,
-    sizes: PassSizes,
+    shapes: BlockShapes,
     support: SamplingSupport | None = None,
-) -> PackedRows:
-    """Return a pack in rows, with what the head reads of them.
+) -> list[Block]:
+    """Return a pack in blocks, with what the head reads of them.
 
-    The rows can be divided over the decoder's devices. The arrays in `HeadInputs` have further
-    elements at the end, whose outputs are not used. `padding` is the token that scores are not read
-    at. `sizes` has the sizes of earlier passes. `support` has the ids that sampling kept.
+    The arrays in `HeadInputs` have as many elements as the block has tokens, and those at the end
+    are not used. `padding` is the token that scores are not read at. `support` has the ids that
+    sampling kept. There is an empty block of each new shape, so that it is compiled now.
     """
     config = decoder.config
     _check_indices(x, decoder)
     lengths = to_numpy(x.attention.dense.lengths)
-    length = sizes.choose_length(int(lengths.max()))
-    if decoder.attention == "cudnn":
-        starts, count = np.arange(len(lengths)) * length, len(lengths)
-    else:
-        starts, count = place_sequences(lengths, length)
-    multiple = 1
-    if decoder.row_sharding is not None:
-        multiple = count_row_parts(decoder.row_sharding)
-    # Hidden states that the head reads.
+    shape, starts, new = shapes.choose(lengths)
+    size = shape[0] * shape[1]
+    # Place of each token in the rows of all blocks.
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    outputs = len(x.rows)
-    num_scores = 0
-    if decoder.head == "score":
-        outputs = len(lengths)
-    if decoder.head == "lm":
-        read, labels = to_numpy(x.rows), to_numpy(x.labels)
-    elif decoder.head == "score" and decoder.pooling == "mean":
-        read, labels = np.arange(len(sequence)), sequence
-        num_scores = round_up(outputs)
-    else:
-        read = to_numpy(find_score_rows(x, padding) if decoder.head == "score" else x.rows)
-        labels = np.zeros_like(read)
-    ids = to_numpy(x.ids) if isinstance(x.ids, torch.Tensor) else None
-    count, length, total = sizes.choose(
-        round_up(-(-count // multiple)) * multiple, length, round_up(len(read), LEAST_READS)
-    )
-    # Place of each token in the rows.
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     place = starts[sequence] + within
-
-    def scatter(values: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
-        spread = np.zeros((count * length, *values.shape[1:]), dtype)
-        spread[place] = values
-        return spread.reshape(count, length, *values.shape[1:])
-
-    cos = sin = None
+    # Hidden states that the head reads: the token, and the output that it belongs to.
+    averages = decoder.head == "score" and decoder.pooling == "mean"
+    if averages:
+        read = np.arange(len(sequence))
+    elif decoder.head == "score":
+        read = to_numpy(find_score_rows(x, padding))
+    else:
+        read = to_numpy(x.rows)
+    columns: dict[str, npt.NDArray[Any]] = {}
+    if decoder.head == "lm":
+        columns["labels"] = to_numpy(x.labels)
+        if isinstance(x.ids, torch.Tensor):
+            columns["ids"] = to_numpy(x.ids)
+        if support is not None:
+            columns["support"] = _pack_support(support, config.vocab_size)
+    tokens = {"tokens": to_numpy(x.tokens), "positions": to_numpy(x.positions)}
     if config.rope is not None:
         wide = torch.float64 if np.dtype(decoder.dtype) == np.float64 else torch.float32
         rotation = rope.compute_rotation(
             config.rope, x.positions.cpu(), x.attention.token_lengths.cpu(), wide
         )
-        cos, sin = (scatter(to_numpy(each)[:, 0], decoder.dtype) for each in rotation)
-    rows = TokenRows(
-        scatter(to_numpy(x.tokens), np.int32),
-        scatter(to_numpy(x.positions), np.int32),
-        scatter(sequence + 1, np.int32),
-        cos,
-        sin,
-    )
-    if decoder.attention == "cudnn":
-        check_single_sequences(rows.segments)
+        for name, each in zip(("cos", "sin"), rotation, strict=True):
+            tokens[name] = to_numpy(each)[:, 0].astype(decoder.dtype)
 
-    def extend(values: npt.NDArray[Any], value: int = 0) -> npt.NDArray[np.int32]:
-        longer = np.full((total, *values.shape[1:]), value, np.int32)
-        longer[: len(values)] = values
-        return longer
+    def build(number: int, shape: tuple[int, int]) -> Block:
+        """Return the block of this number, which is empty if no token is in it."""
+        own = np.flatnonzero(place // size == number)
+        at = place[own] - number * size
+        spread = partial(_spread, at, shape)
+        sequences, local = np.unique(sequence[own], return_inverse=True)
+        cells = shape[0] * shape[1]
+        rows = TokenRows(
+            segments=spread(local + 1),
+            **{name: spread(values[own]) for name, values in tokens.items()},
+        )
+        if decoder.attention == "cudnn":
+            check_single_sequences(rows.segments)
+        reads = np.flatnonzero(place[read] // size == number)
+        first = partial(_spread, np.arange(len(reads)), (cells,))
+        values = {name: first(column[reads]) for name, column in columns.items()}
+        if averages:
+            values["labels"] = first(local, fill=cells)
+        at_block = place[read[reads]] - number * size
+        inputs = HeadInputs(first(at_block), np.int32(len(reads)), **values)
+        return Block(rows, inputs, sequences if averages else reads, sequences)
 
-    reads = HeadInputs(
-        extend(place[read]),
-        extend(labels, num_scores),
-        None if ids is None else extend(ids),
-        None if support is None else extend(_spread_support(support, config.vocab_size)),
-    )
-    return PackedRows(rows, reads, outputs, num_scores)
+    count = int(place.max()) // size + 1
+    blocks = [build(number, shape) for number in range(count)]
+    return blocks + [build(count, other) for other in new if other != shape]
+
+
+def _spread(
+    at: Index, shape: tuple[int, ...], values: npt.NDArray[Any], fill: int = 0
+) -> npt.NDArray[Any]:
+    """Return an array of a shape with `values` at the places `at` of its flattened elements.
+
+    Further dimensions of the values stay. Integers become int32, as JAX has them.
+    """
+    dtype = np.int32 if values.dtype == np.int64 else values.dtype
+    spread = np.full((np.prod(shape), *values.shape[1:]), fill, dtype)
+    spread[at] = values
+    return spread.reshape(*shape, *values.shape[1:])
 
 
 def check_single_sequences(segments: npt.NDArray[np.int32]) -> None:
@@ -192,12 +214,17 @@ def check_single_sequences(segments: npt.NDArray[np.int32]) -> None:
         raise ValueError(f"row {row} has several sequences, which cuDNN's attention would mix")
 
 
-def _spread_support(support: SamplingSupport, vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return the ids that sampling kept, one row per token, filled up with `vocab_size`."""
+def _pack_support(support: SamplingSupport, vocab_size: int) -> npt.NDArray[np.uint8]:
+    """Return the ids that sampling kept, one bit for each id of the vocabulary, [N, V / 8].
+
+    A row without ids has no limit: all of its bits are set.
+    """
     counts = support.host_counts
-    width = round_up(int(counts.max(initial=0)), LEAST_SUPPORT)
-    table = np.full((len(counts), width), vocab_size, np.int32)
-    table[np.arange(width) < counts[:, None]] = to_numpy(support.ids)
+    table = np.zeros((len(counts), -(-vocab_size // 8)), np.uint8)
+    ids = to_numpy(support.ids)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    np.bitwise_or.at(table, (rows, ids // 8), (1 << ids % 8).astype(np.uint8))
+    table[counts == 0] = 0xFF
     return table
 
 

@@ -7,7 +7,7 @@ train the same ones, so frozen layers have stacks of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -18,13 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import Tensor
 
+from weft.checkpoints.weight_files import TensorLayout
 from weft.engine.jax.mesh import choose_sharding, fetch, put_on_mesh
 from weft.errors import ConfigError
 from weft.models.network.linear import StoredParameter
+from weft.topology import Slice
 
+STOP = -1
 LARGE_BYTES = 1 << 28  # stacks above this are read and written layer by layer
 
 
@@ -36,18 +40,93 @@ class StackPlace:
     index: int | None
 
 
+@dataclass(frozen=True)
+class StoredArray:
+    """Values of one tensor in an array of JAX: all of it, or one layer of a stack."""
+
+    array: Array
+    index: int | None = None
+
+    @property
+    def layout(self) -> TensorLayout:
+        """dtype and shape of the tensor."""
+        shape = self.array.shape if self.index is None else self.array.shape[1:]
+        return getattr(torch, str(self.array.dtype)), tuple(shape)
+
+    def select(self) -> Array:
+        return self.array if self.index is None else get_layer(self.array, self.index)
+
+    def read(self) -> Tensor:
+        """Copy the values to host memory; if several hosts have them, all must call this."""
+        return to_torch(self.select())
+
+
+class HostTensors(Mapping[str, Tensor]):
+    """Tensors by name, each of which is copied to host memory when it is read.
+
+    The last one is kept until another is read: what is written together is often read together.
+
+    If several hosts have the arrays, the first one reads, in any order, and the others take part in
+    `serve` until it calls `stop`.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredArray]) -> None:
+        self._stored = stored
+        self._names = list(stored)
+        self._last: tuple[str, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def layouts(self) -> dict[str, TensorLayout]:
+        """dtype and shape of each tensor."""
+        return {name: stored.layout for name, stored in self._stored.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is copied
+            stored = self._stored[name]
+            _announce(self._names.index(name))
+            self._last = name, stored.read()
+        return self._last[1]
+
+    def stop(self) -> None:
+        """Tell the other hosts that the first one reads no more."""
+        self._last = None
+        _announce(STOP)
+
+    def serve(self) -> None:
+        """Take part in what the first host reads; nothing is kept here."""
+        while (number := _announce(STOP)) != STOP:
+            self._stored[self._names[number]].read()
+
+
+def _announce(number: int) -> int:
+    """Return the first host's number on all hosts."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 class ParameterStacks:
     """Arrays in which a network's parameters are stored.
 
     `parameters` maps canonical names to the parameters of a torch network, whose values are not
-    used. `places` maps the names to their places, and `trained` has the arrays that are trained.
+    used. `places` maps the names to their places, `shapes` to their shapes, and `trained` has the
+    arrays that are trained.
     """
 
     def __init__(self, parameters: Mapping[str, StoredParameter]) -> None:
         self.places: dict[str, StackPlace] = {}
         self.trained: set[str] = set()
         blocks: dict[int, dict[str, str]] = {}  # name within the block -> canonical name, by layer
-        for name in parameters:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in parameters.items():
+            self.shapes[name] = tuple(parameter.data.shape)
             if name.startswith("blocks."):
                 _, layer, own = name.split(".", 2)
                 blocks.setdefault(int(layer), {})[own] = name
@@ -76,32 +155,62 @@ class ParameterStacks:
         return groups
 
     def build_arrays(
-        self, read: Callable[[str], Tensor], choose_dtype: Callable[[str], Any], mesh: Mesh
+        self,
+        read: Callable[[str, Slice | None], Tensor],
+        choose_dtype: Callable[[str], Any],
+        mesh: Mesh,
     ) -> dict[str, Array]:
         """Return all arrays on a mesh, with the values that `read` returns by canonical name.
 
         `choose_dtype` maps the name of an array to its dtype. One parameter is in host memory at a
-        time, or one stack if it is small.
+        time, or one stack if it is small. If several hosts have the devices, each reads its own
+        slices, those of a stack together.
         """
         arrays = {}
         for array, names in self.group_names().items():
             dtype = choose_dtype(array)
-            first = to_numpy(read(names[0])).astype(dtype)
+            if jax.process_count() > 1:
+                arrays[array] = self._build_from_slices(array, names, read, dtype, mesh)
+                continue
+            first = to_numpy(read(names[0], None)).astype(dtype)
             if self.places[names[0]].index is None:
                 arrays[array] = put_on_mesh(first, choose_sharding(mesh, array, first.shape))
                 continue
             shape = (len(names), *first.shape)
             sharding = choose_sharding(mesh, array, shape)
             if first.nbytes * len(names) <= LARGE_BYTES:
-                rest = [to_numpy(read(name)).astype(dtype) for name in names[1:]]
+                rest = [to_numpy(read(name, None)).astype(dtype) for name in names[1:]]
                 arrays[array] = put_on_mesh(np.stack([first, *rest]), sharding)
                 continue
             stack = _build_zeros(shape, jnp.dtype(dtype), sharding)()
             stack = set_layer(stack, 0, first)
             for index, name in enumerate(names[1:], 1):
-                stack = set_layer(stack, index, to_numpy(read(name)).astype(dtype))
+                stack = set_layer(stack, index, to_numpy(read(name, None)).astype(dtype))
             arrays[array] = stack
+        for name in self.places:
+            self.select(arrays, name).select()  # compiles now, so that a save during a run does not
         return arrays
+
+    def _build_from_slices(
+        self,
+        array: str,
+        names: Sequence[str],
+        read: Callable[[str, Slice | None], Tensor],
+        dtype: Any,
+        mesh: Mesh,
+    ) -> Array:
+        is_stack = self.places[names[0]].index is not None
+        shape = self.shapes[names[0]]
+        whole = (len(names), *shape) if is_stack else shape
+
+        def read_part(where: Any) -> np.ndarray[Any, Any]:
+            own = where[1:] if is_stack else where
+            ends = [part.indices(size) for part, size in zip(own, shape, strict=True)]
+            slices = tuple(slice(start, stop) for start, stop, _ in ends)
+            parts = [to_numpy(read(name, slices)).astype(dtype) for name in names]
+            return np.stack(parts) if is_stack else parts[0]
+
+        return jax.make_array_from_callback(whole, choose_sharding(mesh, array, whole), read_part)
 
     def read(
         self, arrays: Mapping[str, Array], names: Iterable[str]
@@ -111,12 +220,23 @@ class ParameterStacks:
         The order is that of the names, so that all processes gather the same array together.
         """
         for name in sorted(names):
-            yield name, to_torch(self._select(arrays, name))
+            yield name, self.select(arrays, name).read()
 
-    def _select(self, arrays: Mapping[str, Array], name: str) -> Array:
-        at = self.places[name]
-        values = arrays[at.array]
-        return values if at.index is None else values[at.index]
+    def select(self, arrays: Mapping[str, Array], name: str) -> StoredArray:
+        """Return where the values of a parameter are in `arrays`."""
+        place = self.places[name]
+        return StoredArray(arrays[place.array], place.index)
+
+    def load(
+        self, arrays: dict[str, Array], keys: Mapping[str, str], read: Callable[[str], Tensor]
+    ) -> None:
+        """Set parameters to what `read` returns for their keys; `keys` maps their names to these.
+
+        One tensor is in host memory at a time, or one stack if it is small.
+        """
+        for own in self.group_names().values():
+            parts = ((name, None, read(keys[name])) for name in own if name in keys)
+            arrays.update(self.replace(arrays, parts, 1.0))
 
     def replace(
         self, arrays: Mapping[str, Array], parts: Iterable[tuple[str, Any, Tensor]], eta: float
@@ -139,7 +259,7 @@ class ParameterStacks:
             if at.index is not None and array.nbytes > LARGE_BYTES:
                 if narrow:
                     array = array.astype(jnp.float32)
-                own = np.array(fetch(array[at.index]))
+                own = np.array(fetch(get_layer(array, at.index)))
                 _write_part(name, own, where, new, eta)
                 large[at.array] = set_layer(array, at.index, own)
                 continue
@@ -167,6 +287,24 @@ def _write_part(
     if eta != 1.0:
         new = eta * new.astype(own.dtype) + (1.0 - eta) * own
     own[...] = new.astype(own.dtype)
+
+
+def get_layer(stack: Array, index: int) -> Array:
+    """Return one layer of a stack: whole on all hosts if it is divided over several."""
+    sharding = stack.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = sharding.spec[1:] if sharding.is_fully_addressable else ()
+    place = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    layer: Array = _build_layer_getter(place)(stack, np.int32(index))
+    return layer
+
+
+@cache
+def _build_layer_getter(sharding: NamedSharding) -> Any:
+    return jax.jit(
+        lambda stack, index: lax.dynamic_index_in_dim(stack, index, 0, keepdims=False),
+        out_shardings=sharding,
+    )
 
 
 def set_layer(stack: Array, index: int, values: np.ndarray[Any, Any]) -> Array:

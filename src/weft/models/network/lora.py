@@ -190,22 +190,38 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{A}", f".{B}"))
 
 
-def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
+def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> Mapping[str, Tensor]:
     """Return the canonical parameters with the adapters merged: weight + scale B A.
 
-    The sums are computed in the widest dtype of weight, A and B, at least float32, and converted to
-    the dtype of the weight.
+    Each is computed when it is read, and not kept. The sums are computed in the widest dtype of
+    weight, A and B, at least float32, and converted to the dtype of the weight.
     """
-    merged = {}
-    for name, value in parameters.items():
-        if not is_adapter(name):
-            merged[name] = value.detach()
-    for layer, scale in scales.items():
-        weight = merged[f"{layer}.weight"]
-        a = parameters[f"{layer}.{A}"]
-        b = parameters[f"{layer}.{B}"]
-        merged[f"{layer}.weight"] = merge_weight(weight, a, b, scale)
-    return merged
+    return _MergedParameters(parameters, scales)
+
+
+class _MergedParameters(Mapping[str, Tensor]):
+    """Result of `merge`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        self._parameters = parameters
+        self._scales = scales
+        self._names = [name for name in parameters if not is_adapter(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if is_adapter(name):
+            raise KeyError(name)
+        layer = name.removesuffix(".weight")
+        scale = self._scales.get(layer)
+        if scale is None or not name.endswith(".weight"):
+            return self._parameters[name].detach()
+        a, b = self._parameters[f"{layer}.{A}"], self._parameters[f"{layer}.{B}"]
+        return merge_weight(self._parameters[name], a, b, scale)
 
 
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
