@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from weft.engine.base import TokenEvent
-from weft.serve.openai_api import GrowingText
+from weft.serve.growing_text import GrowingText
 from weft.testing.datasets import build_small_tokenizer
 
 
