@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.data.token_bytes import TokenBytes
 from weft.data.tokenizer import StreamDecoder, Tokenizer
@@ -32,7 +32,8 @@ class GrowingText:
 
     `feed` adds a token and returns the new text that later tokens cannot change; `take` returns the
     tokens of that text, and `take_ids` the ids of all tokens. Text that may be the start of a stop
-    string is held back. End tokens and the tokens of the stop string are left out of the text.
+    string is held back. The text and the tokens leave out end tokens and those of the stop string;
+    with `every_token`, `take` returns them too once the completion has ended.
     """
 
     def __init__(
@@ -41,7 +42,10 @@ class GrowingText:
         prompt: Sequence[int],
         stops: Sequence[str] = (),
         pieces: TokenBytes | None = None,
+        *,
+        every_token: bool = False,
     ) -> None:
+        self._every_token = every_token
         self._pieces = pieces or TokenBytes(tokenizer)
         self._stops = [stop for stop in stops if stop]
         self._decoder = StreamDecoder(tokenizer)
@@ -77,6 +81,9 @@ class GrowingText:
             if token.offset < until:
                 self._emitted_tokens.append(token)
         self._pending_tokens = [token for token in self._pending_tokens if token.offset >= until]
+        if self._every_token and self.finish is not None:
+            self._emitted_tokens += [replace(each, offset=until) for each in self._pending_tokens]
+            self._pending_tokens = []
         return new
 
     def take(self) -> list[EmittedToken]:

@@ -366,7 +366,14 @@ class CompletionRun:
         for prompt in self.prompts:
             for _ in range(self.settings.count):
                 before = [] if self.form.chat else prompt.ids
-                text = GrowingText(tokenizer, before, self.settings.stops, pieces)
+                # Clients of `echo` expect a log-prob for each token, also for an end token.
+                text = GrowingText(
+                    tokenizer,
+                    before,
+                    self.settings.stops,
+                    pieces,
+                    every_token=self.settings.echo,
+                )
                 if not self.settings.max_new_tokens:
                     text.finish = "length"
                 result.append(text)
