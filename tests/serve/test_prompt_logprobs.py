@@ -23,7 +23,7 @@ from weft.engine.torch.engine import TorchEngine
 from weft.serve import openai_api
 from weft.serve.growing_text import EmittedToken
 from weft.serve.prompt_logprobs import EchoedPrompt, PromptDescriber
-from weft.serve.prompts import Prompt
+from weft.serve.prompts import EncodedPrompt
 from weft.serve.server import Server
 from weft.serve.worker import RowScores
 from weft.testing.datasets import build_small_tokenizer
@@ -126,7 +126,9 @@ def test_scores_of_the_top_replace_those_of_the_token() -> None:
     top_ids = np.array([[ids[1], 9], [9, 8]], np.int32)
     top = np.array([[-1.0, -2.0], [-1.5, -np.inf]], np.float32)
     scores = RowScores(np.array([-1.0000001, -np.inf], np.float32), top_ids, top)
-    echo = PromptDescriber(tokenizer, TokenBytes(tokenizer)).echo(Prompt(ids, "abc"), scores, 2)
+    echo = PromptDescriber(tokenizer, TokenBytes(tokenizer)).build_echo(
+        EncodedPrompt(ids, "abc"), scores, 2
+    )
     assert [token.logprob for token in echo.tokens] == [None, -1.0, -9999.0]
     assert [value for _, value in echo.tokens[2].top] == [-1.5, -9999.0]
 
@@ -281,12 +283,12 @@ def test_the_blank_that_a_tokenizer_adds_takes_no_room(data_dir: Path) -> None:
     tokenizer = Tokenizer.load(TokenizerSpec(), str(data_dir / "tokenizers" / "llama2"))
     describer = PromptDescriber(tokenizer, TokenBytes(tokenizer))
     for prompt in (
-        Prompt(tokenizer.encode("Once upon"), "Once upon"),
-        Prompt(tokenizer.encode("Once upon", bos=False)),
-        Prompt(tokenizer.encode("Once upon", bos=True)),
+        EncodedPrompt(tokenizer.encode("Once upon"), "Once upon"),
+        EncodedPrompt(tokenizer.encode("Once upon", bos=False)),
+        EncodedPrompt(tokenizer.encode("Once upon", bos=True)),
     ):
         count = len(prompt.ids) - 1
         none = RowScores.build_without_top(np.zeros(count, np.float32))
-        echo: EchoedPrompt = describer.echo(prompt, none, 0)
+        echo: EchoedPrompt = describer.build_echo(prompt, none, 0)
         shown: list[EmittedToken] = [token for token in echo.tokens if token.piece != b"<s>"]
         assert [echo.text[token.offset :].strip() for token in shown] == ["Once upon", "upon"]

@@ -19,7 +19,7 @@ from weft.serve.growing_text import EmittedToken, GrowingText
 from weft.serve.openai_fields import CompletionSettings, read_settings
 from weft.serve.openai_format import OpenAIResponseForm, encode_json
 from weft.serve.prompt_logprobs import NEXT, EchoedPrompt, PromptDescriber, build_next_event
-from weft.serve.prompts import Prompt, PromptReader
+from weft.serve.prompts import EncodedPrompt, PromptReader
 from weft.serve.served_model import ServedModel
 from weft.serve.worker import CompletionJob, RowScores
 
@@ -73,12 +73,14 @@ class CompletionEndpoints:
         tokenizer = self.background.get_tokenizer(self.policy.tokenizer)
         return PromptDescriber(tokenizer, self.policy.pieces)
 
-    def _read_prompts(self, body: Mapping[str, Any], chat: bool) -> list[Prompt]:
+    def _read_prompts(self, body: Mapping[str, Any], chat: bool) -> list[EncodedPrompt]:
         if chat:
-            return [Prompt(self.reader.encode_chat(body.get("messages")))]
+            return [EncodedPrompt(self.reader.encode_chat(body.get("messages")))]
         return self.reader.encode_prompts(body.get("prompt"))
 
-    def _check_prompts(self, prompts: Sequence[Prompt], settings: CompletionSettings) -> list[int]:
+    def _check_prompts(
+        self, prompts: Sequence[EncodedPrompt], settings: CompletionSettings
+    ) -> list[int]:
         """Return the maximum number of completion tokens for each prompt.
 
         Raises `RequestRefused` for a prompt that is invalid or too long, and if the answer would
@@ -127,7 +129,7 @@ class CompletionRun:
 
     endpoints: CompletionEndpoints
     settings: CompletionSettings
-    prompts: Sequence[Prompt]
+    prompts: Sequence[EncodedPrompt]
     limits: Sequence[int]  # maximum completion tokens of each prompt
     form: OpenAIResponseForm
 
@@ -150,7 +152,7 @@ class CompletionRun:
         choices: list[str] = []
         head = {**self.form.build_head(chunk=False), "usage": self._count_usage(texts)}
         for prompt, score in zip(self.prompts, scores, strict=True):
-            echo = self._echo(prompt, score)
+            echo = self._build_echo(prompt, score)
             own = self._build_prompt_fields(prompt, score)
             if self.form.chat:
                 head |= own
@@ -168,19 +170,21 @@ class CompletionRun:
             more = {**more, "token_ids": text.take_ids()}
         tokens = None
         if self.settings.logprobs is not None:
-            tokens = [*echo.tokens, *_shift(text.take(), len(echo.text))]
+            tokens = [*echo.tokens, *_move_tokens(text.take(), len(echo.text))]
         whole = echo.text + text.final_text
         return self.form.build_choice(index, whole, text.finish, tokens, more)
 
-    def _echo(self, prompt: Prompt, score: RowScores | None) -> EchoedPrompt:
+    def _build_echo(self, prompt: EncodedPrompt, score: RowScores | None) -> EchoedPrompt:
         """Return the prompt as the answer repeats it: empty without `echo`."""
         if not self.settings.echo:
             return EchoedPrompt("", [])
         logprobs = self.settings.logprobs
-        shown = None if logprobs is None else score
-        return self.endpoints.describer.echo(prompt, shown, logprobs or 0)
+        repeated = None if logprobs is None else score
+        return self.endpoints.describer.build_echo(prompt, repeated, logprobs or 0)
 
-    def _build_prompt_fields(self, prompt: Prompt, score: RowScores | None) -> dict[str, Any]:
+    def _build_prompt_fields(
+        self, prompt: EncodedPrompt, score: RowScores | None
+    ) -> dict[str, Any]:
         """Return vLLM's fields that describe a prompt, as far as the request asks for them."""
         fields: dict[str, Any] = {}
         top = self.settings.prompt_logprobs
@@ -200,7 +204,7 @@ class CompletionRun:
             sizes = await self._send_prompts(exchange, scores)
             async for index, event in events:
                 new = texts[index].feed(event)
-                tokens = _shift(texts[index].take(), sizes[index])
+                tokens = _move_tokens(texts[index].take(), sizes[index])
                 if new or tokens:
                     shown_tokens = tokens if shows_logprobs else None
                     await self._send_delta(exchange, index, texts[index], new, shown_tokens)
@@ -242,9 +246,9 @@ class CompletionRun:
         return sizes
 
     def _encode_first_chunk(
-        self, index: int, prompt: Prompt, score: RowScores | None
+        self, index: int, prompt: EncodedPrompt, score: RowScores | None
     ) -> tuple[EchoedPrompt, str]:
-        echo = self._echo(prompt, score)
+        echo = self._build_echo(prompt, score)
         fields = self._build_prompt_fields(prompt, score)
         if self.form.chat:
             first = {"role": "assistant", "content": ""}
@@ -389,6 +393,6 @@ class CompletionRun:
         }
 
 
-def _shift(tokens: Sequence[EmittedToken], size: int) -> list[EmittedToken]:
+def _move_tokens(tokens: Sequence[EmittedToken], size: int) -> list[EmittedToken]:
     """Return the tokens of a text that follows `size` other characters."""
     return [replace(token, offset=token.offset + size) for token in tokens]

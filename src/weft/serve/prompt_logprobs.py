@@ -18,7 +18,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.base import TokenEvent
 from weft.serve.growing_text import EmittedToken
 from weft.serve.openai_format import decode_piece
-from weft.serve.prompts import Prompt
+from weft.serve.prompts import EncodedPrompt
 from weft.serve.worker import RowScores
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
@@ -46,7 +46,7 @@ class PromptDescriber:
     tokenizer: Tokenizer
     pieces: TokenBytes
 
-    def echo(self, prompt: Prompt, scores: RowScores | None, top: int) -> EchoedPrompt:
+    def build_echo(self, prompt: EncodedPrompt, scores: RowScores | None, top: int) -> EchoedPrompt:
         """Return the prompt's text, and its tokens if there are `scores`.
 
         A prompt given as ids is decoded, with its special tokens. Each token has its `top` most
@@ -58,14 +58,16 @@ class PromptDescriber:
         logprobs, ids, best = _read_scores(prompt.ids, scores, top)
         offsets = self._find_offsets(prompt, text)
         tokens = [EmittedToken(self.pieces.get_bytes(prompt.ids[0]), None, offsets[0])]
-        for index, (logprob, likely) in enumerate(zip(logprobs, _pair(ids, best), strict=True), 1):
+        for index, (logprob, likely) in enumerate(
+            zip(logprobs, _combine_likeliest(ids, best), strict=True), 1
+        ):
             piece = self.pieces.get_bytes(prompt.ids[index])
             others = tuple((self.pieces.get_bytes(id), value) for id, value in likely)
             tokens.append(EmittedToken(piece, logprob, offsets[index], others))
         return EchoedPrompt(text, tokens)
 
     def build_prompt_logprobs(
-        self, prompt: Prompt, scores: RowScores, top: int
+        self, prompt: EncodedPrompt, scores: RowScores, top: int
     ) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: for each token, log-probs by id, and null for the first.
 
@@ -74,7 +76,9 @@ class PromptDescriber:
         """
         logprobs, ids, best = _read_scores(prompt.ids, scores, top)
         rows: list[dict[str, Any] | None] = [None]
-        for index, (logprob, likely) in enumerate(zip(logprobs, _pair(ids, best), strict=True), 1):
+        for index, (logprob, likely) in enumerate(
+            zip(logprobs, _combine_likeliest(ids, best), strict=True), 1
+        ):
             own = prompt.ids[index]
             entries = {str(own): self._describe(own, logprob, None)}
             for rank, (id, value) in enumerate(likely, 1):
@@ -86,7 +90,7 @@ class PromptDescriber:
         text = decode_piece(self.pieces.get_bytes(id))
         return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
-    def _find_offsets(self, prompt: Prompt, text: str) -> list[int]:
+    def _find_offsets(self, prompt: EncodedPrompt, text: str) -> list[int]:
         """Return the position of each token's text in `text`, in characters.
 
         The token for the beginning of a sequence takes no room if it is not part of the text. A
@@ -128,16 +132,16 @@ def _read_scores(
     among the most likely gets the log-prob that it has there: clients compare them for equality.
     """
     count = len(ids) - 1
-    found, best = scores.top_ids[:count], np.maximum(scores.top_logprobs[:count], LEAST_LOGPROB)
+    top_ids, best = scores.top_ids[:count], np.maximum(scores.top_logprobs[:count], LEAST_LOGPROB)
     values = np.maximum(scores.values[:count], LEAST_LOGPROB)
-    if found.shape[1]:
-        same = found == np.asarray(ids[1:], np.int64)[:, None]
+    if top_ids.shape[1]:
+        same = top_ids == np.asarray(ids[1:], np.int64)[:, None]
         place = same.argmax(axis=1)[:, None]
         values = np.where(same.any(axis=1), np.take_along_axis(best, place, axis=1)[:, 0], values)
-    return values.tolist(), found[:, :top], best[:, :top]
+    return values.tolist(), top_ids[:, :top], best[:, :top]
 
 
-def _pair(
+def _combine_likeliest(
     ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> list[list[tuple[int, float]]]:
     """Return (id, log-prob) of the most likely ids of each row."""

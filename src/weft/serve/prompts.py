@@ -22,7 +22,7 @@ TEMPLATE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """Token ids of a prompt, and its text as the request gave it.
 
     `text` is None if the request gave token ids or a conversation.
@@ -80,7 +80,7 @@ class PromptReader:
                 message = str(error)
             raise RequestRefused(400, message, param="messages") from None
 
-    def encode_prompts(self, prompt: Any) -> list[Prompt]:
+    def encode_prompts(self, prompt: Any) -> list[EncodedPrompt]:
         """Return each of the prompts in a request's field `prompt`.
 
         A prompt is a string, or token ids (see `is_ids`). The field can have a single prompt or a
@@ -100,10 +100,10 @@ class PromptReader:
             param="prompt",
         )
 
-    def _encode_prompt(self, prompt: Any) -> Prompt:
+    def _encode_prompt(self, prompt: Any) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return Prompt(self.background.encode(self.model.tokenizer, prompt), prompt)
-        return Prompt(self.read_ids(prompt))
+            return EncodedPrompt(self.background.encode(self.model.tokenizer, prompt), prompt)
+        return EncodedPrompt(self.read_ids(prompt))
 
     def read_ids(self, ids: Any) -> list[int]:
         """Return the token ids of a list or array, after checking its length."""

@@ -65,7 +65,7 @@ class TokenizerEndpoints:
         bos = None if special else False
         return self.reader.background.encode(self.reader.model.tokenizer, prompt, bos)
 
-    def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def decode_tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the text of the ids `tokens`, including special tokens.
 
         Raises `RequestRefused` if the request is invalid.
@@ -99,7 +99,7 @@ class TokenizerEndpoints:
 
 ANSWERS: Mapping[str, Callable[[TokenizerEndpoints, Mapping[str, Any]], dict[str, Any]]] = {
     "/tokenize": TokenizerEndpoints.tokenize,
-    "/detokenize": TokenizerEndpoints.detokenize,
+    "/detokenize": TokenizerEndpoints.decode_tokens,
 }
 
 
