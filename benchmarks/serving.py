@@ -1,5 +1,5 @@
 """How soon `weft serve` answers health while it is kept busy: large bodies, slow templates, long
-texts, many clients.
+texts, many clients, many evaluation requests.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ def requests() -> dict[str, tuple[int, Request]]:
             {"model": "policy", "prompt": prompt, "max_tokens": new}
         ).encode()
 
+    def score(counts: Sequence[int]) -> Request:
+        """As lm_eval's `local-completions` asks for the log-likelihoods of prompts of these many
+        tokens.
+        """
+        rows = [[draw.randrange(3, 30_000) for _ in range(count)] for count in counts]
+        fields = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        body = {"model": "policy", "prompt": rows, **fields}
+        return "/v1/completions", json.dumps(body).encode()
+
     slow = {"model": "policy", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 1}
     return {
         "4 MB of JSON": (4, complete([7] * 1_330_000)),
@@ -55,6 +64,9 @@ def requests() -> dict[str, tuple[int, Request]]:
         "slow template": (8, ("/v1/chat/completions", json.dumps(slow).encode())),
         "500 KB of text": (8, complete(" ".join(words)[:500_000])),
         "64 clients": (64, complete("Once upon a time", new=32)),
+        "64 evaluations": (64, score([200])),
+        "64 evaluations of 8 prompts": (64, score([200] * 8)),
+        "64 long evaluations": (64, score([2000])),
     }
 
 

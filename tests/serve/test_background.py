@@ -21,7 +21,7 @@ from tests.serve.serving import TOKEN, make_reward, serving
 from tests.tiny import make_llama
 from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
-from weft.serve import openai_api
+from weft.serve import prompts
 from weft.serve.background import LARGE, BackgroundWork
 from weft.serve.exchange import RequestRefused
 from weft.serve.openai_api import CompletionEndpoints
@@ -348,7 +348,7 @@ SLOW = """{% for m in messages %}
 
 
 def test_a_template_without_end_is_stopped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_api, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.3)
     make_llama(root / "slow")
     (root / "slow" / "chat_template.jinja").write_text(SLOW)
     with (

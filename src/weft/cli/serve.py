@@ -6,6 +6,7 @@ The server runs until Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import re
@@ -182,6 +183,9 @@ def main(argv: Sequence[str]) -> int:
     served = load_models(given)
     ports = server.ServerPorts(given.host, given.http_port, given.grpc_port, given.metrics_port)
     with server.Server(served, ports, limits, token) as running:
+        # The objects of modules, models and tokenizers stay. Without this, the garbage collector
+        # looks at all of them now and then, for tenths of a second in which no thread can answer.
+        gc.freeze()
         for line in _describe_server(running.urls, served, source):
             print(line, flush=True)
         ended.wait()

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,15 @@ from weft.serve.exchange import (
     ServerMetrics,
 )
 from weft.serve.openai_api import CompletionEndpoints
+from weft.serve.openai_format import encode_json
+from weft.serve.prompts import PromptReader
 from weft.serve.served_model import IDS, PLATFORM, VERSION, ServedModel
+from weft.serve.tokenizer_api import ANSWERS, TokenizerEndpoints
 
 log = logging.getLogger(__name__)
 
 COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> is a chat
+TOKENIZERS = ("/tokenize", "/detokenize", "/tokenizer_info")
 OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
 MODEL = re.compile(
     r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?(?P<rest>/ready|/infer|/config)?"
@@ -95,7 +99,8 @@ class ServerApp:
 
         All unknown paths have the same label, so that clients cannot create new time series.
         """
-        if path in COMPLETIONS or path in OPEN or path in ("/v1/models", "/v2"):
+        known = (*COMPLETIONS, *TOKENIZERS, *OPEN, "/v1/models", "/v2")
+        if path in known:
             return path
         match = MODEL.fullmatch(path)
         return f"/v2/models{match['rest'] or ''}" if match else "other"
@@ -111,6 +116,8 @@ class ServerApp:
         if exchange.path in COMPLETIONS:
             self._check_method(exchange, "POST")
             return await self._complete(exchange, chat=COMPLETIONS[exchange.path])
+        if exchange.path in TOKENIZERS:
+            return await self._answer_tokenizer_request(exchange)
         if exchange.path == "/v1/models" or exchange.path.startswith("/v1/models/"):
             self._check_method(exchange, "GET")
             return await exchange.reply_json(
@@ -153,6 +160,28 @@ class ServerApp:
         await CompletionEndpoints(
             policy, self.metrics, self.limits, self.background
         ).answer_request(exchange, body, chat=chat)
+
+    async def _answer_tokenizer_request(self, exchange: HttpExchange) -> None:
+        """Answer a request about the tokenizer of the model that it names, by default the policy.
+
+        Raises `RequestRefused` if the request is invalid.
+        """
+        describes = exchange.path == "/tokenizer_info"
+        self._check_method(exchange, "GET" if describes else "POST")
+        body = {} if describes else await self.background.read(await self._read_body(exchange))
+        name = body.get("model")
+        if name is None:
+            model = self.policy or next(iter(self.models.values()))
+        elif isinstance(name, str) and name in self.models:
+            model = self.models[name]
+        else:
+            raise build_unknown_model_error(str(name), self.models)
+        endpoints = TokenizerEndpoints(PromptReader(model, self.limits, self.background))
+        if describes:
+            return await exchange.reply_json(endpoints.describe())
+        answer = await self.background.run(ANSWERS[exchange.path], endpoints, body)
+        text = await self.background.run(encode_json, answer)
+        await exchange.reply(200, text.encode())
 
     async def _read_body(self, exchange: HttpExchange) -> bytes:
         """Return the request's body, decompressed."""
@@ -202,11 +231,7 @@ class ServerApp:
         if not name:
             return {"object": "list", "data": list(cards.values())}
         if name not in cards:
-            raise RequestRefused(
-                404,
-                f"unknown model {name[:80]!r}; this server has {', '.join(cards)}",
-                code="model_not_found",
-            )
+            raise build_unknown_model_error(name, self.models)
         return cards[name]
 
     def _check_allowed(self, exchange: HttpExchange) -> None:
@@ -251,6 +276,12 @@ class ServerApp:
         if refused.status in (408, 413):
             headers = {"connection": "close"}
         await exchange.reply_json(value, refused.status, headers)
+
+
+def build_unknown_model_error(name: str, models: Collection[str]) -> RequestRefused:
+    """Return the error for a model that the server does not have."""
+    message = f"unknown model {name[:80]!r}; this server has {', '.join(models)}"
+    return RequestRefused(404, message, param="model", code="model_not_found")
 
 
 def is_authorized(header: str | None, token: str) -> bool:

@@ -47,7 +47,7 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
     "FP64": np.dtype("<f8"),
 }
 MOST_VALUES = 200_000  # limit per large JSON body, not counting lists converted to arrays
-ARRAYS = ("prompt", "data")  # keys whose lists of numbers become arrays: faster to pickle
+ARRAYS = ("prompt", "data", "tokens")  # keys whose lists of numbers become arrays: faster to pickle
 SHORT = 64  # shorter lists are not converted
 
 
@@ -283,7 +283,7 @@ def main() -> None:
 class CompactConverter:
     """Converter of parsed JSON, which turns long lists of numbers into arrays.
 
-    Only lists under the keys "prompt" and "data" (the constant `ARRAYS`) are converted.
+    Only lists under the keys "prompt", "data" and "tokens" (the constant `ARRAYS`) are converted.
     `convert_value` raises `ValueError` if the rest of the JSON has more than `MOST_VALUES` values.
     """
 

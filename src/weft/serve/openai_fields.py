@@ -13,14 +13,16 @@ from weft.serve.exchange import RequestRefused
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_TOP = 5
-MOST_TOP_OF_CHAT = 20  # limit of `top_logprobs`, as in OpenAI's API
+MOST_TOP_OF_CHAT = 20  # limit of `top_logprobs`, as in OpenAI's API, and of `prompt_logprobs`
 COMPLETION_TOKENS = 16  # default `max_tokens` of `/v1/completions`, as in OpenAI's API
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
-COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING)
+# `prompt_logprobs` and `return_token_ids` are vLLM's.
+PROMPT = ("prompt_logprobs", "return_token_ids")
+COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING, *PROMPT)
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
-COMPLETION = (*COMMON, "prompt")
-# OpenAI fields that weft does not support -> values that have no effect and are accepted.
+COMPLETION = (*COMMON, "prompt", "echo")
+# OpenAI fields that an endpoint does not support -> values that have no effect and are accepted.
 UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -63,6 +65,39 @@ class CompletionSettings:
     usage_at_end: bool  # a stream ends with token counts
     # Number of likeliest alternatives per token; None returns no log-probs at all.
     logprobs: int | None
+    echo: bool = False  # the answer begins with the prompt
+    # Number of likeliest alternatives per token of the prompt; None returns no log-probs of it.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the answer has log-probs of the prompt's tokens."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+    @property
+    def top_of_prompt(self) -> int:
+        """Largest number of alternatives that the answer has per token of the prompt."""
+        return max(self.prompt_logprobs or 0, (self.logprobs or 0) if self.echo else 0)
+
+    @property
+    def takes_likeliest_next(self) -> bool:
+        """True if a completion is the most likely next token, with its unrestricted log-prob.
+
+        That token can be read from the pass that scores the prompt.
+        """
+        spec = self.sampling
+        unrestricted = spec.top_p == 1.0 and spec.top_k == 0 and spec.min_p == 0.0
+        return spec.greedy and self.max_new_tokens == 1 and unrestricted and not self.stops
+
+    def count_prompt_values(self, num_tokens: int) -> int:
+        """Return how many values an answer has for prompts of `num_tokens` tokens in total.
+
+        These are tokens and log-probs that the answer repeats in each choice.
+        """
+        if not (self.echo or self.scores_prompt or self.return_token_ids):
+            return 0
+        return num_tokens * self.count * (1 + self.top_of_prompt)
 
 
 def read_settings(
@@ -74,12 +109,15 @@ def read_settings(
     and `chat` selects the endpoint. Raises a `RequestRefused` that states the field, its value and
     the rule that it violates.
     """
-    _check_names(body, CHAT if chat else COMPLETION)
+    check_names(body, CHAT if chat else COMPLETION, UNSUPPORTED_FIELDS, (*CHAT, *COMPLETION))
     temperature = read_number(body, "temperature", 1.0, 0.0, 2.0)
     stops = _read_stops(body.get("stop"))
     stream = read_flag(body, "stream")
     greedy = temperature == 0.0
     logprobs = _read_logprobs(body, chat=chat)
+    echo = read_flag(body, "echo")
+    prompt_logprobs = _read_prompt_logprobs(body, stream)
+    repeats = echo or prompt_logprobs is not None
     sampling = GenerationSpec(
         max_new_tokens=most_new_tokens,
         temperature=1.0 if greedy else temperature,
@@ -93,7 +131,7 @@ def read_settings(
     )
     return CompletionSettings(
         sampling=sampling,
-        max_new_tokens=_read_max_tokens(body, most_new_tokens, chat=chat),
+        max_new_tokens=_read_max_tokens(body, most_new_tokens, chat=chat, may_be_0=repeats),
         may_be_fewer=body.get("max_tokens") is None and body.get("max_completion_tokens") is None,
         count=read_integer(body, "n", 1, 1, MOST_CHOICES),
         seed=read_integer(body, "seed", 0, -(2**63), 2**63 - 1)
@@ -103,6 +141,9 @@ def read_settings(
         stream=stream,
         usage_at_end=_read_usage_at_end(body, stream),
         logprobs=logprobs,
+        echo=echo,
+        prompt_logprobs=prompt_logprobs,
+        return_token_ids=read_flag(body, "return_token_ids"),
     )
 
 
@@ -169,15 +210,21 @@ def build_field_error(name: str, value: Any, rule: str) -> RequestRefused:
     )
 
 
-def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
+def check_names(
+    body: Mapping[str, Any],
+    taken: Sequence[str],
+    unsupported: Mapping[str, Sequence[Any]],
+    elsewhere: Sequence[str] = (),
+) -> None:
+    """Raise `RequestRefused` for a field that the endpoint does not take.
+
+    `taken` are the endpoint's fields. `unsupported` maps known fields that it does not support to
+    the values that have no effect, which are accepted. `elsewhere` are fields of other endpoints.
+    """
     for name, value in body.items():
-        if (
-            name in taken
-            or value is None
-            or (name in UNSUPPORTED_FIELDS and value in UNSUPPORTED_FIELDS[name])
-        ):
+        if name in taken or value is None or (name in unsupported and value in unsupported[name]):
             continue
-        if name in UNSUPPORTED_FIELDS or name in CHAT or name in COMPLETION:
+        if name in unsupported or name in elsewhere:
             raise RequestRefused(
                 400,
                 f"{name} is not supported by this endpoint; leave it out",
@@ -211,7 +258,8 @@ def _read_stops(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
+def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool, may_be_0: bool) -> int:
+    """Return the maximum number of new tokens, which may be 0 if the answer repeats the prompt."""
     names = []
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) is not None:
@@ -224,7 +272,11 @@ def _read_max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
         )
     if not names:
         return most if chat else min(COMPLETION_TOKENS, most)
-    return read_integer(body, names[0], most, 1, most)
+    if body[names[0]] == 0 and type(body[names[0]]) is int and not may_be_0:
+        raise build_field_error(
+            names[0], 0, f"requires echo=true or prompt_logprobs; else write 1 to {most}"
+        )
+    return read_integer(body, names[0], most, 0 if may_be_0 else 1, most)
 
 
 def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
@@ -236,6 +288,16 @@ def _read_usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
             "stream_options", options, "must be {include_usage: true}, and requires stream=true"
         )
     return read_flag(options, "include_usage")
+
+
+def _read_prompt_logprobs(body: Mapping[str, Any], stream: bool) -> int | None:
+    if body.get("prompt_logprobs") is None:
+        return None
+    if stream:
+        raise build_field_error(
+            "prompt_logprobs", body["prompt_logprobs"], "cannot be streamed; leave stream out"
+        )
+    return read_integer(body, "prompt_logprobs", 0, 0, MOST_TOP_OF_CHAT)
 
 
 def _read_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:

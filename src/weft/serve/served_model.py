@@ -15,10 +15,10 @@ import numpy.typing as npt
 from weft.data.token_bytes import TokenBytes
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import GenerationSpec
-from weft.errors import DataError
+from weft.errors import DataError, NotFinite
 from weft.serve.background import BackgroundWork
 from weft.serve.bodies import IDS, MASK, STARTS, Tensor
-from weft.serve.worker import ScoredRows, ServingWorker
+from weft.serve.worker import RowScores, ScoredRows, ServingWorker
 
 PLATFORM = "weft"
 VERSION = "1"
@@ -128,7 +128,26 @@ class ServedModel:
     async def _score_rows(
         self, rows: ScoredRows, want: Any, temperature: float
     ) -> list[npt.NDArray[np.float32]]:
-        return await asyncio.wrap_future(self.worker.score(rows, want, temperature))
+        scores = await asyncio.wrap_future(self.worker.score(rows, want, temperature))
+        return [each.values for each in scores]
+
+    async def score_prompts(self, rows: Sequence[Sequence[int]], top: int) -> list[RowScores]:
+        """Return the log-probs of the tokens of each row, without the first, at temperature 1.
+
+        With `top` > 0, they include the `top` most likely ids in the place of each token. Rows of
+        concurrent requests are scored together. Raises `NotFinite` if the network computes NaN.
+        """
+        scores = await asyncio.gather(*(self._score_prompt(row, top) for row in rows))
+        if any(np.isnan(score.values).any() for score in scores):
+            raise NotFinite("a log-prob of the prompt is NaN; the model's weights are damaged")
+        return scores
+
+    async def _score_prompt(self, row: Sequence[int], top: int) -> RowScores:
+        if len(row) == 1:
+            return RowScores.build_without_top(np.zeros(0, np.float32))
+        future = self.worker.score(ScoredRows([row], [1]), "logprobs", 1.0, top)
+        (scores,) = await asyncio.wrap_future(future)
+        return scores
 
     def _check_rows(self, tokens: Sequence[npt.NDArray[np.int64]]) -> None:
         most = min(self.worker.max_tokens, self.context or self.worker.max_tokens)

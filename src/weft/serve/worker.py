@@ -1,7 +1,8 @@
 """Worker thread that serves all requests for one network.
 
 The thread is the only user of the network. It samples the completions of all requests in one
-running batch, and scores sequences between decoding steps.
+running batch, and scores sequences between decoding steps: at most one forward pass after each
+step, so that neither waits for long.
 
     worker = ServingWorker(engine, spec)
     worker.start()
@@ -26,6 +27,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import DEFAULT_MAX_TOKENS, Engine, Generator, Request, TokenEvent
 from weft.engine.spec import GenerationSpec
 from weft.errors import RunError, UserError
+from weft.models.network.packed import TopIds
 
 Ids = Sequence[int]
 Vector = npt.NDArray[np.float32]
@@ -79,21 +81,53 @@ class ScoredRows:
 
 
 @dataclass(frozen=True)
+class RowScores:
+    """Outputs for one scored sequence.
+
+    Attributes:
+        values: The wanted output: log-probs float32 [L] of the L scored tokens, or the sequence's
+            score [1].
+        top_ids: The K most likely ids in the place of each scored token, int32 [L, K]; K is 0 if
+            none were requested.
+        top_logprobs: Their log-probs, float32 [L, K], the largest first.
+    """
+
+    values: Vector
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: Vector
+
+    @classmethod
+    def build_without_top(cls, values: Vector) -> RowScores:
+        return cls(
+            values, np.zeros((len(values), 0), np.int32), np.zeros((len(values), 0), np.float32)
+        )
+
+
+@dataclass(frozen=True)
 class ScoringJob:
     """Request to score token sequences.
 
-    `want` is the output to compute, such as "scores" or "logprobs". `future` receives a list with
-    one vector per sequence.
+    `want` is the output to compute, such as "scores" or "logprobs". `top` is the number of most
+    likely ids to return for each scored token. `future` receives the outputs of each sequence.
     """
 
     rows: ScoredRows
     want: Output
     temperature: float
-    future: Future[list[Vector]]
+    top: int
+    future: Future[list[RowScores]]
 
     @property
-    def kind(self) -> tuple[Output, float]:
-        return self.want, self.temperature
+    def kind(self) -> tuple[Output, float, int]:
+        return self.want, self.temperature, self.top
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.rows.tokens))
 
 
 @dataclass
@@ -154,16 +188,17 @@ class ServingWorker:
         self._commands.put(id)
 
     def score(
-        self, rows: ScoredRows, want: Output, temperature: float = 1.0
-    ) -> Future[list[Vector]]:
-        """Queue rows to be scored, and return a future with one float32 vector per row.
+        self, rows: ScoredRows, want: Output, temperature: float = 1.0, top: int = 0
+    ) -> Future[list[RowScores]]:
+        """Queue rows to be scored, and return a future with the outputs of each row.
 
-        If `want` is "logprobs", the vector of row i has the log-probs of the row's tokens from
-        index `rows.starts[i]` to the end. If `want` is "scores", the vector has the row's score.
+        If `want` is "logprobs", the scored tokens of row i are those from index `rows.starts[i]` to
+        the end, and with `top` > 0, the outputs include the `top` most likely ids in the place of
+        each. If `want` is "scores", the output is the row's score.
         """
-        future: Future[list[Vector]] = Future()
+        future: Future[list[RowScores]] = Future()
         self._change_load(len(rows.tokens))
-        self._commands.put(ScoringJob(rows, want, temperature, future))
+        self._commands.put(ScoringJob(rows, want, temperature, top, future))
         return future
 
     # -- in the worker's thread
@@ -172,7 +207,7 @@ class ServingWorker:
         """Score rows and sample completions as commands arrive, until the worker is stopped."""
         while not self._stopping:
             try:
-                self._read_commands(wait=not self._waiting_jobs)
+                self._read_commands(wait=not self._waiting_jobs and not self._scorings)
                 self._score_waiting()
                 if self.spec is None or not self._waiting_jobs:
                     continue
@@ -191,7 +226,8 @@ class ServingWorker:
         settings.
         """
         while not self._stopping:
-            self._read_commands(wait=generator.idle and not self._waiting_jobs, generator=generator)
+            idle = generator.idle and not self._waiting_jobs and not self._scorings
+            self._read_commands(wait=idle, generator=generator)
             self._score_waiting()
             self._admit_jobs(generator)
             if generator.idle and self._waiting_jobs:
@@ -269,58 +305,78 @@ class ServingWorker:
         del self._jobs[id]
 
     def _score_waiting(self) -> None:
-        """Score the waiting rows, batching those with the same output and temperature.
+        """Score as many of the waiting rows as fit into one forward pass.
 
-        If a batch fails, each of its requests is scored alone, so that only invalid requests fail.
+        If the pass fails, each of its requests is scored alone, so that only invalid requests fail.
         """
-        waiting = self._scorings
-        self._scorings = []
-        for kind in dict.fromkeys(scoring.kind for scoring in waiting):
-            group = []
-            for scoring in waiting:
-                if scoring.kind == kind and not scoring.future.cancelled():
-                    group.append(scoring)
-            try:
-                results = self._forward(group) if group else []
-            except Exception as error:
-                results = []
-                for scoring in group:
-                    results.append(self._forward_alone(scoring) if len(group) > 1 else error)
-            for scoring, result in zip(group, results, strict=True):
-                if not scoring.future.set_running_or_notify_cancel():
-                    continue
-                if isinstance(result, Exception):
-                    scoring.future.set_exception(result)
-                else:
-                    scoring.future.set_result(result)
-        self._change_load(-sum(len(scoring.rows.tokens) for scoring in waiting))
+        group = self._take_scorings()
+        if not group:
+            return
+        try:
+            results = self._forward(group)
+        except Exception as error:
+            results = []
+            for scoring in group:
+                results.append(self._forward_alone(scoring) if len(group) > 1 else error)
+        self._change_load(-sum(scoring.num_rows for scoring in group))
+        for scoring, result in zip(group, results, strict=True):
+            if not scoring.future.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Exception):
+                scoring.future.set_exception(result)
+            else:
+                scoring.future.set_result(result)
 
-    def _forward_alone(self, scoring: ScoringJob) -> list[Vector] | Exception:
+    def _take_scorings(self) -> list[ScoringJob]:
+        """Remove and return the scoring jobs of the next forward pass, and drop cancelled jobs.
+
+        The jobs have the same output, temperature and `top` as the one that has waited longest, and
+        at most `max_tokens` tokens together. A larger job is returned alone; the engine splits it.
+        """
+        group: list[ScoringJob] = []
+        left: list[ScoringJob] = []
+        room = self.max_tokens
+        for scoring in self._scorings:
+            if scoring.future.cancelled():
+                self._change_load(-scoring.num_rows)
+            elif not group or (scoring.kind == group[0].kind and scoring.num_tokens <= room):
+                group.append(scoring)
+                room -= scoring.num_tokens
+            else:
+                left.append(scoring)
+        self._scorings = left
+        return group
+
+    def _forward_alone(self, scoring: ScoringJob) -> list[RowScores] | Exception:
         try:
             return self._forward([scoring])[0]
         except Exception as error:
             return error
 
-    def _forward(self, group: Sequence[ScoringJob]) -> list[list[Vector] | Exception]:
-        """Score a group of requests in one forward pass, and return the vectors of each request.
+    def _forward(self, group: Sequence[ScoringJob]) -> list[list[RowScores] | Exception]:
+        """Score a group of requests in one forward pass, and return the outputs of each request.
 
-        All requests have the same output and temperature.
+        All requests have the same output, temperature and `top`.
         """
         rows = []
         for scoring in group:
             for ids, start in zip(scoring.rows.tokens, scoring.rows.starts, strict=True):
                 rows.append((ids, start))
-        want, temperature = group[0].kind
+        want, temperature, top = group[0].kind
         batch = build_sample([ids for ids, _ in rows], [start for _, start in rows])
+        more: frozenset[Output] = frozenset(("top_ids", "top_logprobs") if top else ())
         output = self.engine.forward(
-            batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens
+            batch,
+            frozenset({want}) | more,
+            temperature=temperature,
+            top=TopIds(top) if top else None,
+            max_tokens=self.max_tokens,
         )
-        vectors = [to_host_array(values) for values in output.select(ids=batch.ids).sequences(want)]
-        split: list[list[Vector] | Exception] = []
+        scores = _split_rows(output.select(ids=batch.ids), want, top)
+        split: list[list[RowScores] | Exception] = []
         for scoring in group:
-            count = len(scoring.rows.tokens)
-            split.append(vectors[:count])
-            del vectors[:count]
+            split.append(scores[: scoring.num_rows])
+            del scores[: scoring.num_rows]
         return split
 
     def _fail(self, error: Exception) -> None:
@@ -334,7 +390,7 @@ class ServingWorker:
         self._jobs.clear()
         self._num_unfinished.clear()
         self._waiting_jobs.clear()
-        self._change_load(-sum(len(scoring.rows.tokens) for scoring in scorings))
+        self._change_load(-sum(scoring.num_rows for scoring in scorings))
         for job in jobs:
             job.tell(error)
         for scoring in scorings:
@@ -344,6 +400,16 @@ class ServingWorker:
     def _change_load(self, more: int) -> None:
         with self._lock:
             self._load += more
+
+
+def _split_rows(output: SequenceSample, want: Output, top: int) -> list[RowScores]:
+    """Return the outputs of each row, without the log-prob of all ids that are not in the top."""
+    values = [to_host_array(each) for each in output.sequences(want)]
+    if not top:
+        return [RowScores.build_without_top(each) for each in values]
+    ids = [to_host_array(each) for each in output.sequences("top_ids")]
+    logprobs = [to_host_array(each)[:, :-1] for each in output.sequences("top_logprobs")]
+    return [RowScores(*each) for each in zip(values, ids, logprobs, strict=True)]
 
 
 def build_sample(

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from weft.engine.base import TokenEvent
-from weft.serve.openai_api import GrowingText
+from weft.serve.growing_text import GrowingText
 from weft.testing.datasets import build_small_tokenizer
 
 
@@ -60,3 +60,17 @@ def test_tokens_are_told_by_their_bytes() -> None:
     _, growing = grown("aé€😀!")
     said = growing.take()
     assert b"".join(one.piece for one in said) == "aé€😀!".encode() and len(said) > 5
+
+
+def test_every_token_is_told_where_it_is_asked_for() -> None:
+    """An end token adds no text, and the tokens of a stop text are not shown."""
+    tokenizer = build_small_tokenizer()
+    ids = [*tokenizer.encode("ab END", bos=False), tokenizer.eos_id]
+    for every in (False, True):
+        growing = GrowingText(tokenizer, [], ["END"], every_token=every)
+        for n, id in enumerate(ids):
+            growing.feed(TokenEvent("a", 0, id, -1.0, 0, "stop" if n + 1 == len(ids) else None))
+        said = growing.take()
+        assert growing.final_text == "ab " and growing.take_ids() == ids
+        assert len(said) == (len(ids) if every else 3)
+        assert all(token.offset <= len("ab ") for token in said)
