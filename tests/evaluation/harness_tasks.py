@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.tiny import write_jsonl
 
-WORDS = "once upon a time there was little girl named Lily who saw red ball and went home".split()
+TEXT = "once upon a time there was a little girl named Lily who saw a red ball and went home"
+WORDS = sorted({*TEXT.split()})
 FEW_SHOT = """
 fewshot_split: train
 training_split: train

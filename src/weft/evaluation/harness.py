@@ -112,9 +112,7 @@ class WeftLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> Ids:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
         """Return the token ids of a text.
 
         By default, the tokenizer adds its special tokens, except to a text that begins with BOS.
@@ -307,9 +305,7 @@ class WeftLM(TemplateLM):
             return [last]
         return [ScoredPair(whole[:-count], whole[-count:-1]), last]
 
-    def _forward(
-        self, batch: Sequence[tuple[tuple[int, ...], int]]
-    ) -> list[tuple[float, bool]]:
+    def _forward(self, batch: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, bool]]:
         """Return (log-probability, whether greedy) for the sequences (tokens, start) of a batch."""
         ids = [str(index) for index in range(len(batch))]
         lengths = {
@@ -368,9 +364,7 @@ class WeftLM(TemplateLM):
                     tokens[index].append(event.token)
                     if event.finish is not None:
                         results[index] = self._decode(tokens[index], texts[index][1])
-                        self.cache_hook.add_partial(
-                            "generate_until", texts[index], results[index]
-                        )
+                        self.cache_hook.add_partial("generate_until", texts[index], results[index])
                         done += 1
                         self._show("generate_until", done, len(own))
         return results

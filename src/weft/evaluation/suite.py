@@ -91,11 +91,14 @@ def evaluate(
     options: SuiteOptions,
     folder: Path,
     progress: Progress | None = None,
+    *,
+    keep_samples: bool = False,
 ) -> tuple[dict[str, Any], list[Path]]:
     """Evaluate a model on tasks and write the result files to `folder`.
 
     `manager` and `tasks` come from `weft.evaluation.suite_tasks`. Returns (results of the harness,
-    files). Raises `UserError` for options that a task or the model does not allow.
+    files); with `keep_samples`, the results contain the items of each task. Raises `UserError` for
+    options that a task or the model does not allow.
     """
     from lm_eval import evaluator
     from lm_eval.loggers import EvaluationTracker
@@ -115,7 +118,7 @@ def evaluate(
             model_args={"pretrained": opened.name, **options.model_arguments},
             tasks=list(tasks),
             num_fewshot=options.num_fewshot,
-            use_cache=_name_cache(opened, options),
+            use_cache=name_cache(opened, options),
             limit=int(limit) if limit is not None and limit >= 1 else limit,
             bootstrap_iters=options.bootstrap_iters,
             log_samples=options.log_samples,
@@ -131,7 +134,9 @@ def evaluate(
             fewshot_random_seed=seed,
         )
     assert results is not None, "one process evaluates"
-    return dict(results), _write(results, tracker, folder)
+    samples = results.pop("samples", None) or {}
+    files = _write(results, samples, tracker, folder)
+    return {**results, **({"samples": samples} if keep_samples else {})}, files
 
 
 def _check_generation(
@@ -148,12 +153,11 @@ def _check_generation(
             raise ConfigError(f"task {name!r}: {error}") from error
 
 
-def _write(results: Any, tracker: Any, folder: Path) -> list[Path]:
+def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path) -> list[Path]:
     """Write the result files and return their paths.
 
     Raises `ConfigError` if the folder cannot be written: the harness itself only logs this.
     """
-    samples = results.pop("samples", None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         before = set(folder.iterdir())
@@ -163,10 +167,10 @@ def _write(results: Any, tracker: Any, folder: Path) -> list[Path]:
         ) from error
     with silence_logs():
         tracker.save_results_aggregated(results=results, samples=samples)
-        for name in sorted(samples or {}):
+        for name in sorted(samples):
             tracker.save_results_samples(task_name=name, samples=samples[name])
     files = sorted(set(folder.iterdir()) - before)
-    if len(files) != 1 + len(samples or {}):
+    if len(files) != 1 + len(samples):
         raise ConfigError(
             f"{folder}: the results cannot be stored there; check the space on the disk, or set "
             f"--output"
@@ -195,7 +199,7 @@ def choose_folder(path: str, output: Path | None, name: str) -> Path:
     return own / FOLDER if own.is_dir() else OUTSIDE / name
 
 
-def _name_cache(opened: OpenedModel, options: SuiteOptions) -> str | None:
+def name_cache(opened: OpenedModel, options: SuiteOptions) -> str | None:
     """Return the path prefix of a model's cache; other weights or settings have another.
 
     The harness identifies cached answers only by their requests.

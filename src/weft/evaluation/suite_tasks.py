@@ -91,7 +91,7 @@ def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:
     for name in selection.names:
         found = _find_matches(manager, name, files)
         if not found:
-            _check_files([files[name]] if name in files else _list_files(folders))
+            check_files([files[name]] if name in files else _list_files(folders))
             raise build_unknown_name_error("task", name, manager.all_tasks)
         names += found
     return manager, list(dict.fromkeys(names))
@@ -120,7 +120,7 @@ def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
         files: dict[str, Path] = {}
         for name, entry in _list_leaves(manager, names):
             config = entry.cfg or {}
-            changes = _find_local_data(config, entry.yaml_path, copies)
+            changes = find_local_data(config, entry.yaml_path, copies)
             dataset = str(changes.get("dataset_path", config.get("dataset_path") or ""))
             if _is_on_hub(dataset, config):
                 on_hub.setdefault(dataset, name)
@@ -177,7 +177,7 @@ def _check_metrics(name: str, task: Any, file: Path | None) -> None:
             nearest = find_nearest(metric, METRIC_REGISTRY, 1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             reason = f"task {name!r}: unknown metric {metric!r}{hint}"
-            line = f"{file}:{_find_line(file, metric)}: " if file is not None else ""
+            line = f"{file}:{find_line(file, repr(metric))}: " if file is not None else ""
             raise DataError(line + reason)
 
 
@@ -189,7 +189,7 @@ def _list_files(folders: Sequence[Path]) -> list[Path]:
     return sorted(file for folder in folders for file in folder.glob("**/*.yaml"))
 
 
-def _check_files(files: Sequence[Path]) -> None:
+def check_files(files: Sequence[Path]) -> None:
     """Raise `DataError` with FILE:LINE for each task file that is not valid YAML."""
     reports = []
     for file in files:
@@ -208,9 +208,7 @@ def _check_files(files: Sequence[Path]) -> None:
             reports.append(f"{file}:1: a task file is a mapping with a key task or group")
             continue
         keys = [key.value for key, _ in node.value]
-        included = dict(
-            (key.value, value) for key, value in node.value if key.value == "include"
-        ).get("include")
+        included = {key.value: value for key, value in node.value}.get("include")
         if isinstance(included, yaml.ScalarNode) and not (file.parent / included.value).is_file():
             line = included.start_mark.line + 1
             reports.append(f"{file}:{line}: include: there is no file {included.value}")
@@ -234,7 +232,7 @@ def _explain_task_errors(
         except Exception as error:  # the harness raises many kinds, from a task's own code too
             reason = _describe(error)
             place = files.get(name) or file or next(iter(files.values()), None)
-            line = f"{place}:{_find_line(place, reason)}: " if place is not None else ""
+            line = f"{place}:{find_line(place, reason)}: " if place is not None else ""
             raise DataError(f"{line}task {name!r}: {reason}") from error
 
 
@@ -257,16 +255,18 @@ def _describe(error: BaseException) -> str:
     return text
 
 
-def _find_line(file: Path, reason: str) -> int:
+def find_line(file: Path, reason: str) -> int:
     """Return the line of the key or value that an error message mentions, or 1.
 
-    The longest text that is mentioned counts.
+    A text in quotes counts more than others, and a longer text more than a shorter one.
     """
     try:
         root = yaml.compose(file.read_text())
     except (yaml.YAMLError, OSError, ValueError):
         return 1
-    best = (0, 1)
+    quoted = re.findall(r"'([^']+)'", reason)
+    best = (False, 2)  # whether the text is quoted, and its length
+    line = 1
     nodes = [root]
     while nodes:
         node = nodes.pop()
@@ -276,9 +276,12 @@ def _find_line(file: Path, reason: str) -> int:
             nodes += node.value
         elif isinstance(node, yaml.ScalarNode):
             text = node.value.strip()
-            if len(text) > max(2, best[0]) and re.search(rf"(?<!\w){re.escape(text)}", reason):
-                best = (len(text), node.start_mark.line + 1)
-    return best[1]
+            rank = (text in quoted, len(text))
+            mentioned = re.search(rf"(?<!\w){re.escape(text)}", reason) is not None
+            if mentioned and len(text) > 2 and rank > best:
+                best = rank
+                line = node.start_mark.line + 1
+    return line
 
 
 @contextmanager
@@ -320,9 +323,7 @@ def _list_leaves(manager: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]
             yield name, entry
 
 
-def _find_local_data(
-    config: Mapping[str, Any], file: Path | None, copies: Path
-) -> dict[str, Any]:
+def find_local_data(config: Mapping[str, Any], file: Path | None, copies: Path) -> dict[str, Any]:
     """Return changes of a task's configuration, so that it reads files of this machine.
 
     A data set of the hub is replaced by its copy in the folder `copies`, if there is one. Relative
