@@ -168,7 +168,8 @@ def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path)
     with silence_logs():
         tracker.save_results_aggregated(results=results, samples=samples)
         for name in sorted(samples):
-            tracker.save_results_samples(task_name=name, samples=samples[name])
+            copies = [dict(sample) for sample in samples[name]]  # the tracker changes them
+            tracker.save_results_samples(task_name=name, samples=copies)
     files = sorted(set(folder.iterdir()) - before)
     if len(files) != 1 + len(samples):
         raise ConfigError(
