@@ -13,7 +13,7 @@ from tests.evaluation.harness_tasks import write_tasks
 from tests.tiny import make_llama
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, DataError
-from weft.evaluation.harness import WeftLM, count_common, split_by_shared_tokens
+from weft.evaluation.harness import WeftLM
 from weft.evaluation.models import OpenedModel, open_policy
 
 CONTEXT = 96  # tokens; some prompts of the tasks are longer
@@ -75,16 +75,6 @@ def test_what_cannot_be_scored_is_refused(opened: OpenedModel) -> None:
         model.read_generation({"do_sample": True, "max_gen_toks": 4})
     spec = model.read_generation({"until": ["\n", ""], "max_gen_toks": 4, "num_beams": 1})
     assert spec.greedy and spec.new_token_limit == 4 and spec.stop == ["\n", "</s>"]
-
-
-def test_batches_count_shared_prompts_once() -> None:
-    first = ((1, 2, 3, 4), 3)
-    second = ((1, 2, 3, 5), 3)
-    third = ((9, 9, 9), 1)
-    assert count_common(first, second) == 3 and count_common(second, third) == 0
-    assert list(split_by_shared_tokens([first, second, third], 5)) == [[first, second], [third]]
-    assert list(split_by_shared_tokens([first, second, third], 8)) == [[first, second, third]]
-    assert list(split_by_shared_tokens([first], 2)) == [[first]], "a long one is alone"
 
 
 def run_hf(directory: Path, folder: Path, names: list[str], **options: Any) -> dict[str, Any]:

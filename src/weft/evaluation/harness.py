@@ -10,13 +10,11 @@ This module imports lm_eval, which is part of the extra `eval`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jinja2
-import numpy as np
-import numpy.typing as npt
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
@@ -26,22 +24,15 @@ from lm_eval.models.utils import (
     resolve_max_length,
 )
 
-from weft.algorithms.base import to_host_array
-from weft.checkpoints import hf_io
-from weft.data.groups import SHARES_PREFIXES
-from weft.data.sample import SequenceSample
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError
+from weft.evaluation.continuation_scores import ContinuationScorer, Ids, Score, ScoredPair
 from weft.evaluation.models import OpenedModel
 
 # Default limit on the tokens of one forward pass, in which shared prefixes count once.
 MAX_TOKENS = 16384
-# Limit on the tokens of one forward pass if shared prefixes count every time, as a multiple.
-MAX_REPEATS = 16
 MAX_NEW_TOKENS = 256  # tokens of a continuation if the task gives no number, as in `hf`
-# Families with a table of positions; they cannot read a token after the last position.
-POSITION_TABLES = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "openai-gpt")
 # Options of generation that weft lacks, with the values that have no effect.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "num_beams": (1,),
@@ -55,16 +46,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "return_full_text": (False,),
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-
-Ids = list[int]
-
-
-@dataclass(frozen=True)
-class ScoredPair:
-    """Tokens of a context and of the continuation whose log-probability is wanted."""
-
-    context: Ids
-    continuation: Ids
 
 
 class WeftLM(TemplateLM):
@@ -88,12 +69,9 @@ class WeftLM(TemplateLM):
         self.opened = opened
         self.tokenizer: Any = opened.tokenizer.hf
         self.max_length = opened.context or resolve_max_length(None, self.tokenizer)
-        self._max_tokens = max(max_tokens, self.max_length + 1)
+        self._scorer = ContinuationScorer(opened, self.max_length, max_tokens)
         self._seed = seed
         self._progress = progress
-        family = hf_io.read_raw(opened.path).get("model_type")
-        # The last token of a sequence is only a label, but the engine reads it too.
-        self._longest = self.max_length + (0 if family in POSITION_TABLES else 1)
 
     # -- tokens
 
@@ -170,9 +148,7 @@ class WeftLM(TemplateLM):
 
     # -- log-likelihoods
 
-    def loglikelihood(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Score]:
         """Return (log-probability, whether greedy decoding gives it) of each continuation.
 
         The arguments of a request are the texts of the context and of the continuation. Raises
@@ -211,7 +187,7 @@ class WeftLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], Ids, Ids]], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Score]:
         """Return (log-probability, whether greedy) of encoded requests; see `loglikelihood`."""
         pairs = [ScoredPair(context, continuation) for _, context, continuation in requests]
         return self._score(pairs, "loglikelihood")
@@ -257,79 +233,18 @@ class WeftLM(TemplateLM):
         pairs: Sequence[ScoredPair],
         kind: str,
         texts: Sequence[tuple[str, str]] | None = None,
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Score]:
         """Return (log-probability, whether greedy) for each pair.
 
         `kind` names the requests for the progress bar. If `texts` has the texts of the pairs,
         results are written to the harness' cache as soon as they are known.
         """
-        sequences = dict[tuple[tuple[int, ...], int], list[int]]()  # (tokens, start) -> pairs
-        missing = [0] * len(pairs)
-        for index, pair in enumerate(pairs):
-            for piece in self._cut(pair):
-                tokens = tuple(piece.context + piece.continuation)
-                sequences.setdefault((tokens, len(piece.context)), []).append(index)
-                missing[index] += 1
-        results = [(0.0, True)] * len(pairs)
-        done = 0
-        for batch in split_by_shared_tokens(sorted(sequences), self._max_tokens):
-            for sequence, (logprob, greedy) in zip(batch, self._forward(batch), strict=True):
-                for index in sequences[sequence]:
-                    results[index] = (results[index][0] + logprob, results[index][1] and greedy)
-                    missing[index] -= 1
-                    if missing[index] == 0 and texts is not None:
-                        self.cache_hook.add_partial("loglikelihood", texts[index], results[index])
-            done += len(batch)
-            self._show(kind, done, len(sequences))
-        return results
 
-    def _cut(self, pair: ScoredPair) -> list[ScoredPair]:
-        """Return the pair without the tokens at its start for which the model has no context.
+        def keep(index: int, score: Score) -> None:
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts[index], score)
 
-        A network with a table of positions cannot read the last token, which is only a label. The
-        pair is then divided: its last token is predicted from one token less. Raises `DataError`
-        for a continuation without tokens, or one that exceeds the model's context.
-        """
-        count = len(pair.continuation)
-        if not 1 <= count <= self.max_length:
-            text = self.tokenizer.decode(pair.continuation[:20])
-            raise DataError(
-                f"the continuation {text!r} has {count} tokens, and {self.opened.name} scores "
-                f"1 to {self.max_length}; change the task"
-            )
-        whole = (pair.context + pair.continuation)[-(self.max_length + 1) :]
-        if len(whole) <= self._longest:
-            return [ScoredPair(whole[:-count], whole[-count:])]
-        last = ScoredPair(whole[1:-1], whole[-1:])
-        if count == 1:
-            return [last]
-        return [ScoredPair(whole[:-count], whole[-count:-1]), last]
-
-    def _forward(self, batch: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether greedy) for the sequences (tokens, start) of a batch."""
-        ids = [str(index) for index in range(len(batch))]
-        lengths = {
-            "prompt": [[start] for _, start in batch],
-            "completion": [[len(tokens) - start] for tokens, start in batch],
-        }
-        data = {
-            "prompt": join_ids(tokens[:start] for tokens, start in batch),
-            "completion": join_ids(tokens[start:] for tokens, start in batch),
-        }
-        sample = SequenceSample.from_groups(
-            ids, lengths, data, {SHARES_PREFIXES: [True] * len(batch)}
-        )
-        output = self.opened.engine.forward(
-            sample,
-            frozenset({"logprobs", "top1"}),
-            max_tokens=sum(len(tokens) for tokens, _ in batch),
-        )
-        logprobs = [to_host_array(values) for values in output.sequences("logprobs")]
-        top1 = [to_host_array(values) for values in output.sequences("top1")]
-        return [
-            (float(own.astype(np.float64).sum()), bool(best.all()))
-            for own, best in zip(logprobs, top1, strict=True)
-        ]
+        return self._scorer.score(pairs, keep, lambda done, total: self._show(kind, done, total))
 
     # -- generation
 
@@ -379,14 +294,7 @@ class WeftLM(TemplateLM):
         count = values.pop("max_gen_toks")
         stops = self._list_stops(values.pop("until"))
         sampled = values.pop("do_sample")
-        for name, value in list(values.items()):
-            if name in NEUTRAL and value in NEUTRAL[name]:
-                del values[name]
-            elif name not in SAMPLING:
-                raise ConfigError(
-                    f"generation option {name}={value!r}: weft does not generate with it; take it "
-                    f"out of the task's generation_kwargs, or override it with --gen_kwargs"
-                )
+        values = select_sampling_options(values)
         if not 0 < count < self.max_length:
             raise ConfigError(
                 f"generation option max_gen_toks={count}: must be less than the {self.max_length} "
@@ -441,42 +349,18 @@ class WeftLM(TemplateLM):
             self._progress(kind, done, total)
 
 
-def split_by_shared_tokens(
-    sequences: Sequence[tuple[tuple[int, ...], int]], max_tokens: int
-) -> Iterator[list[tuple[tuple[int, ...], int]]]:
-    """Yield batches of sequences (tokens, start), which must be sorted.
+def select_sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of sampling, without options that have no effect.
 
-    Tokens that a sequence shares with its predecessor count once. A batch has at most `max_tokens`
-    such tokens, and at most `MAX_REPEATS` times as many tokens in total, unless a single sequence
-    has more.
+    Raises `ConfigError` for an option that weft lacks.
     """
-    batch = list[tuple[tuple[int, ...], int]]()
-    own = 0
-    total = 0
-    for sequence in sequences:
-        size = len(sequence[0])
-        shared = count_common(batch[-1], sequence) if batch else 0
-        full = own + size - shared > max_tokens or total + size > MAX_REPEATS * max_tokens
-        if batch and full:
-            yield batch
-            batch = []
-            own = total = shared = 0
-        batch.append(sequence)
-        own += size - shared
-        total += size
-    if batch:
-        yield batch
-
-
-def count_common(one: tuple[tuple[int, ...], int], other: tuple[tuple[int, ...], int]) -> int:
-    """Return the number of tokens with which the prompts of two sequences both begin."""
-    most = min(one[1], other[1])
-    for index in range(most):
-        if one[0][index] != other[0][index]:
-            return index
-    return most
-
-
-def join_ids(parts: Iterable[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return the ids of all parts in one array."""
-    return np.concatenate([np.asarray(part, np.int64) for part in parts])
+    chosen = {}
+    for name, value in options.items():
+        if name in SAMPLING:
+            chosen[name] = value
+        elif value not in NEUTRAL.get(name, ()):
+            raise ConfigError(
+                f"generation option {name}={value!r}: weft does not generate with it; take it out "
+                f"of the task's generation_kwargs, or override it with --gen_kwargs"
+            )
+    return chosen

@@ -25,6 +25,7 @@ import yaml
 from weft import extras
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
 from weft.reading import refuse_url
+from weft.writing import write
 
 LEAST_VERSION = (0, 4, 13)
 LIBRARY = "lm_eval"
@@ -52,12 +53,12 @@ def require_harness() -> None:
     """Raise `ConfigError` if lm-evaluation-harness is missing or too old."""
     least = ".".join(map(str, LEAST_VERSION))
     try:
-        found = version(LIBRARY) if importlib.util.find_spec(LIBRARY) else ""
+        installed = version(LIBRARY) if importlib.util.find_spec(LIBRARY) else ""
     except PackageNotFoundError:
-        found = ""
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    if not found or numbers < LEAST_VERSION:
-        has = f"version {found} is installed" if found else "it is not installed"
+        installed = ""
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
+    if not installed or numbers < LEAST_VERSION:
+        has = f"version {installed} is installed" if installed else "it is not installed"
         raise ConfigError(
             f"weft eval suite needs lm_eval {least} or newer, and {has}; {extras.install('eval')}"
         )
@@ -89,11 +90,11 @@ def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:
             manager = TaskManager(include_path=folders)
     names: list[str] = []
     for name in selection.names:
-        found = _find_matches(manager, name, files)
-        if not found:
+        matches = _find_matches(manager, name, files)
+        if not matches:
             check_files([files[name]] if name in files else _list_files(folders))
             raise build_unknown_name_error("task", name, manager.all_tasks)
-        names += found
+        names += matches
     return manager, list(dict.fromkeys(names))
 
 
@@ -128,7 +129,7 @@ def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
             if changes and entry.yaml_path is not None:
                 # The harness reads the file again: give it one with these changes.
                 changed = Path(scratch) / f"{len(files)}.yaml"
-                changed.write_text(yaml.safe_dump({"include": str(entry.yaml_path), **changes}))
+                write(changed, yaml.safe_dump({"include": str(entry.yaml_path), **changes}))
                 entry.yaml_path = changed
         _check_hub(on_hub, copies)
         for name in names:
