@@ -57,10 +57,7 @@ def _hf_model(directory: str, batch_size: str) -> Any:
 def _tasks(folder: str) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
-    loaded = TaskManager(include_path=folder, include_defaults=False).load(["task"])
-    for task in loaded["tasks"].values():
-        task.set_fewshot_seed(seed=1234)
-    return dict(loaded)
+    return dict(TaskManager(include_path=folder, include_defaults=False).load(["task"]))
 
 
 def evaluate(model: Any, settings: Settings) -> dict[str, Any]:
@@ -68,6 +65,8 @@ def evaluate(model: Any, settings: Settings) -> dict[str, Any]:
     from lm_eval import evaluator
 
     tasks = _tasks(settings["tasks"])
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=1234)  # both sides draw the same examples
     watch = Stopwatch()
     found = evaluator.evaluate(lm=model, task_dict=tasks, bootstrap_iters=0)
     measured = watch.read()
