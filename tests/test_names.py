@@ -92,17 +92,17 @@ satisfies serves should supports to tolerates uses was were with
 # interfaces, and functions that are known by the name of their formula.
 OTHER_FUNCTIONS = """
 _ModelInfer _ModelMetadata _ModelReady _ServerLive _ServerMetadata _ServerReady _abs _all_gather
-_all_to_all _binom _ceil _factorial _floor _negative _pair_with_local _power _root activated
+_all_to_all _binom _ceil _factorial _floor _loglikelihood_tokens _negative _pair_with_local _power _root activated
 activated_linear activation activity all_gather argmax at augmented auto_backend backward
 by_system checkpoint code comparisons config control denominators divemt do_GET dynamic_sampling
 each endings engine error exact exp_ratio extra fixed fused generating gpt4all grouped_linear
 gsm8k hf_backend jax_backend hh holdings_of ifeval in_vectors inference init_random initial_setup items
 keymap kto_baseline kto_mismatch layer_types layer_windows length like linear llama_attention
-llama_ends llama_fields llama_keys llama_mlp llama_norms llama_values logsumexp main marked
+llama_ends llama_fields llama_keys llama_mlp llama_norms llama_values loglikelihood loglikelihood_rolling logsumexp main marked
 masked_mean math_answer messages meta metrics minibatches missing need norm null num_sequences
 num_tokens numpy one_per one_window optimal_transport option pair_short pairs parameters
 peak_memory_gb plain_text planned product question_answer ranked_list rms_norm rope_values rounds
-scored sequences service sharegpt slices soda statistics summary tensor threefry token_costs
+scored sequences service sharegpt slices soda statistics summary tensor threefry tok_encode token_costs
 torch_backend translation trees updates veto weights_changed wide_product window without_adapters
 """
 

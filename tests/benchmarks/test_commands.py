@@ -99,6 +99,7 @@ def test_ppo_says_what_it_needs(
         ("realloc", "% of plain", []),
         ("runtime", "ms a call", ["--repeats", "2"]),
         ("layouts", "% of it", []),
+        ("suite", "times as fast", ["--only", "zero-shot, letters"]),
     ],
 )
 def test_weft_alone_and_against_transformers(

@@ -1,6 +1,7 @@
-"""`weft eval rm MODEL DATA`: accuracy of a reward model on replies ranked by people.
+"""`weft eval`: measure models: a reward model on ranked replies, or policies on tasks.
 
-The accuracy is reported overall and by category.
+rm      accuracy of a reward model on replies ranked by people, overall and by category
+suite   models on tasks of lm-evaluation-harness, with its own result files
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli import model_arguments
+from weft.cli import eval_suite, model_arguments
 from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
@@ -23,12 +24,13 @@ EPILOG = """examples:
   weft eval rm RM_DIR rewardbench.parquet --type preference --category subset --out scores.json
   weft eval rm RM_DIR trees.jsonl.gz --type ranking max_replies=5
   weft eval rm runs/E/T --datasets oasst_export data_path=trees.jsonl.gz
-  weft eval rm runs/E/T --datasets hh-rlhf --split valid"""
+  weft eval rm runs/E/T --datasets hh-rlhf --split valid
+  weft eval suite runs/E/T --tasks my_task --include_path tasks"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", metavar="{rm}", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="{rm,suite}", required=True)
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
@@ -53,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     model_arguments.add_model_options(rm)
+    rm.set_defaults(run=evaluate_reward_model)
+    eval_suite.add_parser(commands)
     return parser
 
 
@@ -62,6 +66,14 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for unusable input.
     """
     given = build_parser().parse_args(list(argv))
+    return int(given.run(given))
+
+
+def evaluate_reward_model(given: argparse.Namespace) -> int:
+    """Evaluate a reward model on files and named datasets, print tables, and return 0.
+
+    Raises `UserError` for unusable input.
+    """
     from weft.evaluation.reward_model import evaluate, summarize_by_category
 
     if given.out is not None:

@@ -48,7 +48,7 @@ COMMAND_GROUPS = {
     "models": {
         "chat": "talk to a model or a run",
         "sample": "sample answers to a file of prompts: report, score, best of n",
-        "eval": "measure how well a reward model orders replies: rm",
+        "eval": "measure models: rm (reward models on ranked replies), suite (tasks of lm-eval)",
         "serve": (
             "serve a policy and a reward model over HTTP: OpenAI's endpoints and the open "
             "inference protocol"

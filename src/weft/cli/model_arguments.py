@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from weft.checkpoints.names import SCORERS, ModelQuery, find_model
 from weft.data.spec import TokenizerSpec
 from weft.engine.spec import AUTO, QUANTIZE, ModelSpec
+from weft.errors import NoTemplate
 from weft.evaluation.models import check_generates_text, open_policy, open_scorer
 from weft.observe.jsonl import POLICIES
 
@@ -63,6 +64,20 @@ def check_policies(names: Iterable[str]) -> None:
     """
     for name in names:
         check_generates_text(str(find_model(name, ModelQuery("MODEL", POLICIES)).path))
+
+
+def check_chat_templates(names: Iterable[str], given: argparse.Namespace) -> None:
+    """Raise `NoTemplate` if a policy in `names` has no chat template; no weights are loaded."""
+    from weft.evaluation.models import load_policy_tokenizer
+
+    for name in names:
+        model = find_model(name, ModelQuery("MODEL", POLICIES))
+        tokenizer = TokenizerSpec(chat_template=given.chat_template)
+        spec = ModelSpec(path=model.path, tokenizer=tokenizer)
+        try:
+            load_policy_tokenizer(spec).check_template()
+        except NoTemplate as error:
+            raise NoTemplate(f"{name}: {error}") from error
 
 
 def load_scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> OpenedModel:

@@ -126,6 +126,9 @@ def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int)
 Index = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared}
+# Metadata of a batch that is only scored, and by one pass: prefixes may be shared across ids. Other
+# batches are scored and trained on, and both passes must share the same prefixes.
+SHARES_PREFIXES = "shares_prefixes"
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,6 @@ def open_scorer(spec: ModelSpec) -> OpenedModel:
 
 def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
     from weft.checkpoints import hf_io
-    from weft.data.tokenizer import Tokenizer
-    from weft.data.tokenizer_files import COMMAND
     from weft.engine.backends.auto import choose_backend
     from weft.registry import backends
     from weft.topology import Layout
@@ -99,14 +97,36 @@ def _open(spec: ModelSpec, adapter: Path | None) -> OpenedModel:
     path = str(spec.path)
     spec = choose_backend(spec)
     prefix = read_prefix(path)
-    if prefix is not None and not _has_tokenizer(Path(path)) and spec.tokenizer.path is None:
-        spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
-    tokenizer = Tokenizer.load(spec.tokenizer, path, option=COMMAND)
+    spec = _find_prefix_tokenizer(spec)
+    tokenizer = _load_tokenizer(spec)
     engine = backends.get(spec.backend)(spec, Layout())
     context = find_context_length(hf_io.read_raw(path))
     if context is not None and prefix is not None:
         context -= prefix.num_tokens
     return OpenedModel(engine, tokenizer, path, context, adapter, spec.notes)
+
+
+def load_policy_tokenizer(spec: ModelSpec) -> Tokenizer:
+    """Return the tokenizer with which `open_policy` opens the model, without loading weights."""
+    adapter = _find_adapter(str(spec.path))
+    if adapter:
+        spec = _find_base_model(adapter, spec)
+    return _load_tokenizer(_find_prefix_tokenizer(spec))
+
+
+def _find_prefix_tokenizer(spec: ModelSpec) -> ModelSpec:
+    """Return the spec in which a trained prefix without a tokenizer has that of its base model."""
+    prefix = read_prefix(str(spec.path))
+    if prefix is None or _has_tokenizer(Path(str(spec.path))) or spec.tokenizer.path is not None:
+        return spec
+    return replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
+
+
+def _load_tokenizer(spec: ModelSpec) -> Tokenizer:
+    from weft.data.tokenizer import Tokenizer
+    from weft.data.tokenizer_files import COMMAND
+
+    return Tokenizer.load(spec.tokenizer, str(spec.path), option=COMMAND)
 
 
 def find_context_length(values: Mapping[str, Any]) -> int | None:

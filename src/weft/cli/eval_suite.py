@@ -1,0 +1,280 @@
+"""`weft eval suite MODEL ...`: evaluate models on tasks of lm-evaluation-harness.
+
+Tasks are files of your own, or the harness' own tasks. The results are stored in the harness' form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli import model_arguments
+from weft.cli.parsing import CommandParser
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.evaluation.suite import TaskFigure
+
+HELP = "evaluate models on tasks of lm-evaluation-harness"
+EPILOG = """examples:
+  weft eval suite runs/E/T runs/E/T@step40 --tasks my_task --include_path tasks
+  weft eval suite MODEL --tasks gsm8k,arc_easy --num_fewshot 5 --limit 200
+  weft eval suite MODEL --tasks tasks/quiz.yaml --apply_chat_template --output results"""
+# Formats of the columns of numbers.
+DIGITS = 4
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `suite` to the commands of `weft eval`."""
+    parser: CommandParser = commands.add_parser("suite", help=HELP, epilog=EPILOG)
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="models, adapters, runs or their checkpoints"
+    )
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        metavar="A,B",
+        help="tasks, groups or tags, patterns such as mmlu_*, or task files",
+    )
+    parser.add_argument(
+        "--include_path",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder of task files (may be repeated)",
+    )
+    parser.add_argument(
+        "--data_dir",
+        type=Path,
+        metavar="DIR",
+        help="copies of data sets of the hub, in DIR/OWNER/NAME (default ~/.cache/weft/eval)",
+    )
+    parser.add_argument(
+        "--limit", type=_parse_limit, metavar="N", help="first N items of each task, or their share"
+    )
+    parser.add_argument(
+        "--num_fewshot", type=_parse_count, metavar="K", help="examples in each prompt"
+    )
+    _add_prompt_options(parser)
+    parser.add_argument(
+        "--gen_kwargs",
+        metavar="KEY=VALUE,...",
+        help="options of generation that override the tasks' own, or a JSON object",
+    )
+    parser.add_argument(
+        "--use_cache", metavar="PATH", help="beginning of the files that cache answers"
+    )
+    parser.add_argument(
+        "--batch",
+        type=_parse_positive,
+        default=16384,
+        metavar="TOKENS",
+        help="maximum tokens of a forward pass (default %(default)s)",
+    )
+    parser.add_argument(
+        "--log_samples",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="store each item's prompt, answer and score (default: on)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the results (default: eval in the model's directory)",
+    )
+    parser.add_argument(
+        "--seed", type=_parse_count, metavar="N", help="seed (default: the harness' own seeds)"
+    )
+    model_arguments.add_model_options(parser)
+    model_arguments.add_template_option(parser)
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="ask in conversations, rendered by the model's chat template",
+    )
+    parser.add_argument(
+        "--fewshot_as_multiturn",
+        action=argparse.BooleanOptionalAction,
+        help="make each example a turn of its own (default: on with a chat template)",
+    )
+    parser.add_argument(
+        "--system_instruction", metavar="TEXT", help="system message, or text before each prompt"
+    )
+
+
+def _parse_limit(text: str) -> float:
+    value = float(text)
+    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError("must be a number of items, or a share below 1")
+    return value
+
+
+def _parse_count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
+
+
+def _parse_positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+def run(given: argparse.Namespace) -> int:
+    """Evaluate the models, write the results and print a table of them.
+
+    Tasks, models, templates and folders are checked before the first model is loaded. Raises
+    `UserError` for unusable input.
+    """
+    # Bars of other libraries; weft shows its own. It must be set before tqdm is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from weft.evaluation import suite, suite_tasks
+
+    suite_tasks.require_harness()
+    multiturn = given.fewshot_as_multiturn
+    if multiturn and not given.apply_chat_template:
+        raise ConfigError("--fewshot_as_multiturn needs --apply_chat_template; add it")
+    options = suite.SuiteOptions(
+        limit=given.limit,
+        num_fewshot=given.num_fewshot,
+        apply_chat_template=given.apply_chat_template,
+        fewshot_as_multiturn=given.apply_chat_template if multiturn is None else multiturn,
+        system_instruction=given.system_instruction,
+        gen_kwargs=parse_generation_options(given.gen_kwargs),
+        use_cache=given.use_cache,
+        log_samples=given.log_samples,
+        seed=given.seed,
+        max_tokens=given.batch,
+        model_arguments=_describe_model_options(given),
+    )
+    # Check everything before a model is loaded.
+    model_arguments.check_policies(given.models)
+    folders = _choose_folders(given.models, given.output)
+    names = list(folders)
+    if given.apply_chat_template:
+        model_arguments.check_chat_templates(names, given)
+    for folder in folders.values():
+        suite.check_folder(folder)
+    selection = suite_tasks.TaskSelection(
+        [name for name in given.tasks.split(",") if name], given.include_path
+    )
+    manager, tasks = suite_tasks.open_manager(selection)
+    copies = given.data_dir or Path(suite_tasks.COPIES).expanduser()
+    built = suite_tasks.load_tasks(manager, tasks, copies)
+    # Evaluate one model after the other.
+    figures: dict[str, list[TaskFigure]] = {}
+    for name in names:
+        opened = model_arguments.load_policy(name, given)
+        with _show_kinds(name) as progress:
+            results, files = suite.evaluate(
+                opened, manager, built, options, folders[name], progress
+            )
+        del opened  # its memory is free before the next model is loaded
+        figures[name] = suite.list_figures(results)
+        for file in files:
+            print(file)
+    _print_table(figures)
+    return 0
+
+
+def parse_generation_options(text: str | None) -> dict[str, Any]:
+    """Return the options of generation in `KEY=VALUE,...` or in a JSON object.
+
+    Raises `ConfigError` for another form.
+    """
+    import yaml
+
+    if not text:
+        return {}
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise ConfigError(f"--gen_kwargs {text}: is not valid JSON ({error})") from error
+    options = {}
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(
+                f"--gen_kwargs {word!r}: write KEY=VALUE,KEY=VALUE, such as "
+                f"temperature=0.7,do_sample=true, or a JSON object"
+            )
+        options[key.strip()] = yaml.safe_load(value)
+    return options
+
+
+def _describe_model_options(given: argparse.Namespace) -> dict[str, Any]:
+    named = ("backend", "device", "dtype", "quantize", "chat_template")
+    return {name: value for name in named if (value := vars(given)[name]) is not None}
+
+
+def _choose_folders(names: Sequence[str], output: Path | None) -> dict[str, Path]:
+    """Return the folder of each model's results.
+
+    Folders in `output` are named after the models. Of several names of the same model, only the
+    first is in the result.
+    """
+    from weft.checkpoints.names import ModelQuery, find_model
+    from weft.evaluation.sampling_report import shorten_name
+    from weft.evaluation.suite import choose_folder
+    from weft.observe.jsonl import POLICIES
+
+    folders: dict[str, Path] = {}
+    paths: set[str] = set()
+    for name in names:
+        path = find_model(name, ModelQuery("MODEL", POLICIES)).path
+        if path in paths:
+            continue
+        paths.add(path)
+        stem = re.sub(r"[^\w.-]+", "-", shorten_name(path)).strip("-") or "model"
+        numbered = [stem, *(f"{stem}-{number}" for number in range(2, len(names) + 1))]
+        choices = (choose_folder(path, output, each) for each in numbered)
+        folders[name] = next(each for each in choices if each not in folders.values())
+    return folders
+
+
+@contextmanager
+def _show_kinds(name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of each kind of requests; see `model_arguments.show_progress`."""
+    with model_arguments.show_progress(name) as update:
+        yield lambda kind, done, total: update(done, total)
+
+
+def _print_table(figures: Mapping[str, Sequence[TaskFigure]]) -> None:
+    """Print a row for each metric of each task, with a column for each model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    items: dict[str, int | None] = {}
+    for model, own in figures.items():
+        for figure in own:
+            error = "" if figure.error is None else f" \u00b1 {figure.error:.{DIGITS}f}"
+            row = cells.setdefault((figure.task, figure.metric, figure.filter), {})
+            row[model] = f"{figure.value:.{DIGITS}f}{error}"
+            items[figure.task] = figure.items
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "metric", "filter"):
+        table.add_column(title, overflow="fold")
+    for title in ("items", *figures):
+        table.add_column(title, justify="right", overflow="fold")
+    for (task, metric, filter_name), row in cells.items():
+        count = "" if items[task] is None else str(items[task])
+        values = [row.get(model, "") for model in figures]
+        table.add_row(task, metric, filter_name, count, *values)
+    Console(highlight=False).print(table)

@@ -1,0 +1,171 @@
+"""Log-probabilities of continuations, in packed batches that compute shared prefixes only once.
+
+A request is a context and a continuation. Requests with the same tokens are computed once. Sorted
+by their tokens, those with a common prefix (the examples of a few-shot prompt, or the question of
+several answers) come into the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.algorithms.base import to_host_array
+from weft.checkpoints import hf_io
+from weft.data.groups import SHARES_PREFIXES
+from weft.data.sample import SequenceSample
+from weft.errors import DataError
+from weft.evaluation.models import OpenedModel
+
+# Limit on the tokens of one forward pass if shared prefixes count every time, as a multiple.
+MAX_REPEATS = 16
+# Families with a table of positions; they cannot read a token after the last position.
+POSITION_TABLES = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "openai-gpt")
+
+Ids = list[int]
+TokenSequence = tuple[tuple[int, ...], int]  # (tokens, number of tokens of the context)
+Score = tuple[float, bool]  # (log-probability, whether greedy decoding gives the continuation)
+
+
+@dataclass(frozen=True)
+class ScoredPair:
+    """Tokens of a context and of the continuation whose log-probability is wanted."""
+
+    context: Ids
+    continuation: Ids
+
+
+class ContinuationScorer:
+    """Computes log-probabilities of continuations with an opened model.
+
+    `max_length` is the number of tokens of the model's context. `max_tokens` limits the tokens of
+    one forward pass, in which shared prefixes count once.
+    """
+
+    def __init__(self, opened: OpenedModel, max_length: int, max_tokens: int) -> None:
+        self._opened = opened
+        self._max_length = max_length
+        self._max_tokens = max(max_tokens, max_length + 1)
+        family = hf_io.read_raw(opened.path).get("model_type")
+        # The last token of a sequence is only a label, but the engine reads it too.
+        self._longest = max_length + (0 if family in POSITION_TABLES else 1)
+
+    def score(
+        self,
+        pairs: Sequence[ScoredPair],
+        finish: Callable[[int, Score], None],
+        progress: Callable[[int, int], None],
+    ) -> list[Score]:
+        """Return (log-probability, whether greedy decoding gives the continuation) of each pair.
+
+        `finish` is called with the index and result of each pair as soon as it is known, and
+        `progress` with the numbers of finished and of all sequences. Raises `DataError` for a
+        continuation without tokens, or one that exceeds the model's context.
+        """
+        sequences = dict[TokenSequence, list[int]]()  # indices of the pairs of each sequence
+        missing = [0] * len(pairs)
+        for index, pair in enumerate(pairs):
+            for piece in self._cut(pair):
+                tokens = tuple(piece.context + piece.continuation)
+                sequences.setdefault((tokens, len(piece.context)), []).append(index)
+                missing[index] += 1
+        results: list[Score] = [(0.0, True)] * len(pairs)
+        done = 0
+        for batch in split_by_shared_tokens(sorted(sequences), self._max_tokens):
+            for sequence, (logprob, greedy) in zip(batch, self._forward(batch), strict=True):
+                for index in sequences[sequence]:
+                    results[index] = (results[index][0] + logprob, results[index][1] and greedy)
+                    missing[index] -= 1
+                    if missing[index] == 0:
+                        finish(index, results[index])
+            done += len(batch)
+            progress(done, len(sequences))
+        return results
+
+    def _cut(self, pair: ScoredPair) -> list[ScoredPair]:
+        """Return the pair without the tokens at its start for which the model has no context.
+
+        A network with a table of positions cannot read the last token, which is only a label. The
+        pair is then divided: its last token is predicted from one token less.
+        """
+        count = len(pair.continuation)
+        if not 1 <= count <= self._max_length:
+            text = self._opened.tokenizer.decode(pair.continuation[:20])
+            raise DataError(
+                f"the continuation {text!r} has {count} tokens, and {self._opened.name} scores "
+                f"1 to {self._max_length}; change the task"
+            )
+        whole = (pair.context + pair.continuation)[-(self._max_length + 1) :]
+        if len(whole) <= self._longest:
+            return [ScoredPair(whole[:-count], whole[-count:])]
+        last = ScoredPair(whole[1:-1], whole[-1:])
+        if count == 1:
+            return [last]
+        return [ScoredPair(whole[:-count], whole[-count:-1]), last]
+
+    def _forward(self, batch: Sequence[TokenSequence]) -> list[Score]:
+        """Return the score of each sequence, computed in one forward pass."""
+        lengths = {
+            "prompt": [[start] for _, start in batch],
+            "completion": [[len(tokens) - start] for tokens, start in batch],
+        }
+        data = {
+            "prompt": join_ids(tokens[:start] for tokens, start in batch),
+            "completion": join_ids(tokens[start:] for tokens, start in batch),
+        }
+        ids = [str(index) for index in range(len(batch))]
+        shares = {SHARES_PREFIXES: [True] * len(batch)}
+        output = self._opened.engine.forward(
+            SequenceSample.from_groups(ids, lengths, data, shares),
+            frozenset({"logprobs", "top1"}),
+            max_tokens=sum(len(tokens) for tokens, _ in batch),
+        )
+        scores = []
+        for own, best in zip(output.sequences("logprobs"), output.sequences("top1"), strict=True):
+            logprob = to_host_array(own).astype(np.float64).sum()
+            scores.append((float(logprob), bool(to_host_array(best).all())))
+        return scores
+
+
+def split_by_shared_tokens(
+    sequences: Sequence[TokenSequence], max_tokens: int
+) -> Iterator[list[TokenSequence]]:
+    """Yield batches of sequences, which must be sorted.
+
+    Tokens of a context that a sequence shares with its predecessor count once. A batch has at most
+    `max_tokens` such tokens, and at most `MAX_REPEATS` times as many tokens in total, unless a
+    single sequence has more.
+    """
+    batch = list[TokenSequence]()
+    own = 0
+    total = 0
+    for sequence in sequences:
+        size = len(sequence[0])
+        shared = count_common(batch[-1], sequence) if batch else 0
+        full = own + size - shared > max_tokens or total + size > MAX_REPEATS * max_tokens
+        if batch and full:
+            yield batch
+            batch = []
+            own = total = shared = 0
+        batch.append(sequence)
+        own += size - shared
+        total += size
+    if batch:
+        yield batch
+
+
+def count_common(one: TokenSequence, other: TokenSequence) -> int:
+    """Return the number of tokens with which the contexts of two sequences both begin."""
+    most = min(one[1], other[1])
+    for index in range(most):
+        if one[0][index] != other[0][index]:
+            return index
+    return most
+
+
+def join_ids(parts: Iterable[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return the ids of all parts in one array."""
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])

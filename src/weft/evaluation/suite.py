@@ -1,0 +1,254 @@
+"""Evaluation of models on tasks of lm-evaluation-harness: `weft eval suite`.
+
+Results are stored in the harness' own form: `results_DATE.json`, and one `samples_TASK_DATE.jsonl`
+per task with each item's prompt, answer and score.
+
+This module imports lm_eval when a function needs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.errors import ConfigError, UserError
+from weft.evaluation.models import OpenedModel
+from weft.evaluation.suite_tasks import silence_logs
+
+MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
+OWN_SEED = 1234  # the harness' default seed of numpy, torch and the choice of examples
+RESULTS = "results"  # first word of the names of result files
+FOLDER = "eval"  # folder of the results in a model's directory
+OUTSIDE = Path("eval")  # folder of the results of models that are not directories
+WEIGHTS = ("*.safetensors", "*.bin", "adapter_config.json", "config.json")
+
+Progress = Callable[[str, int, int], None]  # (kind of requests, finished, all)
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Options of an evaluation, with the names that the harness gives them.
+
+    Attributes:
+        limit: Number of items of each task, or their share if below 1; None for all.
+        num_fewshot: Examples in each prompt; None for the task's own number.
+        apply_chat_template: Whether prompts are conversations, rendered by the chat template.
+        fewshot_as_multiturn: Whether each example is a turn of its own in the conversation.
+        system_instruction: System message of the conversations, or text before each prompt.
+        gen_kwargs: Options of generation that override the tasks' own.
+        use_cache: Path prefix of the files that cache a model's answers; None for no cache.
+        log_samples: Whether the items are stored too.
+        seed: Seed of everything random, such as the choice of examples and sampling; None for the
+            harness' own seeds, with which its published figures are computed.
+        bootstrap_iters: Resamples for the standard errors of metrics that are not means.
+        max_tokens: Limit on the tokens of one forward pass.
+        model_arguments: Facts about how the model was opened, for the result file.
+    """
+
+    limit: float | None = None
+    num_fewshot: int | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    system_instruction: str | None = None
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    use_cache: str | None = None
+    log_samples: bool = True
+    seed: int | None = None
+    bootstrap_iters: int = 100_000
+    max_tokens: int = MAX_TOKENS
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskFigure:
+    """Value of one metric of one task.
+
+    `error` is the standard error, or None if the harness gives none. `items` is the number of
+    items of the task.
+    """
+
+    task: str
+    filter: str
+    metric: str
+    value: float
+    error: float | None
+    items: int | None
+
+
+def evaluate(
+    opened: OpenedModel,
+    manager: Any,
+    tasks: Sequence[Any],
+    options: SuiteOptions,
+    folder: Path,
+    progress: Progress | None = None,
+    *,
+    keep_samples: bool = False,
+) -> tuple[dict[str, Any], list[Path]]:
+    """Evaluate a model on tasks and write the result files to `folder`.
+
+    `manager` and `tasks` come from `weft.evaluation.suite_tasks`. Returns (results of the harness,
+    files); with `keep_samples`, the results contain the items of each task. Raises `UserError` for
+    options that a task or the model does not allow.
+    """
+    from lm_eval import evaluator
+    from lm_eval.loggers import EvaluationTracker
+
+    from weft.evaluation.harness import WeftLM
+
+    seed = OWN_SEED if options.seed is None else options.seed
+    model = WeftLM(opened, max_tokens=options.max_tokens, seed=seed, progress=progress)
+    if options.apply_chat_template:
+        opened.tokenizer.require_chat_template()
+    _check_generation(model, manager, tasks, options)
+    limit = None if options.limit is None else options.limit
+    tracker = EvaluationTracker(output_path=str(folder / f"{RESULTS}.json"))
+    with silence_logs(), redirect_stdout(sys.stderr), _keep_random_states():
+        results = evaluator.simple_evaluate(
+            model=model,
+            model_args={"pretrained": opened.name, **options.model_arguments},
+            tasks=list(tasks),
+            num_fewshot=options.num_fewshot,
+            use_cache=name_cache(opened, options),
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            bootstrap_iters=options.bootstrap_iters,
+            log_samples=options.log_samples,
+            evaluation_tracker=tracker,
+            system_instruction=options.system_instruction,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.fewshot_as_multiturn,
+            gen_kwargs=dict(options.gen_kwargs) or None,
+            task_manager=manager,
+            random_seed=0 if options.seed is None else seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+    assert results is not None, "one process evaluates"
+    samples = results.pop("samples", None) or {}
+    files = _write(results, samples, tracker, folder)
+    return {**results, **({"samples": samples} if keep_samples else {})}, files
+
+
+def _check_generation(
+    model: Any, manager: Any, tasks: Sequence[Any], options: SuiteOptions
+) -> None:
+    """Raise `ConfigError` for options of generation that weft lacks, naming the task."""
+    for name, task in manager.load(list(tasks))["tasks"].items():
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
+        own = task.get_config("generation_kwargs") or {}
+        try:
+            model.read_generation({**own, **options.gen_kwargs})
+        except UserError as error:
+            raise ConfigError(f"task {name!r}: {error}") from error
+
+
+def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path) -> list[Path]:
+    """Write the result files and return their paths.
+
+    Raises `ConfigError` if the folder cannot be written: the harness itself only logs this.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = set(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: the results cannot be stored there ({error.strerror}); set --output"
+        ) from error
+    with silence_logs():
+        tracker.save_results_aggregated(results=results, samples=samples)
+        for name in sorted(samples):
+            copies = [dict(sample) for sample in samples[name]]  # the tracker changes them
+            tracker.save_results_samples(task_name=name, samples=copies)
+    files = sorted(set(folder.iterdir()) - before)
+    if len(files) != 1 + len(samples):
+        raise ConfigError(
+            f"{folder}: the results cannot be stored there; check the space on the disk, or set "
+            f"--output"
+        )
+    return files
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `ConfigError` if results cannot be stored in `folder`."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{nearest}: is not a folder, so no results can be stored in it")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{nearest}: cannot be written; store the results with --output DIR")
+
+
+def choose_folder(path: str, output: Path | None, name: str) -> Path:
+    """Return the folder of a model's result files.
+
+    `path` is the model's directory or hub name, and `name` its name among several models. By
+    default, the results are stored in the model's own directory.
+    """
+    if output is not None:
+        return output / name
+    own = Path(path).expanduser()
+    return own / FOLDER if own.is_dir() else OUTSIDE / name
+
+
+def name_cache(opened: OpenedModel, options: SuiteOptions) -> str | None:
+    """Return the path prefix of a model's cache; other weights or settings have another.
+
+    The harness identifies cached answers only by their requests.
+    """
+    if options.use_cache is None:
+        return None
+    state = [opened.name, str(sorted(options.model_arguments.items())), str(options.seed)]
+    for folder in (Path(opened.path).expanduser(), opened.adapter):
+        if folder is None or not folder.is_dir():
+            continue
+        for file in sorted(each for pattern in WEIGHTS for each in folder.glob(pattern)):
+            status = file.stat()
+            state.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:12]
+    return f"{options.use_cache}_{digest}"
+
+
+@contextmanager
+def _keep_random_states() -> Iterator[None]:
+    """Restore the states of random generators, which the harness seeds."""
+    own = random.getstate()
+    array = np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(array)
+
+
+def list_figures(results: Mapping[str, Any]) -> list[TaskFigure]:
+    """Return the metrics of all tasks and groups in the results of the harness."""
+    figures = []
+    rows = {**results.get("results", {}), **results.get("groups", {})}
+    for name, row in rows.items():
+        items = results.get("n-samples", {}).get(name, {}).get("effective")
+        for key, value in row.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = row.get(f"{metric}_stderr,{filter_name}")
+            figures.append(
+                TaskFigure(
+                    name,
+                    filter_name,
+                    metric,
+                    float(value),
+                    float(error) if isinstance(error, int | float) else None,
+                    items,
+                )
+            )
+    return figures

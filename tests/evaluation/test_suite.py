@@ -1,0 +1,56 @@
+"""Folders, caches and figures of `weft eval suite`; tests/cli/test_eval_suite.py runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.evaluation import suite
+from weft.evaluation.models import OpenedModel
+from weft.evaluation.suite import SuiteOptions, TaskFigure
+
+
+def test_results_are_stored_in_the_model_or_in_the_named_folder(tmp_path: Path) -> None:
+    own = tmp_path / "step4"
+    own.mkdir()
+    assert suite.choose_folder(str(own), None, "a") == own / "eval"
+    assert suite.choose_folder("OWNER/NAME", None, "a") == Path("eval/a")
+    assert suite.choose_folder(str(own), tmp_path / "out", "a") == tmp_path / "out" / "a"
+    suite.check_folder(own / "eval")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        suite.check_folder(tmp_path / "file" / "eval")
+
+
+def test_other_weights_have_another_cache(tmp_path: Path) -> None:
+    opened = cast(
+        OpenedModel, SimpleNamespace(name=str(tmp_path), path=str(tmp_path), adapter=None)
+    )
+    options = SuiteOptions(use_cache="answers")
+    (tmp_path / "model.safetensors").write_text("a")
+    first = suite.name_cache(opened, options)
+    assert first is not None and first.startswith("answers_")
+    assert suite.name_cache(opened, options) == first
+    (tmp_path / "model.safetensors").write_text("other")
+    assert suite.name_cache(opened, options) != first
+    assert suite.name_cache(opened, SuiteOptions()) is None
+
+
+def test_figures_of_tasks_and_groups() -> None:
+    results: dict[str, Any] = {
+        "results": {
+            "quiz": {"alias": "quiz", "acc,none": 0.5, "acc_stderr,none": 0.1},
+            "text": {"bits_per_byte,none": 2, "bits_per_byte_stderr,none": "N/A"},
+        },
+        "groups": {"all": {"acc,none": 0.5, "acc_stderr,none": 0.1}},
+        "n-samples": {"quiz": {"original": 8, "effective": 4}},
+    }
+    assert suite.list_figures(results) == [
+        TaskFigure("quiz", "none", "acc", 0.5, 0.1, 4),
+        TaskFigure("text", "none", "bits_per_byte", 2.0, None, None),
+        TaskFigure("all", "none", "acc", 0.5, 0.1, None),
+    ]
