@@ -355,7 +355,8 @@ class RunPace:
     def record_step(self, numbers: Mapping[str, float]) -> None:
         """Record the finite metrics of one step."""
         now = self.clock()
-        self._seconds.append(now - self._last)  # includes evaluation and saving between steps
+        if numbers["step"] > 0:  # step 0 is the evaluation before the first step
+            self._seconds.append(now - self._last)  # includes evaluation and saving between steps
         self._last = now
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)

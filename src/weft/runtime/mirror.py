@@ -4,7 +4,7 @@ A run with `fileroot=gs://...` works in a local folder, its working copy. `RunMi
 lock in the bucket, makes the working copy equal to the bucket, and then uploads what the run writes:
 
 1. small files (the configuration first, then metrics, logs, report), if they have changed;
-2. new checkpoints, each file by file and its manifest last;
+2. new checkpoints, each file by file and its manifest last; then records such as `best.json`;
 3. new recovery points, likewise; then the older ones that the run has removed leave the bucket;
 4. `status.json`, as it was before the other files were listed: it never claims more than they show.
 
@@ -369,10 +369,15 @@ class RunMirror:
         status_changed = status is not None and status != self._known_status
         if status_changed or plan.small or plan.units or plan.lost_units or plan.removed:
             self._lock.check()
+        # Records such as best.json name checkpoints, so they follow these.
+        records = [name for name in plan.small if name.startswith(f"{CHECKPOINTS}/")]
         for name in plan.small:
-            self._upload_small(name, local[name])
+            if name not in records:
+                self._upload_small(name, local[name])
         for unit, names in plan.units.items():
             self._upload_unit(unit, names, compute_state(unit, local))
+        for name in records:
+            self._upload_small(name, local[name])
         has_new_point = any(unit.startswith(f"{RECOVER}/") for unit in plan.units)
         for unit in plan.lost_units:
             self._remove_unit(unit)
