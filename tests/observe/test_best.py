@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.observe.best import (
     BestRecord,
     build_missing_error,
     check_metric_name,
     check_options,
+    find_best_checkpoint,
     find_direction,
 )
 
@@ -95,3 +96,15 @@ def test_a_record_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
     record = BestRecord.read(tmp_path)
     assert record == BestRecord(4, "eval/loss", 1.25)
     assert record.format_text() == "step 4, eval/loss 1.25"
+
+
+def test_the_best_checkpoint_is_found(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no best checkpoint; a run with save_best=MET"):
+        find_best_checkpoint(tmp_path, "actor")
+    folder = tmp_path / "checkpoints" / "actor" / "step4"
+    folder.mkdir(parents=True)
+    record = {"step": 4, "metric": "eval/loss", "value": 1.25}
+    (tmp_path / "checkpoints" / "best.json").write_text(json.dumps(record))
+    assert find_best_checkpoint(tmp_path, "actor") == folder
+    with pytest.raises(CheckpointError, match=r"critic/step4, is missing"):
+        find_best_checkpoint(tmp_path, "critic")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import CheckpointError
-from weft.observe.best import BestRecord
+from weft.observe.best import find_best_checkpoint
 from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP
 from weft.observe.run_list import list_newest_first
 from weft.reading import refuse_url, suggest_sibling
@@ -253,7 +253,7 @@ def _find_in_run(
     if step is None or step == LATEST:
         return _choose_current(given, steps[max(steps)], LATEST, name, wanted)
     if step == BEST:
-        return _choose_current(given, _find_best(given, place, steps, wanted), BEST, name, wanted)
+        return _choose_current(given, _find_best(given, steps, wanted), BEST, name, wanted)
     number = step.removeprefix("step")
     if not number.isdigit() or int(number) not in steps:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
@@ -264,21 +264,19 @@ def _find_in_run(
     return LocatedModel(str(steps[int(number)]))
 
 
-def _find_best(given: str, place: Path, steps: CheckpointSteps, wanted: ModelQuery) -> Path:
+def _find_best(given: str, steps: CheckpointSteps, wanted: ModelQuery) -> Path:
     """Return the best of a role's checkpoints by the run's record, which `save_best` writes.
 
     Raises `CheckpointError` if the run has no such record, or if the checkpoint is missing.
     """
-    some = next(iter(steps.values()))
-    best = BestRecord.read(some.parent.parent.parent)
-    if best is not None and best.step in steps:
-        return steps[best.step]
-    listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
-    if best is None:
-        problem = f"{place} has no best checkpoint; a run with save_best=METRIC has one"
-    else:
-        problem = f"the best checkpoint of {place}, step{best.step}, is missing"
-    raise CheckpointError(f"{wanted.format_option(given)}: {problem}; it has {listed}, and @latest")
+    folder = next(iter(steps.values())).parent
+    try:
+        return find_best_checkpoint(folder.parent.parent, folder.name)
+    except CheckpointError as error:
+        listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
+        raise CheckpointError(
+            f"{wanted.format_option(given)}: {error}; there are {listed}, and @latest"
+        ) from None
 
 
 def _choose_current(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, find_nearest
+from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.observe.jsonl import CHECKPOINTS, read_json
 from weft.observe.metrics import (
     EVAL,
@@ -71,6 +71,20 @@ class BestRecord:
     def format_text(self) -> str:
         """Return the record in words, such as `step 40, eval/loss 1.234`."""
         return f"step {self.step}, {self.metric} {format_number(self.value)}"
+
+
+def find_best_checkpoint(run: Path, role: str) -> Path:
+    """Return the best checkpoint of a role in a run's directory.
+
+    Raises `CheckpointError` if the run has no best checkpoint, or if the checkpoint is missing.
+    """
+    record = BestRecord.read(run)
+    if record is None:
+        raise CheckpointError(f"{run} has no best checkpoint; a run with save_best=METRIC has one")
+    checkpoint = run / CHECKPOINTS / role / f"step{record.step}"
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"the best checkpoint of {run}, {checkpoint}, is missing")
+    return checkpoint
 
 
 def find_direction(metric: str, mode: str | None = None) -> int:

@@ -241,6 +241,18 @@ def find_named_point(path: Path) -> RecoveryPoint:
     )
 
 
+def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the numerical settings that have changed since a recovery point was saved.
+
+    `then` are the saved settings, and `now` the current ones. Returns "" if nothing differs.
+    """
+    return "; ".join(
+        f"{name} {then.get(name)} then, {value} now"
+        for name, value in now.items()
+        if then.get(name) != value
+    )
+
+
 def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
     """Return a phrase that tells the user how to resume the run.
 

@@ -26,6 +26,7 @@ from weft.runtime.checkpoints import (
     CheckpointStore,
     RecoveryPoint,
     RecoveryPointStore,
+    describe_differences,
     describe_resuming,
     find_named_point,
 )
@@ -506,15 +507,3 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
             directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
         )
     return config
-
-
-def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the numerical settings that have changed since a recovery point was saved.
-
-    `then` are the saved settings, and `now` the current ones. Returns "" if nothing differs.
-    """
-    return "; ".join(
-        f"{name} {then.get(name)} then, {value} now"
-        for name, value in now.items()
-        if then.get(name) != value
-    )
