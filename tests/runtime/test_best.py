@@ -219,8 +219,20 @@ def goes_on_from_pictures(tmp_path, monkeypatch, moments: list[float]) -> None:
         assert "stopped early after step 7" in (toy.path / "log.txt").read_text()
 
 
-def test_a_kill_changes_neither_the_best_nor_the_end(tmp_path, monkeypatch):
-    goes_on_from_pictures(tmp_path, monkeypatch, [0.8])
+def test_a_kill_changes_neither_the_best_nor_the_end(tmp_path):
+    """Killed after step 6: the best is 4, two of three comparisons have passed since then."""
+    whole = Toy(tmp_path / "whole", control=CONTROL)
+    whole.run()
+    killed = Toy(tmp_path / "killed", control=CONTROL)
+    session = killed.session()
+    session.open(resumes=False)
+    session._evaluate_start()
+    for _ in range(6):
+        session._finish_step(session._master.step())
+    killed.run()
+    assert timeless(lines(killed.path)) == timeless(lines(whole.path))
+    assert BestRecord.read(killed.path) == BestRecord.read(whole.path)
+    assert list_steps(killed.path) == list_steps(whole.path) == [4, 7]
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from typing import Any
 from weft.experiment import Control
 from weft.observe.best import BEST, BestRecord, build_missing_error, find_direction
 from weft.observe.metrics import format_number
-from weft.runtime import directory
 from weft.runtime.checkpoints import MOST_POINTS
+from weft.runtime.directory import remove, write_text
 from weft.runtime.hosts import HostGroup
 
 
@@ -211,7 +211,7 @@ class BestTracker:
         """Write `best.json`, or remove it if there is no best checkpoint."""
         state = self._state
         if state is None or state.value is None:
-            directory.remove(self._folder / BEST)
+            remove(self._folder / BEST)
             return
         record = {
             "step": state.step,
@@ -219,7 +219,7 @@ class BestTracker:
             "value": state.value,
             "mode": "max" if state.direction > 0 else "min",
         }
-        directory.write_text(self._folder / BEST, json.dumps(record) + "\n")
+        write_text(self._folder / BEST, json.dumps(record) + "\n")
 
     # -- the end of a run
 
@@ -235,9 +235,13 @@ class BestTracker:
             reason = f"has not improved on {reached} by more than {self._min_delta:g}"
         else:
             reason = f"has not improved on {format_number(state.reference)}"
+        if state.num_stale > 1:
+            period = f"last {state.num_stale} comparisons"
+        else:
+            period = "last comparison"
         return (
-            f"stopped early after step {step}: {state.metric} {reason} in the last "
-            f"{state.num_stale} comparisons (early_stop_patience={self._patience})"
+            f"stopped early after step {step}: {state.metric} {reason} in the {period} "
+            f"(early_stop_patience={self._patience})"
         )
 
     def describe(self, run: Path | str) -> list[str]:
