@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class RunResult:
     """Result of a finished run.
 
-    `metrics` has one mapping of metrics per step, and `directory` is the run's directory.
+    `metrics` has the rows of metrics.jsonl, one per step, and `directory` is the run's directory.
     """
 
     metrics: list[dict[str, Any]]

@@ -131,8 +131,8 @@ def plan_uploads(
     grow are left for later. A recovery point without its manifest is still being written.
     """
     groups: dict[str, list[str]] = {}
-    small = []
-    records = []
+    small: list[str] = []
+    records: list[str] = []
     for name, state in local.items():
         unit = find_unit(name)
         if unit is not None:

@@ -209,7 +209,7 @@ class Session:
             self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, one for each step."""
+        """Return the rows of metrics.jsonl, one per step; step 0 is `eval_at_start`."""
         return list(read_rows(self._directory.path / METRICS))
 
     def release_devices(self, why: str) -> None:
