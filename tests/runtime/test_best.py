@@ -107,6 +107,19 @@ def test_all_hosts_compare_the_value_of_the_first(tmp_path):
     assert first == second and first[0] == [True, True, False]
 
 
+def test_all_hosts_restore_what_the_first_finds(tmp_path):
+    """Only the first host has the checkpoint of the saved state."""
+    _, group = hosts(2)
+    (tmp_path / "0" / "actor" / "step2").mkdir(parents=True)
+    made = [tracker(tmp_path / str(index), group[index]) for index in range(2)]
+    before = tracker(tmp_path / "before")
+    compare(before, [3.0, 2.0])
+    saved = before.record_point()
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda each: each.open(saved), made)) == [None, None]
+    assert [each.protected_steps for each in made] == [{2}, {2}]
+
+
 def test_the_best_checkpoint_is_kept_and_the_run_ends_early(tmp_path):
     toy = Toy(tmp_path, control=CONTROL)
     toy.run()
