@@ -129,6 +129,13 @@ def test_other_names_are_left_to_the_harness(tmp_path: Path) -> None:
     assert resolve_tasks(["arc_easy", "own"], options) == ([], ["arc_easy", "own"])
 
 
+@pytest.mark.slow
+def test_a_users_task_file_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("task: mbpp\ndataset_path: json\n")
+    options = CatalogueOptions(folder=tmp_path, include_path=[tmp_path])
+    assert resolve_tasks(["mbpp"], options) == ([], ["mbpp"])
+
+
 def test_missing_data_says_what_to_do(tmp_path: Path) -> None:
     options = CatalogueOptions(folder=tmp_path)
     with pytest.raises(ConfigError) as caught:

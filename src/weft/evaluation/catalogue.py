@@ -57,6 +57,7 @@ class CatalogueOptions:
         judge: Judge of answers, or None.
         allow_code: Whether programs that a model writes may run, in the sandbox.
         num_samples: Answers per item of tasks that summarize several; None for the task's number.
+        include_path: Folders of the user's task files, whose names come first.
     """
 
     data: Mapping[str, Path] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class CatalogueOptions:
     judge: JudgeSettings | None = None
     allow_code: bool = False
     num_samples: int | None = None
+    include_path: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,13 @@ def resolve_tasks(names: Sequence[str], options: CatalogueOptions) -> tuple[list
     unusable rows, and `UserError` if the judge does not answer. No model is needed.
     """
     catalogue = read_catalogue()
+    defined = _list_defined(options.include_path)
     own: list[str] = []
     others: list[str] = []
     for name in names:
+        if name in defined:
+            others.append(name)
+            continue
         members = GROUPS.get(name, (name,))
         for member in members:
             (own if member in catalogue else others).append(member)
@@ -152,6 +158,17 @@ def resolve_tasks(names: Sequence[str], options: CatalogueOptions) -> tuple[list
     if options.judge is not None and any(catalogue[name][0].judge for name in own):
         check_judge(options.judge)
     return tasks, others
+
+
+def _list_defined(folders: Sequence[Path]) -> set[str]:
+    """Return the names of the tasks and groups in the user's task files."""
+    places = [str(folder.expanduser()) for folder in folders]
+    if not places:
+        return set()
+    from lm_eval.tasks import TaskManager
+
+    with _silence_logs():
+        return set(TaskManager(include_path=list(places), include_defaults=False).all_tasks)
 
 
 def _check_needs(
