@@ -141,7 +141,7 @@ def test_missing_data_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_tasks(["gsm_cot", "gsm_direct", "truthfulqa"], options)
     message = str(caught.value)
-    assert "no data for gsm_cot, gsm_direct: give --data gsm8k=PATH" in message
+    assert "gsm_cot, gsm_direct: there is no data; give --data gsm8k=PATH" in message
     assert f"put a copy in {tmp_path / 'truthfulqa'}" in message
     assert "github.com/openai/grade-school-math" in message
 

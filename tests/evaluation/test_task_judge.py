@@ -78,5 +78,6 @@ def test_the_judge_is_asked_before_the_run(server: Stub) -> None:
     server.reply = lambda text, number: said("hello")
     check_judge(open_judge(server))
     server.reply = lambda text, number: (404, {}, {"error": "no such model"})
-    with pytest.raises(UserError, match=r"the judge does not answer: .*404"):
+    with pytest.raises(UserError, match=r"the judge does not answer: .*404") as caught:
         check_judge(open_judge(server))
+    assert "on_failure" not in str(caught.value)

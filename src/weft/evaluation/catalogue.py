@@ -176,16 +176,6 @@ def _check_needs(
 ) -> None:
     """Raise `ConfigError` that names all data, permissions and judges that are missing."""
     problems = []
-    missing: dict[str, list[str]] = {}
-    for name, path in paths.items():
-        if path is None:
-            missing.setdefault(blocks[name].data, []).append(name)
-    for data, tasks in missing.items():
-        known = DATA_SETS[data]
-        problems.append(
-            f"no data for {', '.join(tasks)}: give --data {data}=PATH, or put a copy in "
-            f"{options.folder / data} ({known.form}; published at {known.published})"
-        )
     judged = [name for name, block in blocks.items() if block.judge]
     if judged and options.judge is None:
         problems.append(
@@ -198,8 +188,18 @@ def _check_needs(
             f"{', '.join(coded)}: programs that the model writes are run, in the sandbox of the "
             f"code reward (docs/code-reward.md); allow it with --allow_code, or leave the task out"
         )
+    missing: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        if path is None:
+            missing.setdefault(blocks[name].data, []).append(name)
+    for data, tasks in missing.items():
+        known = DATA_SETS[data]
+        problems.append(
+            f"{', '.join(tasks)}: there is no data; give --data {data}=PATH, or put a copy in "
+            f"{options.folder / data} ({known.form}; published at {known.published})"
+        )
     if problems:
-        raise ConfigError("; and ".join(problems))
+        raise ConfigError("\n".join(problems))
 
 
 # -- lm_eval's task objects

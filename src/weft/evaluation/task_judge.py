@@ -159,7 +159,9 @@ def check_judge(settings: JudgeSettings) -> None:
     try:
         _run_judge(replace(settings, cache=False), text, 3, [""], [""], options)
     except UserError as error:
-        raise UserError(f"the judge does not answer: {error}") from error
+        # The rest of the message is about rewards.
+        cause = str(error).partition(", or set on_failure")[0]
+        raise UserError(f"the judge does not answer: {cause}") from error
 
 
 END = """
