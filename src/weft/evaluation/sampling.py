@@ -1,0 +1,145 @@
+"""Metrics of repeated sampling (pass@k, avg@n, maj@n) and confidence intervals over items.
+
+pass@k is the probability that at least one of k samples is correct. It is estimated without bias
+from n samples of which c are correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large
+Language Models Trained on Code").
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+USUAL_COUNTS = (10, 100)  # values of k in the literature, beside the powers of two
+LEVEL = 0.95  # confidence level
+NORMAL_QUANTILE = 1.959964  # 97.5 % quantile of the normal distribution
+RESAMPLES = 2000
+SEED = 0
+BLOCK = 4_000_000  # largest number of draws in memory at once
+
+
+def estimate_pass(count: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k from `count` samples, `correct` of them correct.
+
+    Raises `ValueError` if there are fewer than k samples.
+    """
+    if not 1 <= k <= count:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {count}")
+    return 1.0 - math.comb(count - correct, k) / math.comb(count, k)
+
+
+def choose_counts(count: int) -> list[int]:
+    """Return the values of k to report for `count` samples: powers of two, 10, 100 and `count`."""
+    powers = [2**power for power in range(count.bit_length())]
+    return sorted({k for k in (*powers, *USUAL_COUNTS, count) if k <= count})
+
+
+def compute_majority(correct: Sequence[bool], votes: Sequence[Hashable | None]) -> float:
+    """Return whether the most frequent answer is correct, as 1 or 0.
+
+    `votes` holds each sample's answer, or None for a sample without an answer, which has no vote.
+    Equal answers must be equally correct. Tied answers share the result: if one of two is correct,
+    it is 0.5. The result is 0 without any answer.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    verdicts = dict(zip(votes, correct, strict=True))
+    winners = [float(verdicts[vote]) for vote, number in counts.items() if number == most]
+    return sum(winners) / len(winners)
+
+
+def list_metrics(count: int, *, has_votes: bool) -> list[str]:
+    """Return the names of the metrics that `summarize_samples` computes for `count` samples."""
+    names = [f"pass@{k}" for k in choose_counts(count)] + [f"avg@{count}"]
+    return [*names, f"maj@{count}"] if has_votes else names
+
+
+def summarize_samples(
+    correct: Sequence[bool], votes: Sequence[Hashable | None] | None
+) -> dict[str, float]:
+    """Return pass@k, avg@n and, with `votes`, maj@n of one item's n samples."""
+    count = len(correct)
+    right = sum(map(bool, correct))
+    metrics = {f"pass@{k}": estimate_pass(count, right, k) for k in choose_counts(count)}
+    metrics[f"avg@{count}"] = right / count
+    if votes is not None:
+        metrics[f"maj@{count}"] = compute_majority(correct, votes)
+    return metrics
+
+
+def compute_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean over items, or None for fewer than 2 items.
+
+    It is Wilson's interval if all values are 0 or 1, or equal and between 0 and 1: it does not
+    shrink to a point there. Otherwise, it is the percentile interval of 2,000 bootstrap resamples
+    of the items with a fixed seed.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    count = len(array)
+    if count < 2:
+        return None
+    is_equal = bool((array == array[0]).all()) and 0 <= array[0] <= 1
+    if is_equal or np.isin(array, (0.0, 1.0)).all():
+        return _compute_wilson(float(array.mean()), count)
+    draws = np.random.default_rng(SEED)
+    means: list[float] = []
+    step = max(1, BLOCK // count)
+    while len(means) < RESAMPLES:
+        rows = min(step, RESAMPLES - len(means))
+        means += array[draws.integers(count, size=(rows, count))].mean(axis=1).tolist()
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _compute_wilson(share: float, count: int) -> tuple[float, float]:
+    square = NORMAL_QUANTILE**2
+    middle = (share + square / (2 * count)) / (1 + square / count)
+    spread = math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    half = NORMAL_QUANTILE * spread / (1 + square / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def add_intervals(results: Any) -> None:
+    """Add an entry `METRIC_ci95,FILTER: [low, high]` for each metric that is a mean over items.
+
+    `results` is what lm_eval's `simple_evaluate` returns, with samples. Metrics that are not the
+    mean of the items' values, such as perplexity, get no interval.
+    """
+    for task, samples in (results.get("samples") or {}).items():
+        row = results["results"][task]
+        for key, value in list(row.items()):
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            values = _list_values(samples, metric, filter_name)
+            if not values or not _is_near(value, sum(values) / len(values)):
+                continue
+            interval = compute_interval(values)
+            if interval is not None:
+                row[f"{metric}_ci95,{filter_name}"] = list(interval)
+
+
+def _list_values(
+    samples: Sequence[Mapping[str, Any]], metric: str, filter_name: str
+) -> list[float]:
+    """Return the items' values of a metric, or [] if they are not numbers."""
+    values = []
+    for sample in samples:
+        if sample.get("filter") != filter_name or metric not in sample.get("metrics", ()):
+            continue
+        value = sample[metric]
+        if not isinstance(value, bool | int | float | np.floating | np.integer):
+            return []
+        values.append(float(value))
+    return values
+
+
+def _is_near(value: Any, mean: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, mean, abs_tol=1e-9)
