@@ -54,6 +54,7 @@ COMMAND_GROUPS = {
             "inference protocol"
         ),
         "convert": "convert, merge, split and export checkpoints",
+        "push": "upload a model to the Hugging Face hub, with its model card",
     },
     "data": {
         "examples": "write sample data and a small model, without a download: ls, write",
