@@ -124,7 +124,7 @@ def serve_hub() -> Iterator[HubStandIn]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = handle_request  # noqa: N815
+        do_GET = do_POST = handle_request
 
         def log_message(self, *_: Any) -> None:
             pass

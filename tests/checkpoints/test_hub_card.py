@@ -64,7 +64,9 @@ def test_the_newest_results_of_a_task_count(tmp_path: Path) -> None:
     (tmp_path / "results_broken.json").write_text("[1")
     (tmp_path / "results_odd.json").write_text('{"results": {"t": 3, "u": {"acc,none": "high"}}}')
     assert read_task_results(tmp_path) == [
-        TaskResult("gsm8k", "exact_match", "strict-match", 0.25, None, 5, 1319, 1319, "openai/gsm8k"),
+        TaskResult(
+            "gsm8k", "exact_match", "strict-match", 0.25, None, 5, 1319, 1319, "openai/gsm8k"
+        ),
         TaskResult("quiz", "acc", "none", 0.75, 0.05, 0, 64, 64, "quiz"),
         TaskResult("quiz", "acc_norm", "none", 0.5, None, 0, 64, 64, "quiz"),
     ]
@@ -80,7 +82,9 @@ def test_a_card_gets_results_and_the_name_of_the_repository(checkpoint: Path) ->
     assert "/home/jo" not in text and "checksum" not in text
     data = ModelCard(text).data
     assert data.base_model == "o/n" and data.license == "mit" and data.model_name == "mine"
-    assert [(each.dataset_type, each.metric_type, each.metric_value) for each in data.eval_results] == [
+    assert [
+        (each.dataset_type, each.metric_type, each.metric_value) for each in data.eval_results
+    ] == [
         ("openai/gsm8k", "exact_match", 0.25),
         ("quiz", "acc", 0.4375),
         ("quiz", "acc_norm", 0.5),

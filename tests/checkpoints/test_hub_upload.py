@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from tests.checkpoints.hub_stand_in import MAIN, TOKEN, HubStandIn, StoredRepository, serve_hub
+from tests.checkpoints.hub_stand_in import MAIN, TOKEN, HubStandIn, serve_hub
 from weft.checkpoints.hub_upload import (
     UploadPlan,
     check_repository_name,

@@ -23,9 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = write_run(tmp_path / "runs", "e/t")
     for step in (2, 4):
         checkpoint = folder / "checkpoints" / "model" / f"step{step}"
-        (checkpoint / "config.json").write_text(
-            json.dumps({"architectures": ["LlamaForCausalLM"]})
-        )
+        (checkpoint / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
         (checkpoint / "model.safetensors").write_bytes(b"w" * 2000)
         write_card(checkpoint, *find_facts(checkpoint))
     return folder

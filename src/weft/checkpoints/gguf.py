@@ -33,6 +33,9 @@ DTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 # Largest difference of a token's log-probability between a model and its GGUF file. llama.cpp
 # computes attention in 16 bits, also for weights in 32.
 TOLERANCES = {"f32": 0.02, "f16": 0.05, "bf16": 0.2, "auto": 0.2, "q8_0": 0.5}
+# Largest difference of a weight, relative to the largest weight of its tensor.
+WEIGHT_TOLERANCES = {"f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "auto": 1e-2, "q8_0": 2e-2}
+MOST_EXTRA = 0.005  # share of the parameters that may be added or left out
 TEXT = "Once upon a time there was a little girl who lived near the sea. What is 17 + 25? It is 42."
 LOG_LINES = 3  # last lines of the converter's output that an error shows
 
@@ -155,9 +158,10 @@ def check_contents(model: Path, file: Path) -> str:
             size *= length
         expected += size
     found = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    # The converter can leave out buffers, or store a tied output matrix twice.
+    # The converter can add or leave out buffers, and a tied output matrix.
     tied = int(config["vocab_size"]) * int(config["hidden_size"])
-    if not expected - tied <= found <= expected + tied:
+    gaps = [abs(found - expected - times * tied) for times in (-1, 0, 1)]
+    if min(gaps) > MOST_EXTRA * expected:
         raise CheckpointError(
             f"{model}: the GGUF file has {found:,} parameters, and the model {expected:,}"
         )
@@ -193,7 +197,9 @@ def check_values(model: Path, file: Path, dtype: str) -> str:
         logps = _score_with_llama_cpp(model, file, expected)
     else:
         program = "transformers"
-        logps = _score_with_transformers(model, file, expected)
+        loaded = _load_with_transformers(model, file)
+        _compare_weights(model, loaded, dtype)
+        logps = _compute_logps(_run_model(loaded, ids), ids)
     apart = float((logps - expected.logps).abs().max())
     if not apart <= TOLERANCES[dtype]:
         raise CheckpointError(
@@ -244,16 +250,34 @@ def _score_with_llama_cpp(model: Path, file: Path, text: CheckedText) -> Tensor:
     return _compute_logps(torch.from_numpy(loaded.scores[: len(ids)].copy()), ids)
 
 
-def _score_with_transformers(model: Path, file: Path, text: CheckedText) -> Tensor:
+def _load_with_transformers(model: Path, file: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        return AutoModelForCausalLM.from_pretrained(file.parent, **options)
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
         raise CheckpointError(
             f"{model}: transformers cannot load the GGUF file ({error}); install llama-cpp-python, "
             f"or leave the check out with --no-check"
         ) from error
-    return _compute_logps(_run_model(loaded, text.ids), text.ids)
+
+
+def _compare_weights(model: Path, loaded: Any, dtype: str) -> None:
+    """Raise `CheckpointError` if a weight of the loaded file differs by more than rounding."""
+    from weft.checkpoints.weight_files import WeightFiles
+
+    weights = WeightFiles(model)
+    state = loaded.state_dict()
+    for name in weights.names:
+        if name not in state:
+            continue
+        original = weights.read(name).float()
+        apart = float((state[name] - original).abs().max() / original.abs().max().clamp(min=1e-30))
+        if not apart <= WEIGHT_TOLERANCES[dtype]:
+            raise CheckpointError(
+                f"{model}: {name} differs in the GGUF file by {apart:.2g} of its largest value (at "
+                f"most {WEIGHT_TOLERANCES[dtype]} for {dtype}): the converter does not suit this "
+                f"model"
+            )

@@ -211,8 +211,8 @@ def upload(api: Any, plan: UploadPlan, *, private: bool, revision: str | None, m
 
     The repository is created if it does not exist, `private` or public, and so is the branch
     `revision`. Weights, configurations and tokenizer files in the repository that the upload does
-    not replace are removed, because loaders would mix them with the new ones. Raises `ConfigError` if the hub does not allow it, and
-    `RunError` if it fails.
+    not replace are removed, because loaders would mix them with the new ones. Raises `ConfigError`
+    if the hub does not allow it, and `RunError` if it fails.
     """
     with explain_hub_errors(plan.repo), tempfile.TemporaryDirectory(prefix="weft-push-") as folder:
         for name, path in plan.files.items():
