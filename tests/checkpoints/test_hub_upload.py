@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from tests.checkpoints.hub_stand_in import MAIN, TOKEN, HubStandIn, serve_hub
 from weft.checkpoints.hub_upload import (
-    UploadPlan,
+    HubUploadPlan,
     check_repository_name,
     find_repository,
     open_api,
@@ -49,7 +49,7 @@ def write_model(folder: Path, *, adapter_of: str | None = None) -> Path:
     return folder
 
 
-def plan(folder: Path, **changes: Any) -> UploadPlan:
+def plan(folder: Path, **changes: Any) -> HubUploadPlan:
     options = {"merged": False, "base_model": None, "license": None, **changes}
     return plan_upload(folder, "me/mine", **options)
 
@@ -62,7 +62,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
         yield served
 
 
-def send(planned: UploadPlan, **changes: Any) -> str:
+def send(planned: HubUploadPlan, **changes: Any) -> str:
     options = {"private": True, "revision": None, "message": "Upload", **changes}
     return upload(open_api(TOKEN, ""), planned, **options)
 

@@ -12,6 +12,7 @@ from tests.cli.runs import write_run
 from weft.observe.model_card import (
     README,
     CardFacts,
+    append_checksum,
     build_card,
     draw_curve,
     find_facts,
@@ -20,8 +21,7 @@ from weft.observe.model_card import (
     name_model,
     read_front_matter,
     shorten_place,
-    sign_card,
-    strip_signature,
+    strip_checksum,
     write_card,
 )
 
@@ -154,10 +154,10 @@ def test_the_base_of_a_local_model_is_that_of_its_card(tmp_path: Path) -> None:
 
 
 def test_an_edited_card_is_recognized() -> None:
-    card = sign_card("# x\n\ntext\n")
-    assert strip_signature(card) == "# x\n\ntext\n"
-    assert strip_signature(card.replace("text", "other")) is None
-    assert strip_signature("# x\n") is None
+    card = append_checksum("# x\n\ntext\n")
+    assert strip_checksum(card) == "# x\n\ntext\n"
+    assert strip_checksum(card.replace("text", "other")) is None
+    assert strip_checksum("# x\n") is None
 
 
 def test_curves() -> None:
@@ -182,7 +182,7 @@ def test_damaged_files_of_a_run_leave_a_card(tmp_path: Path) -> None:
     for name in ("config.yaml", "run.json", "metrics.jsonl"):
         (run / name).write_text("{[")
     write_card(checkpoint, CardFacts.read(run, 4), "model")
-    assert strip_signature((checkpoint / README).read_text()) is not None
+    assert strip_checksum((checkpoint / README).read_text()) is not None
 
 
 def test_overrides_and_names(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.toy import Toy
 from weft.errors import RunError
 from weft.observe import model_card
-from weft.observe.model_card import README, strip_signature
+from weft.observe.model_card import README, strip_checksum
 from weft.runtime.checkpoints import CheckpointStore
 from weft.runtime.directory import FREE
 
@@ -30,7 +30,7 @@ def test_each_checkpoint_has_the_card_of_its_step(tmp_path: Path) -> None:
     assert sorted(Path(name).parent.name for name in cards) == saved and len(saved) > 2
     for name, text in cards.items():
         step = Path(name).parent.name.removeprefix("step")
-        assert strip_signature(text) is not None
+        assert strip_checksum(text) is not None
         assert f"# toy/run, step {step}\n" in text and f"steps 1 to {step}." in text
         assert str(tmp_path) not in text
 

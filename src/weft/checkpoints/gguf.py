@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from weft import extras
 from weft.errors import CheckpointError, ConfigError
 from weft.observe.model_card import find_architecture, name_model
 from weft.reading import read_object
-from weft.writing import TEMPORARY
+from weft.writing import replace_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +64,8 @@ def find_converter(given: Path | None) -> Path | None:
                 f"--converter {given}: there is no {SCRIPT}; name llama.cpp's folder or the script"
             )
         return script
-    found = shutil.which(SCRIPT)
-    return None if found is None else Path(found)
+    installed = shutil.which(SCRIPT)
+    return None if installed is None else Path(installed)
 
 
 def require_converter(model: str, output: Path, given: Path | None) -> Path:
@@ -105,16 +104,11 @@ def export(model: Path, output: Path, converter: Path, dtype: str, *, check: boo
             f"{model}: is not a language model in Hugging Face's format, which the export to GGUF "
             f"needs; merge an adapter first: weft convert merge"
         )
-    partial = output.with_name(f".{output.name}{TEMPORARY}")
-    try:
+    with replace_file(output) as partial:
         _run_converter(model, partial, converter, dtype)
         lines = [check_contents(model, partial)]
         if check:
             lines.append(check_values(model, partial, dtype))
-        os.replace(partial, output)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
     return lines
 
 
@@ -131,10 +125,10 @@ def _run_converter(model: Path, target: Path, converter: Path, dtype: str) -> No
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    if done.returncode != 0 or not target.is_file():
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode != 0 or target.stat().st_size == 0:
+        log = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise CheckpointError(
-            f"{model}: llama.cpp's converter failed: {' / '.join(said[-LOG_LINES:]) or 'no output'}"
+            f"{model}: llama.cpp's converter failed: {' / '.join(log[-LOG_LINES:]) or 'no output'}"
         )
 
 
@@ -157,13 +151,13 @@ def check_contents(model: Path, file: Path) -> str:
         for length in weights.get_shape(name):
             size *= length
         expected += size
-    found = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    total = sum(int(tensor.n_elements) for tensor in reader.tensors)
     # The converter can add or leave out buffers, and a tied output matrix.
     tied = int(config["vocab_size"]) * int(config["hidden_size"])
-    gaps = [abs(found - expected - times * tied) for times in (-1, 0, 1)]
+    gaps = [abs(total - expected - times * tied) for times in (-1, 0, 1)]
     if min(gaps) > MOST_EXTRA * expected:
         raise CheckpointError(
-            f"{model}: the GGUF file has {found:,} parameters, and the model {expected:,}"
+            f"{model}: the GGUF file has {total:,} parameters, and the model {expected:,}"
         )
     tokens = reader.fields.get("tokenizer.ggml.tokens")
     num_tokens = 0 if tokens is None else len(tokens.data)
@@ -173,7 +167,7 @@ def check_contents(model: Path, file: Path) -> str:
         )
     kinds = sorted({tensor.tensor_type.name for tensor in reader.tensors})
     return (
-        f"{len(reader.tensors)} tensors ({', '.join(kinds)}), {found:,} parameters, "
+        f"{len(reader.tensors)} tensors ({', '.join(kinds)}), {total:,} parameters, "
         f"{num_tokens} tokens"
     )
 

@@ -21,7 +21,7 @@ from weft.observe.model_card import (
     describe_use,
     find_facts,
     read_card,
-    strip_signature,
+    strip_checksum,
 )
 
 RESULTS = "results_*.json"
@@ -84,7 +84,7 @@ def read_task_results(checkpoint: Path) -> list[TaskResult]:
 
 
 def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], list[TaskResult]]:
-    found: dict[tuple[str, int | None], list[TaskResult]] = {}
+    grouped: dict[tuple[str, int | None], list[TaskResult]] = {}
     results = content.get("results")
     for task, values in results.items() if isinstance(results, Mapping) else ():
         if not isinstance(values, Mapping):
@@ -111,8 +111,8 @@ def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], l
                 total=_read_whole(counts.get("original")),
                 dataset=str(dataset) if is_public else str(task),
             )
-            found.setdefault((result.task, shots), []).append(result)
-    return found
+            grouped.setdefault((result.task, shots), []).append(result)
+    return grouped
 
 
 def _get(content: Mapping[str, Any], key: str, task: str) -> Any:
@@ -155,7 +155,7 @@ def complete_card(
     only the metadata in `added` are set.
     """
     stored = read_card(checkpoint)
-    body = None if stored is None else strip_signature(stored)
+    body = None if stored is None else strip_checksum(stored)
     notes = []
     if stored is not None and body is None:
         card = ModelCard(stored, ignore_metadata_errors=True)

@@ -30,8 +30,10 @@ from huggingface_hub.errors import (
 from weft.checkpoints.hub_card import CardMetadata, complete_card
 from weft.checkpoints.names import ADAPTER, CONFIG
 from weft.errors import CheckpointError, ConfigError, RunError
-from weft.observe.model_card import ADAPTER_FOLDER, README, is_hub_name
+from weft.observe.model_card import ADAPTER_FOLDER, README
+from weft.observe.place_names import is_hub_name
 from weft.reading import read_object
+from weft.writing import write
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = (
@@ -48,7 +50,7 @@ REFUSED = {401: "does not accept the token", 403: "does not let this token write
 
 
 @dataclass(frozen=True)
-class UploadPlan:
+class HubUploadPlan:
     """Files to upload to a repository.
 
     `files` maps names in the repository to files of this machine, and `texts` to the contents of
@@ -82,7 +84,7 @@ def check_repository_name(repo: str) -> None:
 
 def plan_upload(
     checkpoint: Path, repo: str, *, merged: bool, base_model: str | None, license: str | None
-) -> UploadPlan:
+) -> HubUploadPlan:
     """Choose the files of a model to upload to `repo`. Nothing is sent or written.
 
     If the checkpoint has an adapter, the adapter is uploaded, or with `merged` the weights that
@@ -110,7 +112,7 @@ def plan_upload(
     if folder != checkpoint:
         notes.append("the adapter is uploaded; --merged uploads the whole model")
     left_out = _explain_left_out(checkpoint, folder, {*files.values(), folder / ADAPTER})
-    return UploadPlan(repo, files, texts, left_out, notes)
+    return HubUploadPlan(repo, files, texts, left_out, notes)
 
 
 def _select_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
@@ -168,7 +170,7 @@ def _write_adapter_config(path: Path, base_model: str | None) -> tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Repository:
+class HubRepository:
     """Repository on the hub. `is_private` is None if it does not exist yet."""
 
     name: str
@@ -187,26 +189,28 @@ def open_api(token: str | None, option: str) -> Any:
             "HF_HUB_OFFLINE=1 prevents weft from using the hub; unset it to push (--dry-run works "
             "without the hub)"
         )
-    found = token or huggingface_hub.get_token()
-    if not found:
+    access_token = token or huggingface_hub.get_token()
+    if not access_token:
         raise ConfigError(
             f"no access token for the hub{option}: run hf auth login, or set HF_TOKEN to a token "
             f"that may write"
         )
-    return huggingface_hub.HfApi(token=found)
+    return huggingface_hub.HfApi(token=access_token)
 
 
-def find_repository(api: Any, repo: str) -> Repository:
+def find_repository(api: Any, repo: str) -> HubRepository:
     """Ask the hub whether a repository exists, and whether it is private."""
     with explain_hub_errors(repo):
         try:
             info = api.repo_info(repo, repo_type="model")
         except RepositoryNotFoundError:
-            return Repository(repo, None)
-        return Repository(repo, bool(info.private))
+            return HubRepository(repo, None)
+        return HubRepository(repo, bool(info.private))
 
 
-def upload(api: Any, plan: UploadPlan, *, private: bool, revision: str | None, message: str) -> str:
+def upload(
+    api: Any, plan: HubUploadPlan, *, private: bool, revision: str | None, message: str
+) -> str:
     """Upload the planned files in one commit, and return its URL.
 
     The repository is created if it does not exist, `private` or public, and so is the branch
@@ -218,7 +222,7 @@ def upload(api: Any, plan: UploadPlan, *, private: bool, revision: str | None, m
         for name, path in plan.files.items():
             os.symlink(path.absolute(), Path(folder, name))
         for name, text in plan.texts.items():
-            Path(folder, name).write_text(text, encoding="utf-8")
+            write(Path(folder, name), text)
         api.create_repo(plan.repo, private=private, repo_type="model", exist_ok=True)
         if revision is not None:
             api.create_branch(plan.repo, branch=revision, repo_type="model", exist_ok=True)

@@ -231,10 +231,10 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
     if output.is_dir():
         raise ConfigError(f"--output {output}: is a folder; name a file, such as model.gguf")
     converter = gguf.require_converter(arguments.model, output, arguments.converter)
-    found = find_model(arguments.model, ModelQuery("MODEL")).path
+    path = find_model(arguments.model, ModelQuery("MODEL")).path
     from weft.checkpoints import hf_io
 
-    model = hf_io.resolve(found)
+    model = hf_io.resolve(path)
     check = not arguments.no_check
     for line in gguf.export(model, output, converter, arguments.dtype, check=check):
         print(line)

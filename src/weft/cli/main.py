@@ -49,10 +49,7 @@ COMMAND_GROUPS = {
         "chat": "talk to a model or a run",
         "sample": "sample answers to a file of prompts: report, score, best of n",
         "eval": "measure how well a reward model orders replies: rm",
-        "serve": (
-            "serve a policy and a reward model over HTTP: OpenAI's endpoints and the open "
-            "inference protocol"
-        ),
+        "serve": "serve a policy and a reward model over HTTP: OpenAI's and the open protocol",
         "convert": "convert, merge, split and export checkpoints",
         "push": "upload a model to the Hugging Face hub, with its model card",
     },

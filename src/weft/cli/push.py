@@ -20,7 +20,7 @@ from weft.errors import CheckpointError, ConfigError
 from weft.observe.model_card import README, name_model
 
 if TYPE_CHECKING:
-    from weft.checkpoints.hub_upload import Repository, UploadPlan
+    from weft.checkpoints.hub_upload import HubRepository, HubUploadPlan
 
 EPILOG = """examples:
   weft push runs/first/sft me/my-model --dry-run      list the files; nothing is sent
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def describe_plan(plan: UploadPlan) -> list[str]:
+def describe_plan(plan: HubUploadPlan) -> list[str]:
     """Return the lines that list the files of an upload with their sizes."""
     sizes = plan.sizes
     lines = [f"{plan.repo}: {len(sizes)} files, {format_size(sum(sizes.values()))}"]
@@ -146,7 +146,7 @@ def _read_token(variable: str | None) -> tuple[str | None, str]:
     return token, f" in {variable}"
 
 
-def _check_visibility(repository: Repository, *, private: bool, public: bool) -> None:
+def _check_visibility(repository: HubRepository, *, private: bool, public: bool) -> None:
     """Raise `ConfigError` if a repository exists with another visibility than requested."""
     if repository.is_private is None or not (private or public):
         return
@@ -158,7 +158,7 @@ def _check_visibility(repository: Repository, *, private: bool, public: bool) ->
         )
 
 
-def _confirm(repository: Repository, *, public: bool) -> bool:
+def _confirm(repository: HubRepository, *, public: bool) -> bool:
     """Ask the user for confirmation, and return whether the user agrees.
 
     Raises `ConfigError` if the input is not a terminal.

@@ -40,9 +40,11 @@ from weft.observe.metrics import (
     format_number,
     get_last_part,
 )
+from weft.observe.place_names import is_hub_name, shorten_place, shorten_places
 from weft.observe.run_files import CONFIG, METRICS, RECORD, RunFiles
 from weft.reading import read_text, shorten
 from weft.redaction import mask_values
+from weft.writing import write
 
 README = "README.md"
 THIS_FOLDER = "PATH_OF_THIS_FOLDER"  # stands for the model in examples; replaced by `weft push`
@@ -61,12 +63,6 @@ BINS = 24  # characters of a curve
 BARS = "▁▂▃▄▅▆▇█"
 MARK = re.compile(r"<!-- written by weft, checksum ([0-9a-f]{16}) -->\n?\Z")
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
-LOCAL = ("/", "~", "./", "../")  # starts of paths
-EMBEDDED_PATH = re.compile(r"(?<![\w<:/])~?/(?:[\w.@+-]+/)+([\w.@+-]+)")
-DATA_SUFFIXES = (".json", ".jsonl", ".gz", ".parquet", ".arrow", ".txt", ".yaml", ".csv", ".py")
-
 # Options that name a run, or say where and how it works, by their whole names or first parts.
 UNRELATED = frozenset(
     (
@@ -124,7 +120,7 @@ class CardFacts:
         place = _read_start_folder(record)
         options = {}
         for name, (value, _) in changed.items():
-            if _determines_result(name) and not is_unset(value):
+            if _is_relevant(name) and not is_unset(value):
                 options[name] = shorten_places(value, place)
         chosen = record.get("chosen")
         return cls(
@@ -156,7 +152,7 @@ def _read_start_folder(record: Mapping[str, Any]) -> Path:
     return Path(str(first.get("folder") or ".")) if isinstance(first, Mapping) else Path(".")
 
 
-def _determines_result(option: str) -> bool:
+def _is_relevant(option: str) -> bool:
     return option.split(".")[0] not in UNRELATED and option.rsplit(".", 1)[-1] not in PLACEMENT
 
 
@@ -165,8 +161,8 @@ def _determines_result(option: str) -> bool:
 
 def write_card(checkpoint: Path, facts: CardFacts, role: str) -> None:
     """Write the `README.md` of a new checkpoint."""
-    text = sign_card(build_card(checkpoint, facts, role))
-    (checkpoint / README).write_text(text, encoding="utf-8")
+    text = append_checksum(build_card(checkpoint, facts, role))
+    write(checkpoint / README, text)
 
 
 def read_card(checkpoint: Path) -> str | None:
@@ -192,12 +188,12 @@ def name_model(directory: Path) -> str:
     return shorten_place(str(directory.absolute()), Path()).removesuffix(":model")
 
 
-def sign_card(text: str) -> str:
+def append_checksum(text: str) -> str:
     """Return the text of a card with its checksum appended."""
     return f"{text}\n<!-- written by weft, checksum {_compute_checksum(text)} -->\n"
 
 
-def strip_signature(text: str) -> str | None:
+def strip_checksum(text: str) -> str | None:
     """Return a card without its checksum, or None if weft did not write it or it was edited."""
     match = MARK.search(text)
     if match is None:
@@ -220,48 +216,7 @@ def read_front_matter(text: str) -> dict[str, Any]:
     return dict(values) if isinstance(values, dict) else {}
 
 
-# -- names of places
-
-
-def is_hub_name(text: str, folder: Path) -> bool:
-    """Return whether a model or dataset name, used in `folder`, can only be a name on the hub."""
-    return (
-        HUB_NAME.fullmatch(text) is not None
-        and not text.endswith(DATA_SUFFIXES)
-        and not (folder / text).exists()
-    )
-
-
-def shorten_place(text: str, folder: Path) -> str:
-    """Return a path or URL without the folders or hosts in front of its name; other text as it is.
-
-    A checkpoint of a run becomes `E/T@step40:actor`, where E is the experiment and T the trial.
-    Names on the hub are kept. In longer texts, absolute paths are shortened. `folder` is the one
-    where relative paths start.
-    """
-    if "\n" in text or (" " in text and not text.startswith(LOCAL)):
-        return EMBEDDED_PATH.sub(lambda match: match[1], text)
-    if "/" not in text or is_hub_name(text, folder):
-        return text
-    is_url = URL.fullmatch(text) is not None
-    looks_local = text.startswith(LOCAL) or text.endswith(DATA_SUFFIXES)
-    if not (is_url or looks_local or (folder / text).exists()):
-        return text
-    parts = Path(text.split("://", 1)[-1]).parts
-    if len(parts) > 4 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
-        return f"{parts[-5]}/{parts[-4]}@{parts[-1]}:{parts[-2]}"
-    if is_url and len(parts) < 3:
-        return "URL"  # of a server
-    return parts[-1] if parts else text
-
-
-def shorten_places(value: Any, folder: Path) -> Any:
-    """Return nested plain values with `shorten_place` applied to every text."""
-    if isinstance(value, Mapping):
-        return {key: shorten_places(each, folder) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [shorten_places(each, folder) for each in value]
-    return shorten_place(value, folder) if isinstance(value, str) else value
+# -- the model that another one is derived from
 
 
 def find_hub_base(base: str | None, folder: Path) -> tuple[str | None, str | None]:
