@@ -36,6 +36,7 @@ RUN_COMMANDS = (
     "sample",
     "serve",
     "eval",
+    "push",
     "dashboard",
 )  # commands whose arguments are runs or paths
 BOOLS = (("true", ""), ("false", ""))

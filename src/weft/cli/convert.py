@@ -1,4 +1,4 @@
-"""Convert checkpoints of other programs, merge adapters, and split files by pipeline stage."""
+"""Convert checkpoints of other programs, merge adapters, split files by stage, export to GGUF."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from weft.checkpoints import gguf
 from weft.checkpoints.names import ADAPTER, ModelQuery, find_model
 from weft.cli import dialects
 from weft.cli.parsing import CommandParser
@@ -81,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
         help="directory to write; must not exist or be empty",
     )
     stages.set_defaults(run=_partition)
+    _add_gguf(kinds)
     for name in dialects.CONVERSIONS:
         dialect = dialects.load(name) if argv[:1] == [name] else dialects.find(name)
         if dialect is not None:
@@ -94,6 +97,31 @@ def main(argv: Sequence[str]) -> int:
     run(arguments)
     print(f"wrote {arguments.output}")
     return 0
+
+
+def _add_gguf(kinds: Any) -> None:
+    """Add the parser of `weft convert gguf` to the subcommands `kinds`."""
+    export = kinds.add_parser("gguf", help="export a language model to llama.cpp's format")
+    export.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
+    export.add_argument(
+        "--output", required=True, type=Path, help="file to write, such as model.gguf"
+    )
+    export.add_argument(
+        "--dtype",
+        choices=gguf.DTYPES,
+        default="auto",
+        help="dtype of the weights (default auto: 16 bits)",
+    )
+    export.add_argument(
+        "--converter",
+        metavar="PATH",
+        type=Path,
+        help=f"llama.cpp's folder, or its {gguf.SCRIPT} (default: the one in PATH)",
+    )
+    export.add_argument(
+        "--no-check", action="store_true", help="do not load the file to compare it with the model"
+    )
+    export.set_defaults(run=_export_gguf)
 
 
 def _check_empty(output: Path) -> None:
@@ -196,6 +224,20 @@ def _partition(arguments: argparse.Namespace) -> None:
     model = find_model(arguments.model_dir, ModelQuery("--model_dir")).path
     sizes = stages.partition(model, arguments.output, arguments.num_stages, arguments.model_type)
     print(stages.describe(sizes))
+
+
+def _export_gguf(arguments: argparse.Namespace) -> None:
+    output: Path = arguments.output
+    if output.is_dir():
+        raise ConfigError(f"--output {output}: is a folder; name a file, such as model.gguf")
+    converter = gguf.require_converter(arguments.model, output, arguments.converter)
+    path = find_model(arguments.model, ModelQuery("MODEL")).path
+    from weft.checkpoints import hf_io
+
+    model = hf_io.resolve(path)
+    check = not arguments.no_check
+    for line in gguf.export(model, output, converter, arguments.dtype, check=check):
+        print(line)
 
 
 # -- adapters

@@ -49,11 +49,9 @@ COMMAND_GROUPS = {
         "chat": "talk to a model or a run",
         "sample": "sample answers to a file of prompts: report, score, best of n",
         "eval": "measure models: rm (reward models on ranked replies), suite (tasks of lm-eval)",
-        "serve": (
-            "serve a policy and a reward model over HTTP: OpenAI's endpoints and the open "
-            "inference protocol"
-        ),
+        "serve": "serve a policy and a reward model over HTTP: OpenAI's and the open protocol",
         "convert": "convert, merge, split and export checkpoints",
+        "push": "upload a model to the Hugging Face hub, with its model card",
     },
     "data": {
         "examples": "write sample data and a small model, without a download: ls, write",

@@ -1,7 +1,7 @@
 """Saved states of a run: checkpoints of its models, and recovery points for restarts.
 
-A checkpoint is the folder `checkpoints/{role}/step{N}/`. It gets this name only when it is complete.
-Old checkpoints are removed.
+A checkpoint is the folder `checkpoints/{role}/step{N}/`, with the model and its card. It gets this
+name only when it is complete. Old checkpoints are removed.
 
 A recovery point is written between steps, and the last two are kept. It is first written to
 `recover/step{N}.tmp`, then flushed to disk and renamed to `recover/step{N}`. It is complete once
@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import CheckpointError, RunError
 from weft.experiment import Control
+from weft.observe.model_card import CardFacts, write_card
 from weft.runtime import directory
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.directory import RunDirectory
@@ -58,14 +60,12 @@ class CheckpointStore:
         `RunError` if the disk is full or fails; earlier checkpoints remain intact.
         """
         directories = []
+        facts = CardFacts.read(self._directory.path, step)
         for role in self._roles:
             target = self._directory.checkpoints_folder / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
             directories.append(
-                directory.write_directory(
-                    target,
-                    lambda d, role=role: self._group.save(role, d).result(),  # type: ignore[misc]
-                )
+                directory.write_directory(target, partial(self._fill, facts=facts, role=role))
             )
         if milestone and self._roles:
             steps = sorted({*self._read_milestones(), step})
@@ -73,6 +73,11 @@ class CheckpointStore:
                 self._directory.checkpoints_folder / MILESTONES, json.dumps(steps) + "\n"
             )
         return directories
+
+    def _fill(self, folder: Path, facts: CardFacts, role: str) -> None:
+        """Write the model of a role, and its card."""
+        self._group.save(role, folder).result()
+        write_card(folder, facts, role)
 
     def prune(self, protected: Collection[int] = (), superseded: Collection[int] = ()) -> None:
         """Remove each role's oldest checkpoints if there are more than the limit.

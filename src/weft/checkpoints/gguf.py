@@ -1,0 +1,277 @@
+"""Export of language models to GGUF, the format of llama.cpp, with llama.cpp's own converter.
+
+The result is checked before it gets its name: its vocabulary and tensors are compared with those of
+the model, and it is loaded to compare the log-probabilities of a text. llama.cpp's Python package
+loads it if that is installed, otherwise transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import extras
+from weft.errors import CheckpointError, ConfigError
+from weft.observe.model_card import find_architecture, name_model
+from weft.reading import read_object
+from weft.writing import replace_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCRIPT = "convert_hf_to_gguf.py"
+PACKAGE = "gguf"
+DTYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+# Largest difference of a token's log-probability between a model and its GGUF file. llama.cpp
+# computes attention in 16 bits, also for weights in 32.
+TOLERANCES = {"f32": 0.02, "f16": 0.05, "bf16": 0.2, "auto": 0.2, "q8_0": 0.5}
+# Largest difference of a weight, relative to the largest weight of its tensor.
+WEIGHT_TOLERANCES = {"f32": 1e-6, "f16": 2e-3, "bf16": 1e-2, "auto": 1e-2, "q8_0": 2e-2}
+MOST_EXTRA = 0.005  # share of the parameters that may be added or left out
+TEXT = "Once upon a time there was a little girl who lived near the sea. What is 17 + 25? It is 42."
+LOG_LINES = 3  # last lines of the converter's output that an error shows
+
+
+@dataclass(frozen=True)
+class CheckedText:
+    """Tokens of the text with which files are checked.
+
+    `ids` are the token ids. `logps` [tokens - 1] are the log-probabilities that the original model
+    gives to each token after the first.
+    """
+
+    ids: Sequence[int]
+    logps: Tensor
+
+
+def find_converter(given: Path | None) -> Path | None:
+    """Return the path of llama.cpp's converter, or None if it is not installed.
+
+    `given` is the script or a checkout of llama.cpp; None searches the PATH. Raises `ConfigError`
+    if `given` is neither.
+    """
+    if given is not None:
+        script = given / SCRIPT if given.is_dir() else given
+        if not script.is_file():
+            raise ConfigError(
+                f"--converter {given}: there is no {SCRIPT}; name llama.cpp's folder or the script"
+            )
+        return script
+    installed = shutil.which(SCRIPT)
+    return None if installed is None else Path(installed)
+
+
+def require_converter(model: str, output: Path, given: Path | None) -> Path:
+    """Return the path of llama.cpp's converter.
+
+    Raises `ConfigError` if it, or the Python package `gguf` is not installed. The message says what
+    to run.
+    """
+    script = find_converter(given)
+    if script is not None and importlib.util.find_spec(PACKAGE) is not None:
+        return script
+    commands = []
+    if importlib.util.find_spec(PACKAGE) is None:
+        commands.append(extras.install(PACKAGE))
+    place = given
+    if script is None:
+        commands.append("git clone --depth 1 https://github.com/ggml-org/llama.cpp")
+        place = Path("llama.cpp")
+    more = "" if place is None else f" --converter {place}"
+    commands.append(f"weft convert gguf {model} --output {output}{more}")
+    lines = "".join(f"\n  {command}" for command in commands)
+    raise ConfigError(
+        f"the export to GGUF needs llama.cpp's converter, which is not installed; run{lines}"
+    )
+
+
+def export(model: Path, output: Path, converter: Path, dtype: str, *, check: bool) -> list[str]:
+    """Write the model in the directory `model` to the file `output`, and return lines about it.
+
+    `dtype` is one of `DTYPES`. Without `check`, the file is not loaded, only its vocabulary and
+    tensors are compared. Raises `CheckpointError` if the converter fails or the file differs from
+    the model; `output` is not written then.
+    """
+    if not find_architecture(model).endswith("ForCausalLM"):
+        raise CheckpointError(
+            f"{model}: is not a language model in Hugging Face's format, which the export to GGUF "
+            f"needs; merge an adapter first: weft convert merge"
+        )
+    with replace_file(output) as partial:
+        _run_converter(model, partial, converter, dtype)
+        lines = [check_contents(model, partial)]
+        if check:
+            lines.append(check_values(model, partial, dtype))
+    return lines
+
+
+def _run_converter(model: Path, target: Path, converter: Path, dtype: str) -> None:
+    command = [str(converter), str(model), "--outfile", str(target), "--outtype", dtype]
+    command += ["--model-name", name_model(model)]
+    if converter.suffix == ".py":
+        command.insert(0, sys.executable)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode != 0 or target.stat().st_size == 0:
+        log = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise CheckpointError(
+            f"{model}: llama.cpp's converter failed: {' / '.join(log[-LOG_LINES:]) or 'no output'}"
+        )
+
+
+def check_contents(model: Path, file: Path) -> str:
+    """Compare the tensors and the vocabulary of a GGUF file with those of the model.
+
+    Returns a line about them. Raises `CheckpointError` if the number of parameters or of tokens
+    differs.
+    """
+    from gguf import GGUFReader
+
+    from weft.checkpoints.weight_files import WeightFiles
+
+    reader = GGUFReader(file)
+    weights = WeightFiles(model)
+    config = read_object(model / "config.json", str(model / "config.json"), CheckpointError)
+    expected = 0
+    for name in weights.names:
+        size = 1
+        for length in weights.get_shape(name):
+            size *= length
+        expected += size
+    total = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    # The converter can add or leave out buffers, and a tied output matrix.
+    tied = int(config["vocab_size"]) * int(config["hidden_size"])
+    gaps = [abs(total - expected - times * tied) for times in (-1, 0, 1)]
+    if min(gaps) > MOST_EXTRA * expected:
+        raise CheckpointError(
+            f"{model}: the GGUF file has {total:,} parameters, and the model {expected:,}"
+        )
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    num_tokens = 0 if tokens is None else len(tokens.data)
+    if num_tokens != config["vocab_size"]:
+        raise CheckpointError(
+            f"{model}: the GGUF file has {num_tokens} tokens, and the model {config['vocab_size']}"
+        )
+    kinds = sorted({tensor.tensor_type.name for tensor in reader.tensors})
+    return (
+        f"{len(reader.tensors)} tensors ({', '.join(kinds)}), {total:,} parameters, "
+        f"{num_tokens} tokens"
+    )
+
+
+def check_values(model: Path, file: Path, dtype: str) -> str:
+    """Load a GGUF file, and compare its log-probabilities of a text with those of the model.
+
+    Returns a line about the comparison. Raises `CheckpointError` if the file cannot be loaded, or
+    if it differs by more than rounding.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(TEXT)["input_ids"]
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = CheckedText(ids, _compute_logps(_run_model(original, ids), ids))
+    del original  # two models in float32 need much memory
+    if importlib.util.find_spec("llama_cpp") is not None:
+        program = "llama.cpp"
+        logps = _score_with_llama_cpp(model, file, expected)
+    else:
+        program = "transformers"
+        loaded = _load_with_transformers(model, file)
+        _compare_weights(model, loaded, dtype)
+        logps = _compute_logps(_run_model(loaded, ids), ids)
+    apart = float((logps - expected.logps).abs().max())
+    if not apart <= TOLERANCES[dtype]:
+        raise CheckpointError(
+            f"{model}: {program} loads the GGUF file, but log-probabilities differ by {apart:.3g} "
+            f"(at most {TOLERANCES[dtype]} for {dtype}): the converter does not suit this model"
+        )
+    return (
+        f"loaded with {program}: log-probabilities of {len(logps)} tokens differ by at most "
+        f"{apart:.2g}"
+    )
+
+
+def _run_model(network: Any, ids: Sequence[int]) -> Tensor:
+    """Return the logits [tokens, vocabulary] that a model of transformers computes for a text."""
+    import torch
+
+    with torch.inference_mode():
+        logits: Tensor = network(torch.tensor([list(ids)])).logits[0]
+    return logits
+
+
+def _compute_logps(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return the log-probabilities [tokens - 1] of `ids` after the first one.
+
+    `logits` has the shape [tokens, vocabulary].
+    """
+    import torch
+
+    logps = logits.float().log_softmax(-1)
+    return logps[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def _score_with_llama_cpp(model: Path, file: Path, text: CheckedText) -> Tensor:
+    import torch
+    from llama_cpp import Llama
+
+    try:
+        loaded = Llama(str(file), n_ctx=len(text.ids) + 8, logits_all=True, verbose=False)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{model}: llama.cpp cannot load the GGUF file: {error}") from error
+    ids = loaded.tokenize(TEXT.encode(), add_bos=True, special=False)
+    if ids != list(text.ids):
+        raise CheckpointError(
+            f"{model}: llama.cpp splits a text into other tokens than the model's tokenizer; the "
+            f"converter does not suit this tokenizer"
+        )
+    loaded.eval(ids)
+    return _compute_logps(torch.from_numpy(loaded.scores[: len(ids)].copy()), ids)
+
+
+def _load_with_transformers(model: Path, file: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    try:
+        return AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{model}: transformers cannot load the GGUF file ({error}); install llama-cpp-python, "
+            f"or leave the check out with --no-check"
+        ) from error
+
+
+def _compare_weights(model: Path, loaded: Any, dtype: str) -> None:
+    """Raise `CheckpointError` if a weight of the loaded file differs by more than rounding."""
+    from weft.checkpoints.weight_files import WeightFiles
+
+    weights = WeightFiles(model)
+    state = loaded.state_dict()
+    for name in weights.names:
+        if name not in state:
+            continue
+        original = weights.read(name).float()
+        apart = float((state[name] - original).abs().max() / original.abs().max().clamp(min=1e-30))
+        if not apart <= WEIGHT_TOLERANCES[dtype]:
+            raise CheckpointError(
+                f"{model}: {name} differs in the GGUF file by {apart:.2g} of its largest value (at "
+                f"most {WEIGHT_TOLERANCES[dtype]} for {dtype}): the converter does not suit this "
+                f"model"
+            )

@@ -1,0 +1,206 @@
+"""Completion of a model card for the hub: results of evaluations, and the name of the repository.
+
+The results are those that lm-evaluation-harness, or `weft eval suite`, has stored in the
+checkpoint's folder or below it as `results_*.json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+
+from weft.observe.jsonl import read_json
+from weft.observe.metrics import is_finite
+from weft.observe.model_card import (
+    build_card,
+    describe_use,
+    find_facts,
+    read_card,
+    strip_checksum,
+)
+
+RESULTS = "results_*.json"
+ADAPTER_ROW = re.compile(r"^\| adapter \| .* \|$", re.MULTILINE)
+USE_SECTION = re.compile(r"^## Use\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Value of one metric of one task, as lm-evaluation-harness stores it.
+
+    `filter` is the name of the harness' filter. `error` is the standard error, `shots` the number
+    of examples in the prompt, `items` the number of evaluated items, and `total` the number of
+    items of the task. They are None if the file does not have them. `dataset` is the hub name of
+    the task's dataset, or the name of the task.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    error: float | None = None
+    shots: int | None = None
+    items: int | None = None
+    total: int | None = None
+    dataset: str = ""
+
+    @property
+    def is_partial(self) -> bool:
+        """True if only some items of the task were evaluated."""
+        return None not in (self.items, self.total) and self.items != self.total
+
+
+@dataclass(frozen=True)
+class CardMetadata:
+    """Metadata that a user adds to a card. None keeps what the card says."""
+
+    base_model: str | None = None
+    license: str | None = None
+
+
+def read_task_results(checkpoint: Path) -> list[TaskResult]:
+    """Return the results stored below a checkpoint's folder, sorted by task and metric.
+
+    If a task was evaluated several times with the same number of shots, the last results count.
+    Files that have no results are ignored.
+    """
+    files = []
+    for path in sorted(checkpoint.rglob(RESULTS)):
+        content = read_json(path)
+        date = content.get("date")
+        files.append((date if is_finite(date) else 0.0, path.name, content))
+    newest: dict[tuple[str, int | None], list[TaskResult]] = {}
+    for _, _, content in sorted(files, key=lambda file: file[:2]):
+        newest |= _group_results(content)
+    return sorted(
+        (each for results in newest.values() for each in results),
+        key=lambda each: (each.task, each.shots or 0, each.metric, each.filter),
+    )
+
+
+def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], list[TaskResult]]:
+    grouped: dict[tuple[str, int | None], list[TaskResult]] = {}
+    results = content.get("results")
+    for task, values in results.items() if isinstance(results, Mapping) else ():
+        if not isinstance(values, Mapping):
+            continue
+        shots = _read_whole(_get(content, "n-shot", task))
+        samples = _get(content, "n-samples", task)
+        counts = samples if isinstance(samples, Mapping) else {}
+        config = _get(content, "configs", task)
+        dataset = config.get("dataset_path") if isinstance(config, Mapping) else None
+        is_public = isinstance(dataset, str) and dataset.count("/") == 1 and dataset[0] not in "/.~"
+        for key, value in values.items():
+            metric, comma, filter = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not is_finite(value):
+                continue
+            error = values.get(f"{metric}_stderr,{filter}")
+            result = TaskResult(
+                task=str(task),
+                metric=metric,
+                filter=filter,
+                value=float(value),
+                error=float(error) if is_finite(error) else None,
+                shots=shots,
+                items=_read_whole(counts.get("effective")),
+                total=_read_whole(counts.get("original")),
+                dataset=str(dataset) if is_public else str(task),
+            )
+            grouped.setdefault((result.task, shots), []).append(result)
+    return grouped
+
+
+def _get(content: Mapping[str, Any], key: str, task: str) -> Any:
+    values = content.get(key)
+    return values.get(task) if isinstance(values, Mapping) else None
+
+
+def _read_whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def describe_results(results: Sequence[TaskResult]) -> str:
+    """Return the section of a card about results: one row for each metric of each task."""
+    lines = [
+        "## Results\n",
+        "Values of lm-evaluation-harness, with the standard error.\n",
+        "| task | metric | value | shots | items |",
+        "|---|---|---|---|---|",
+    ]
+    for each in results:
+        metric = each.metric if each.filter in ("", "none") else f"{each.metric} ({each.filter})"
+        value = f"{each.value:.4g}"
+        if each.error is not None:
+            value += f" ± {each.error:.2g}"
+        items = "" if each.items is None else f"{each.items:,}"
+        if each.is_partial:
+            items += f" of {each.total:,}"
+        shots = "" if each.shots is None else str(each.shots)
+        lines.append(f"| `{each.task}` | {metric} | {value} | {shots} | {items} |")
+    return "\n".join(lines) + "\n"
+
+
+def complete_card(
+    checkpoint: Path, folder: Path, repo: str, added: CardMetadata
+) -> tuple[str, list[str]]:
+    """Return (text, notes) of the card with which a model is uploaded to the repository `repo`.
+
+    `checkpoint` is the folder with the card and the results. `folder` is the one with the weights:
+    the same, or the folder of the adapter in it. A card that the user has edited keeps its text;
+    only the metadata in `added` are set.
+    """
+    stored = read_card(checkpoint)
+    body = None if stored is None else strip_checksum(stored)
+    notes = []
+    if stored is not None and body is None:
+        card = ModelCard(stored, ignore_metadata_errors=True)
+        _add_metadata(card, added)
+        notes.append("README.md was edited, so its text is uploaded as it is")
+        return str(card), notes
+    if body is None:
+        body = build_card(checkpoint, *find_facts(checkpoint))
+    use = "".join(describe_use(folder, repo))
+    text = USE_SECTION.sub(lambda _: f"{use}\n" if use else "", body)
+    if folder == checkpoint:
+        text = ADAPTER_ROW.sub("| adapter | merged into the weights |", text)
+    else:
+        text = ADAPTER_ROW.sub("| adapter | this repository; its base model is apart |", text)
+    results = read_task_results(checkpoint)
+    if results:
+        text = f"{text.rstrip()}\n\n{describe_results(results)}"
+    card = ModelCard(text, ignore_metadata_errors=True)
+    _add_metadata(card, added)
+    if folder != checkpoint:
+        card.data.library_name = "peft"
+    whole = [each for each in results if not each.is_partial]
+    if whole:
+        card.data.model_name = repo.split("/")[-1]
+        card.data.eval_results = [_convert_result(each) for each in whole]
+    if len(whole) < len(results):
+        notes.append("results of a part of a task's items are in the card's table only")
+    return f"{str(card).rstrip()}\n", notes
+
+
+def _add_metadata(card: ModelCard, added: CardMetadata) -> None:
+    if added.base_model is not None:
+        card.data.base_model = added.base_model
+    if added.license is not None:
+        card.data.license = added.license
+
+
+def _convert_result(result: TaskResult) -> EvalResult:
+    """Return a result in the form of the hub's `model-index`."""
+    name = result.metric if result.filter in ("", "none") else f"{result.metric} ({result.filter})"
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=result.dataset,
+        dataset_name=result.task if result.shots is None else f"{result.task}, {result.shots}-shot",
+        metric_type=result.metric,
+        metric_name=name,
+        metric_value=result.value,
+    )

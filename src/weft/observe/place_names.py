@@ -1,0 +1,60 @@
+"""Names of files, models and servers for readers who do not know this machine.
+
+A path or URL becomes the name at its end. Names on the Hugging Face hub stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.observe.jsonl import CHECKPOINTS, STEP
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
+LOCAL = ("/", "~", "./", "../")  # starts of paths
+EMBEDDED_PATH = re.compile(r"(?<![\w<:/])~?/(?:[\w.@+-]+/)+([\w.@+-]+)")
+DATA_SUFFIXES = (".json", ".jsonl", ".gz", ".parquet", ".arrow", ".txt", ".yaml", ".csv", ".py")
+
+
+def is_hub_name(text: str, folder: Path) -> bool:
+    """Return whether a model or dataset name, used in `folder`, can only be a name on the hub."""
+    return (
+        HUB_NAME.fullmatch(text) is not None
+        and not text.endswith(DATA_SUFFIXES)
+        and not (folder / text).exists()
+    )
+
+
+def shorten_place(text: str, folder: Path) -> str:
+    """Return a path or URL without the folders or hosts in front of its name; other text as it is.
+
+    A checkpoint of a run becomes `E/T@step40:actor`, where E is the experiment and T the trial.
+    Names on the hub are kept. In longer texts, absolute paths are shortened. `folder` is the one
+    where relative paths start.
+    """
+    if "\n" in text or (" " in text and not text.startswith(LOCAL)):
+        return EMBEDDED_PATH.sub(lambda match: match[1], text)
+    if "/" not in text or is_hub_name(text, folder):
+        return text
+    is_url = URL.fullmatch(text) is not None
+    looks_local = text.startswith(LOCAL) or text.endswith(DATA_SUFFIXES)
+    if not (is_url or looks_local or (folder / text).exists()):
+        return text
+    parts = Path(text.split("://", 1)[-1]).parts
+    if len(parts) > 4 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
+        return f"{parts[-5]}/{parts[-4]}@{parts[-1]}:{parts[-2]}"
+    if is_url and len(parts) < 3:
+        return "URL"  # of a server
+    return parts[-1] if parts else text
+
+
+def shorten_places(value: Any, folder: Path) -> Any:
+    """Return nested plain values with `shorten_place` applied to every text."""
+    if isinstance(value, Mapping):
+        return {key: shorten_places(each, folder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [shorten_places(each, folder) for each in value]
+    return shorten_place(value, folder) if isinstance(value, str) else value
