@@ -17,7 +17,7 @@ from tests.engine.layouts import Case
 from weft.engine.jax.decoder import DecoderSettings
 from weft.engine.jax.engine import JaxNetwork
 from weft.engine.jax.network import compute_outputs
-from weft.engine.jax.packing import Block, BlockShapes, pack_blocks
+from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
 from weft.engine.spec import RECOMPUTE_POLICIES
 from weft.errors import ConfigError
 from weft.models.network.packed import pack
@@ -33,7 +33,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> JaxNetwork:
     return engine._network
 
 
-def pack_some(decoder: DecoderSettings) -> Block:
+def pack_some(decoder: DecoderSettings) -> RowBlock:
     random = torch.Generator().manual_seed(0)
     tokens = [torch.randint(8, 60, (length,), generator=random) for length in LENGTHS]
     (block,) = pack_blocks(pack(tokens), decoder, None, BlockShapes(None, decoder))

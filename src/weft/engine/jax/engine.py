@@ -37,7 +37,7 @@ from weft.engine.jax.generation import CompiledDecoder, choose_budget
 from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.network import compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
-from weft.engine.jax.packing import Block, BlockShapes, pack_blocks
+from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
 from weft.engine.jax.parameters import HostTensors, ParameterStacks, to_numpy, to_torch
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.engine import (
@@ -205,7 +205,7 @@ class JaxNetwork(nn.Module):
         return _join_outputs(blocks, parts)
 
     def compute_with_vjp(
-        self, block: Block, temperature: float, want: frozenset[Output]
+        self, block: RowBlock, temperature: float, want: frozenset[Output]
     ) -> tuple[dict[Output, Array], Any]:
         """Return the outputs, and the function that maps their gradients to those of the arrays."""
         trained: dict[str, Array] = {}
@@ -229,7 +229,7 @@ class JaxNetwork(nn.Module):
 
 
 def _join_outputs(
-    blocks: Sequence[Block], parts: Sequence[Mapping[Output, Array]]
+    blocks: Sequence[RowBlock], parts: Sequence[Mapping[Output, Array]]
 ) -> dict[Output, Tensor]:
     """Return the outputs of a micro-batch in host memory, given those of its blocks."""
     total = sum(len(block.outputs) for block in blocks)
@@ -254,7 +254,7 @@ class _JaxPass(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         network: JaxNetwork,
-        blocks: list[Block],
+        blocks: list[RowBlock],
         temperature: float,
         names: list[Output],
     ) -> tuple[Tensor, ...]:

@@ -101,7 +101,7 @@ class BlockShapes:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Input of one pass.
 
     Attributes:
@@ -123,7 +123,7 @@ def pack_blocks(
     padding: int | None,
     shapes: BlockShapes,
     support: SamplingSupport | None = None,
-) -> list[Block]:
+) -> list[RowBlock]:
     """Return a pack in blocks, with what the head reads of them.
 
     The arrays in `HeadInputs` have as many elements as the block has tokens, and those at the end
@@ -163,7 +163,7 @@ def pack_blocks(
         for name, each in zip(("cos", "sin"), rotation, strict=True):
             tokens[name] = to_numpy(each)[:, 0].astype(decoder.dtype)
 
-    def build(number: int, shape: tuple[int, int]) -> Block:
+    def build(number: int, shape: tuple[int, int]) -> RowBlock:
         """Return the block of this number, which is empty if no token is in it."""
         own = np.flatnonzero(place // size == number)
         at = place[own] - number * size
@@ -183,7 +183,7 @@ def pack_blocks(
             values["labels"] = first(local, fill=cells)
         at_block = place[read[reads]] - number * size
         inputs = HeadInputs(first(at_block), np.int32(len(reads)), **values)
-        return Block(rows, inputs, sequences if averages else reads, sequences)
+        return RowBlock(rows, inputs, sequences if averages else reads, sequences)
 
     count = int(place.max()) // size + 1
     blocks = [build(number, shape) for number in range(count)]
