@@ -178,7 +178,7 @@ def test_a_stream_begins_with_the_prompt(client: httpx.Client) -> None:
     assert '"finish_reason": "length"' in nothing.text and "[DONE]" in nothing.text
 
 
-@pytest.mark.parametrize("fields", [{}, {"top_k": 1}])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 1}, {"stop": ["\ufffd"]}])
 def test_an_end_token_has_a_log_prob(
     server: Server, client: httpx.Client, fields: dict[str, Any]
 ) -> None:
