@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.tiny import make_llama
+from tests.tiny import make_llama, make_tokenizer
 from weft.engine.spec import ModelSpec
 from weft.evaluation.continuation_scores import (
     ContinuationScorer,
@@ -60,13 +62,22 @@ def test_shared_prefixes_change_nothing(opened: OpenedModel) -> None:
         assert logprob == pytest.approx(alone, abs=1e-9) and greedy == also
 
 
-def test_a_table_of_positions_is_not_exceeded(opened: OpenedModel) -> None:
-    """The last token of a full sequence is predicted from one token less."""
-    scorer = ContinuationScorer(opened, CONTEXT, 4096)
-    scorer._longest = CONTEXT
+def test_a_table_of_positions_is_not_exceeded(tmp_path: Path) -> None:
+    """A full context and its last label have one token more than GPT-2 has positions."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    vocabulary = len(make_tokenizer(tmp_path))
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=vocabulary, n_positions=CONTEXT, n_embd=16, n_layer=1, n_head=2)
+    network = GPT2LMHeadModel(config).double().eval()
+    network.save_pretrained(tmp_path)
+    opened = open_policy(ModelSpec(path=str(tmp_path), dtype="float64", device="cpu"))
     tokens = [7 + token % 40 for token in range(CONTEXT + 1)]
-    whole = score(scorer, [ScoredPair(tokens[:10], tokens[10:])])[0][0]
-    parts = [ScoredPair(tokens[:10], tokens[10:-1]), ScoredPair(tokens[1:-1], tokens[-1:])]
-    assert whole == pytest.approx(sum(logprob for logprob, _ in score(scorer, parts)), abs=1e-9)
-    last = score(scorer, [ScoredPair(tokens[:-1], tokens[-1:])])
-    assert last == score(scorer, [parts[1]])
+    ((logprob, _),) = score(
+        ContinuationScorer(opened, CONTEXT, 4096), [ScoredPair(tokens[:10], tokens[10:])]
+    )
+    with torch.no_grad():
+        rows = network(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+    expected = sum(float(rows[at - 1, tokens[at]]) for at in range(10, CONTEXT + 1))
+    assert logprob == pytest.approx(expected, abs=1e-9)

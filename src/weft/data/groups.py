@@ -126,9 +126,10 @@ def _find_earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int)
 Index = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared}
-# Metadata of a batch that is only scored, and by one pass: prefixes may be shared across ids. Other
-# batches are scored and trained on, and both passes must share the same prefixes.
-SHARES_PREFIXES = "shares_prefixes"
+# Metadata of a batch that one pass scores and nothing else reads: prefixes may be shared across ids
+# (batches that are also trained on share the same ones in both passes), and the last token of a
+# sequence is only a label, so it needs no position of its own.
+SCORED_ONCE = "scored_once"
 
 
 @dataclass(frozen=True)

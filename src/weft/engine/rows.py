@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.algorithms.base import to_host_array
 from weft.data import groups
-from weft.data.groups import PART
+from weft.data.groups import PART, SCORED_ONCE
 from weft.data.sample import SequenceSample
 from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import DataError
@@ -274,7 +274,10 @@ def pack(
             prompt = prompts[layout.group[s]]
             tokens += [prompt[:lead], prompt[prefix:]]
         tokens.append(completions[s])
-        positions += [np.arange(lead), np.arange(prefix, layout.lengths[s])]
+        own = np.arange(prefix, layout.lengths[s])
+        if len(own) > 1 and SCORED_ONCE in sample.metadata:
+            own[-1] -= 1  # a full context has no further position
+        positions += [np.arange(lead), own]
     flat = put(torch.as_tensor(groups.concatenate(tokens)).to(torch.int64), device)
     rows, exists = layout.index_rows(extra)
     last = np.repeat(layout.starts + layout.length - 1, layout.length + extra)

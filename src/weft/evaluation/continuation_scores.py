@@ -14,17 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.algorithms.base import to_host_array
-from weft.checkpoints import hf_io
-from weft.data.groups import SHARES_PREFIXES
+from weft.data.groups import SCORED_ONCE
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
 from weft.evaluation.models import OpenedModel
 
 # Limit on the tokens of one forward pass if shared prefixes count every time, as a multiple.
 MAX_REPEATS = 16
-# Families with a table of positions; they cannot read a token after the last position.
-POSITION_TABLES = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "openai-gpt")
-
 Ids = list[int]
 TokenSequence = tuple[tuple[int, ...], int]  # (tokens, number of tokens of the context)
 Score = tuple[float, bool]  # (log-probability, whether greedy decoding gives the continuation)
@@ -49,9 +45,6 @@ class ContinuationScorer:
         self._opened = opened
         self._max_length = max_length
         self._max_tokens = max(max_tokens, max_length + 1)
-        family = hf_io.read_raw(opened.path).get("model_type")
-        # The last token of a sequence is only a label, but the engine reads it too.
-        self._longest = max_length + (0 if family in POSITION_TABLES else 1)
 
     def score(
         self,
@@ -66,30 +59,23 @@ class ContinuationScorer:
         continuation without tokens, or one that exceeds the model's context.
         """
         sequences = dict[TokenSequence, list[int]]()  # indices of the pairs of each sequence
-        missing = [0] * len(pairs)
         for index, pair in enumerate(pairs):
-            for piece in self._cut(pair):
-                tokens = tuple(piece.context + piece.continuation)
-                sequences.setdefault((tokens, len(piece.context)), []).append(index)
-                missing[index] += 1
+            sequences.setdefault(self._cut(pair), []).append(index)
         results: list[Score] = [(0.0, True)] * len(pairs)
         done = 0
         for batch in split_by_shared_tokens(sorted(sequences), self._max_tokens):
-            for sequence, (logprob, greedy) in zip(batch, self._forward(batch), strict=True):
+            for sequence, score in zip(batch, self._forward(batch), strict=True):
                 for index in sequences[sequence]:
-                    results[index] = (results[index][0] + logprob, results[index][1] and greedy)
-                    missing[index] -= 1
-                    if missing[index] == 0:
-                        finish(index, results[index])
+                    results[index] = score
+                    finish(index, score)
             done += len(batch)
             progress(done, len(sequences))
         return results
 
-    def _cut(self, pair: ScoredPair) -> list[ScoredPair]:
-        """Return the pair without the tokens at its start for which the model has no context.
+    def _cut(self, pair: ScoredPair) -> TokenSequence:
+        """Return the tokens of a pair that the model's context has room for, the last ones.
 
-        A network with a table of positions cannot read the last token, which is only a label. The
-        pair is then divided: its last token is predicted from one token less.
+        The last token is only a label, for which the context needs no room.
         """
         count = len(pair.continuation)
         if not 1 <= count <= self._max_length:
@@ -99,12 +85,7 @@ class ContinuationScorer:
                 f"1 to {self._max_length}; change the task"
             )
         whole = (pair.context + pair.continuation)[-(self._max_length + 1) :]
-        if len(whole) <= self._longest:
-            return [ScoredPair(whole[:-count], whole[-count:])]
-        last = ScoredPair(whole[1:-1], whole[-1:])
-        if count == 1:
-            return [last]
-        return [ScoredPair(whole[:-count], whole[-count:-1]), last]
+        return tuple(whole), len(whole) - count
 
     def _forward(self, batch: Sequence[TokenSequence]) -> list[Score]:
         """Return the score of each sequence, computed in one forward pass."""
@@ -117,7 +98,7 @@ class ContinuationScorer:
             "completion": join_ids(tokens[start:] for tokens, start in batch),
         }
         ids = [str(index) for index in range(len(batch))]
-        shares = {SHARES_PREFIXES: [True] * len(batch)}
+        shares = {SCORED_ONCE: [True] * len(batch)}
         output = self._opened.engine.forward(
             SequenceSample.from_groups(ids, lengths, data, shares),
             frozenset({"logprobs", "top1"}),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.algorithms.base import Output, to_host_array
-from weft.data.groups import SHARES_PREFIXES
+from weft.data.groups import SCORED_ONCE
 from weft.data.sample import SequenceSample
 from weft.engine.collectives import Outputs, PreparedPass
 from weft.engine.generation.scheduler import PREFIX_STRIDE
@@ -136,7 +136,7 @@ def prepare(
         and cast(PrefixSharingNetwork, network).can_share_prefixes(int(layout.lengths.max()))
     ):
         keys = part.data
-        if how.trained_only or SHARES_PREFIXES in part.metadata:
+        if how.trained_only or SCORED_ONCE in part.metadata:
             layout = share_training_prefixes(layout, keys, part, device)
         else:
             layout = share_prompts(layout, keys)
