@@ -18,6 +18,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, GraphError, build_unknown_name_error, qualify_error
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload
+from weft.observe.best import check_metric_name, check_options
 from weft.registry import interfaces
 from weft.storage.copies import read_versions, restore_urls
 from weft.topology import Layout, Mesh, parse_mesh
@@ -67,7 +68,12 @@ class Control:
     eval_freq_steps: int | None = None
     eval_freq_epochs: int | None = None
     eval_freq_secs: float | None = None
+    eval_at_start: bool | None = None
     eval_prompts: str | None = None
+    save_best: str | None = None
+    save_best_mode: str | None = None
+    early_stop_patience: int | None = None
+    early_stop_min_delta: float = 0.0
     log_freq_steps: int = 1
     save_total_limit: int | None = None
     save_milestone_freq_steps: int | None = None
@@ -86,6 +92,11 @@ class Control:
     progress: bool = True
     # environment variables of the run and its workers; they override inherited ones
     env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def evaluates_at_start(self) -> bool:
+        """True if the run is evaluated before step 1: by default, if evaluations are compared."""
+        return self.save_best is not None if self.eval_at_start is None else self.eval_at_start
 
 
 STEPS = re.compile(r"(\d+)(?::(\d+))?")
@@ -208,6 +219,7 @@ class Experiment:
         """
         _check_control(self.control)
         _check_roles(self)
+        _check_best(self)
         _ = self.call_meshes  # raises ConfigError if the devices of a mesh do not fit its layout
 
     @cached_property
@@ -373,6 +385,22 @@ def _check_control(control: Control) -> None:
             and value <= 0
         ):
             raise ConfigError(f"{spec.name}={value!r}: must be above 0; leave it out for none")
+
+
+def _check_best(experiment: Experiment) -> None:
+    control = experiment.control
+    check_options(
+        control.save_best,
+        control.save_best_mode,
+        control.early_stop_patience,
+        control.early_stop_min_delta,
+    )
+    if control.save_best is None:
+        return
+    if not experiment.saved_roles:
+        raise ConfigError(f"save_best={control.save_best}: this run saves no model; leave it out")
+    evaluates = experiment.evaluation is not None
+    check_metric_name(control.save_best, experiment.graph.order, evaluates=evaluates)
 
 
 def _check_roles(experiment: Experiment) -> None:

@@ -160,6 +160,48 @@ def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
         locate_model("runs/e/sft", gone)
 
 
+@pytest.fixture
+def best(runs: Path) -> Path:
+    record = '{"step": 9, "metric": "eval/loss", "value": 1.5, "mode": "min"}'
+    (runs / "e" / "sft" / "checkpoints" / "best.json").write_text(record)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "runs/e/sft@best",
+        "runs/e/sft/best",
+        "runs/e/sft@best:model",
+        "runs/e/sft/checkpoints/model/best",
+        "runs/e/sft/checkpoints@best",
+        "e/sft@best",
+        "latest@best",
+    ],
+)
+def test_the_best_checkpoint_has_a_name(best: Path, given: str) -> None:
+    for trial in ("empty", "rm", "ppo"):
+        os.utime(best / "e" / trial / "config.yaml", (1000.0,) * 2)
+    found = locate_model(given, ModelQuery("model.path"))
+    assert found.path.endswith("runs/e/sft/checkpoints/model/step9")
+    assert "step9" in found.note
+
+
+def test_a_run_under_way_keeps_the_best_that_it_began_with(best: Path) -> None:
+    began = ModelQuery("model.path", initial_checkpoint="runs/e/sft/checkpoints/model/step2")
+    for given in ("runs/e/sft@best", "latest@best"):
+        assert locate_model(given, began).path == "runs/e/sft/checkpoints/model/step2"
+    assert "step9 is better" in locate_model("runs/e/sft@best", began).note
+
+
+def test_a_run_without_a_best_checkpoint_says_how_to_get_one(best: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no best checkpoint; a run with save_best=METRIC"):
+        locate_model("runs/e/ppo@best")
+    (best / "e" / "sft" / "checkpoints" / "model" / "step9").rmdir()
+    with pytest.raises(CheckpointError, match=r"step9, is missing; there are @step2, @step10, and"):
+        locate_model("runs/e/sft@best")
+
+
 def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
     for age, trial in enumerate(("empty", "rm", "ppo", "sft")):
         os.utime(runs / "e" / trial / "config.yaml", (1000.0 - age,) * 2)

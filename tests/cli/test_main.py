@@ -192,6 +192,10 @@ def test_cfg_job_prints_what_a_run_would_use(
             "unknown dataset type 'prompt_anser'; did you mean prompt_answer",
         ),
         (["eval_freq_steps=5"], "eval_freq_steps=5: there is nothing to evaluate on"),
+        (["eval_at_start=true"], "eval_at_start=true: there is nothing to evaluate on"),
+        (["save_best=eval/loss"], "save_best=eval/loss: there is nothing to evaluate on"),
+        (["save_best=trian/loss"], "such as train/loss"),
+        (["early_stop_patience=2"], "early_stop_patience=2: only used with save_best=METRIC"),
         (["train.interface=trane"], "unknown interface 'trane'; did you mean train"),
         (
             ["train.post_hooks=[offload_optimiser]"],

@@ -26,6 +26,17 @@ def test_a_page_about_a_run(tmp_path, capsys):
     assert "hf_123" not in out and "HF_TOKEN=***" in out
 
 
+def test_the_best_checkpoint_is_named(tmp_path, capsys):
+    run = write_run(tmp_path, "e/t")
+    record = {"step": 2, "metric": "eval/loss", "value": 1.5, "mode": "min"}
+    (run / "checkpoints" / "best.json").write_text(json.dumps(record))
+    main([str(run)])
+    assert f"step 2, eval/loss 1.5  {run}@best" in capsys.readouterr().out
+    main([str(run), "--json"])
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best == {"step": 2, "metric": "eval/loss", "value": 1.5}
+
+
 def test_the_whole_configuration_is_yaml_without_secrets(tmp_path, capsys):
     run = write_run(tmp_path, "e/t")
     main([str(run), "--config"])

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from weft.observe.pace import RunPace
 from weft.observe.progress import (
     UNREAD,
     LiveView,
@@ -219,3 +220,15 @@ def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
         view.record_step(LINE, is_shown=True)
         view.close("finished", flagged=flagged)
         assert told(console).startswith(f"{sign} finished after step 3")
+
+
+def test_the_evaluation_before_the_first_step_is_the_beginning_of_the_course() -> None:
+    """Which of its metrics is the headline is known from the first step on."""
+    pace = RunPace(clock=iter([0.0, 0.0, 100.0, 101.0, 102.0, 103.0]).__next__)
+    pace.expect(2, 0)
+    start = {"step": 0.0, "epoch": 0.0, "eval/loss": 6.0, "eval/a/loss": 6.0, "eval/num_rows": 2.0}
+    pace.record_step(start | {"eval/accuracy": 0.0})
+    assert pace.format_line() == "step 0/2  epoch 0.00  eval accuracy 0  eval loss 6"
+    pace.record_step({"step": 1.0, "epoch": 0.5, "train/loss": 3.0, "eval/loss": 4.0})
+    assert pace.remaining == 1.0, "the 100 s of the evaluation are no step"
+    assert pace.evaluations == {"eval/loss": [6.0, 4.0]}

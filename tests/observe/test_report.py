@@ -21,7 +21,7 @@ from weft.observe import charts, report, timing
 from weft.observe.metrics import LARGEST
 from weft.observe.page import embed_json
 from weft.observe.report import build_page as report_page
-from weft.observe.report import build_report
+from weft.observe.report import build_report, render_lede
 from weft.observe.run_files import RunFiles
 from weft.observe.timeline import Timeline, TimelineSpan
 
@@ -137,6 +137,19 @@ def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
         assert part in page.text
     assert "best 1.05" in page.text and "a12" in page.text and "q1" in page.text
     assert [h for h, _ in page.tags if h == "h1"] == ["h1"]
+
+
+def test_the_best_checkpoint_is_told_and_step_0_is_on_the_curve(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    (folder / "checkpoints").mkdir()
+    record = {"step": 4, "metric": "eval/loss", "value": 1.25}
+    (folder / "checkpoints" / "best.json").write_text(json.dumps(record))
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "epoch": 0.0, "eval/loss": 6.5}\n' + metrics.read_text())
+    run = RunFiles.read(folder)
+    assert "The best checkpoint is <b>step 4, eval/loss 1.25</b>." in render_lede(run)
+    steps, values = run.get_series("eval/loss")
+    assert (steps[0], values[0]) == (0.0, 6.5)
 
 
 def test_nothing_is_asked_of_the_network_and_only_our_script_may_run(tmp_path: Path) -> None:

@@ -412,6 +412,36 @@ def test_the_status_is_not_newer_than_the_other_files(
     run_mirror.release()
 
 
+def test_the_record_of_the_best_checkpoint_follows_the_checkpoint(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store / "one"
+    run_mirror = RunMirror.open(URL, folder, print)
+    for name in ("checkpoints/best.json", "checkpoints/actor/step2/a", "metrics.jsonl"):
+        directory.write_text(folder / name, "text")
+    names = []
+    upload = BucketFolder.upload
+    write = BucketFolder.write
+
+    def upload_and_list(self: BucketFolder, path: Path, name: str) -> None:
+        names.append(name)
+        upload(self, path, name)
+
+    def write_and_list(self: BucketFolder, name: str, contents: bytes) -> None:
+        names.append(name)
+        write(self, name, contents)
+
+    monkeypatch.setattr(BucketFolder, "upload", upload_and_list)
+    monkeypatch.setattr(BucketFolder, "write", write_and_list)
+    run_mirror._synchronize(whole=True)
+    assert [name for name in names if name != "metrics.jsonl"][-3:] == [
+        "checkpoints/actor/step2/a",
+        f"checkpoints/actor/step2/{MANIFEST}",
+        "checkpoints/best.json",
+    ]
+    run_mirror.release()
+
+
 def test_a_checkpoint_that_is_being_removed_is_not_uploaded_again() -> None:
     local = {f"checkpoints/a/step2/{name}": (1, 1) for name in "xyz"}
     known = {"checkpoints/a/step2": compute_state("checkpoints/a/step2", local)}

@@ -191,7 +191,7 @@ def test_checkpoints_are_pruned_but_milestones_stay(tmp_path):
 def test_a_run_that_ends_before_it_prunes_prunes_when_it_goes_on(tmp_path, monkeypatch):
     toy = Toy(tmp_path, control={"save_freq_steps": 5, "save_total_limit": 1})
 
-    def fail(self):
+    def fail(self, *steps):
         raise RunError("killed here")
 
     with monkeypatch.context() as patch:

@@ -134,6 +134,25 @@ def test_a_run_stands_for_its_newest_whole_checkpoint() -> None:
         assert find_checkpoint_url(other, ["rew"]) == other
 
 
+def test_the_end_of_a_url_names_a_checkpoint_of_a_run() -> None:
+    url = "memory://b/runs/e/best"
+    for name in ("actor/step4", "actor/step12", "critic/step4"):
+        put(f"{url}/checkpoints/{name}", {"config.json": b"{}", MANIFEST: b"{}"})
+    put(url, {"checkpoints/best.json": b'{"step": 4, "metric": "eval/loss", "value": 1.5}'})
+    ends = {
+        "@best": "actor/step4",
+        "@step4": "actor/step4",
+        "@latest": "actor/step12",
+        "@best:critic": "critic/step4",
+    }
+    for end, name in ends.items():
+        assert find_checkpoint_url(url + end, ["actor"]) == f"{url}/checkpoints/{name}"
+    with pytest.raises(CheckpointError, match=r"@step5: there is no such .* @step4, @step12, @lat"):
+        find_checkpoint_url(f"{url}@step5", ["actor"])
+    with pytest.raises(CheckpointError, match=r"no such checkpoint of rew; the run has none"):
+        find_checkpoint_url(f"{url}@best:rew", ["actor"])
+
+
 def test_a_single_file(cache: Path) -> None:
     put("memory://b/t", {"tokenizer.model": b"abc"})
     copy = copy_file("memory://b/t/tokenizer.model")

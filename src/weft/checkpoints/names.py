@@ -2,6 +2,7 @@
 
 runs/E/T                    newest checkpoint of the run, of a suitable role (`ModelQuery.roles`)
 runs/E/T@step40             checkpoint of step 40; @latest means the newest
+runs/E/T@best               checkpoint that is the best by the run's option `save_best`
 runs/E/T@latest:critic      newest checkpoint of the role `critic`; equivalent to runs/E/T:critic
 runs/E/T/checkpoints/actor  newest checkpoint of the role `actor`; equivalent to .../actor/latest
 E/T                         the run runs/E/T, unless the hub's cache has a model of this name
@@ -10,7 +11,8 @@ latest@step40               checkpoint of step 40 of that run
 latest:critic               newest checkpoint of the newest run that has the role `critic`
 MODEL_DIR, OWNER/NAME       Hugging Face model directory, hub name
 gs://BUCKET/MODEL_DIR       model directory in a bucket, copied to this machine
-gs://BUCKET/runs/E/T        newest checkpoint of a run in a bucket, of a suitable role
+gs://BUCKET/runs/E/T        newest checkpoint of a run in a bucket, of a suitable role; also with
+                            @step40, @best, @latest:critic
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import CheckpointError
+from weft.observe.best import find_best_checkpoint
 from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP
 from weft.observe.run_list import list_newest_first
 from weft.reading import refuse_url, suggest_sibling
@@ -43,6 +46,9 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 RUN_CONFIG = "config.yaml"
 LATEST = "latest"
+BEST = "best"
+WORDS = {LATEST: "newest", BEST: "best"}
+NOW = {LATEST: "newer", BEST: "better"}  # of another checkpoint
 ACCEPTED_NAMES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
 NAME_PATTERN = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -115,9 +121,9 @@ def locate_model(given: str, wanted: ModelQuery | None = None) -> LocatedModel:
     role = match["role"]
     if match["place"] == LATEST:
         return _find_in_newest_run(given, step, role, wanted)
-    if place.name == LATEST and step is None:
+    if place.name in (LATEST, BEST) and step is None:
+        step = place.name
         place = place.parent
-        step = LATEST
     if match["place"] and place.is_dir() and not is_model(place):
         return _find_in_run(given, place, step, role, wanted)
     short = _find_short_run(str(place), wanted)
@@ -200,14 +206,14 @@ def _find_in_newest_run(
 ) -> LocatedModel:
     """Return a checkpoint from the newest run that has one for a suitable role.
 
-    `step` is a step such as "step40", or None or "latest" for the newest checkpoint. If a run that
-    is being resumed asks for the newest one, the result is `wanted.initial_checkpoint` instead, so
-    that the run keeps its original model. Raises `CheckpointError` if there is no suitable
-    checkpoint.
+    `step` is a step such as "step40", "best", or None or "latest" for the newest checkpoint. If a
+    run that is being resumed asks for the newest or best one, the result is
+    `wanted.initial_checkpoint` instead, so that the run keeps its original model. Raises
+    `CheckpointError` if there is no suitable checkpoint.
     """
     if (
         wanted.initial_checkpoint is not None
-        and step in (None, LATEST)
+        and step in (None, LATEST, BEST)
         and STEP.fullmatch(Path(wanted.initial_checkpoint).name)
     ):
         return _choose_initial(given, Path(wanted.initial_checkpoint).expanduser(), "", wanted)
@@ -235,8 +241,8 @@ def _find_in_run(
     """Return the requested checkpoint of a run.
 
     `place` is the directory of the run, its folder of checkpoints, or the folder of one role.
-    `step` is a step such as "step40", or None or "latest" for the newest. Raises `CheckpointError`
-    if there is no such checkpoint.
+    `step` is a step such as "step40", "best", or None or "latest" for the newest. Raises
+    `CheckpointError` if there is no such checkpoint.
     """
     inside = (place / CHECKPOINTS).is_dir() or (place / RUN_CONFIG).is_file()
     checkpoints = _find_checkpoints(place / CHECKPOINTS if inside else place)
@@ -245,7 +251,9 @@ def _find_in_run(
     name = _choose_role(given, str(place), checkpoints, role, wanted)
     steps = checkpoints[name]
     if step is None or step == LATEST:
-        return _choose_newest(given, steps, name, wanted)
+        return _choose_current(given, steps[max(steps)], LATEST, name, wanted)
+    if step == BEST:
+        return _choose_current(given, _find_best(given, steps, wanted), BEST, name, wanted)
     number = step.removeprefix("step")
     if not number.isdigit() or int(number) not in steps:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
@@ -256,29 +264,48 @@ def _find_in_run(
     return LocatedModel(str(steps[int(number)]))
 
 
-def _choose_newest(
-    given: str, steps: CheckpointSteps, role: str, wanted: ModelQuery
-) -> LocatedModel:
-    """Return the newest checkpoint of a role, or the one that a resumed run began with.
+def _find_best(given: str, steps: CheckpointSteps, wanted: ModelQuery) -> Path:
+    """Return the best of a role's checkpoints by the run's record, which `save_best` writes.
 
-    `wanted.initial_checkpoint` is the checkpoint that the run began with, or None for a new run. It
-    is returned if it is one of the role's checkpoints. `steps` maps steps to the role's
-    checkpoints, and `given` is the name that the user typed, for messages.
+    Raises `CheckpointError` if the run has no such record, or if the checkpoint is missing.
     """
-    newest = steps[max(steps)]
+    folder = next(iter(steps.values())).parent
+    try:
+        return find_best_checkpoint(folder.parent.parent, folder.name)
+    except CheckpointError as error:
+        listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
+        raise CheckpointError(
+            f"{wanted.format_option(given)}: {error}; there are {listed}, and @latest"
+        ) from None
+
+
+def _choose_current(
+    given: str, current: Path, which: str, role: str, wanted: ModelQuery
+) -> LocatedModel:
+    """Return the checkpoint `current` of a role, or the one that a resumed run began with.
+
+    `current` is the newest or the best one, as `which` says, so that it can be another one later.
+    `wanted.initial_checkpoint` is the checkpoint that the run began with, or None for a new run. It
+    is returned if it is one of the role's checkpoints. `given` is the name that the user typed, for
+    messages.
+    """
     began = (
         None if wanted.initial_checkpoint is None else Path(wanted.initial_checkpoint).expanduser()
     )
     if (
         began is None
-        or began.absolute().parent != newest.absolute().parent
+        or began.absolute().parent != current.absolute().parent
         or STEP.fullmatch(began.name) is None
     ):
         return LocatedModel(
-            str(newest), f"{wanted.format_option(given)}: the newest checkpoint of {role}, {newest}"
+            str(current),
+            f"{wanted.format_option(given)}: the {WORDS[which]} checkpoint of {role}, {current}",
         )
     return _choose_initial(
-        given, began, "" if began.name == newest.name else f"; {newest.name} is newer", wanted
+        given,
+        began,
+        "" if began.name == current.name else f"; {current.name} is {NOW[which]}",
+        wanted,
     )
 
 

@@ -20,6 +20,7 @@ from weft.cli.ls import UNKNOWN, count_bytes, format_age, format_size, format_st
 from weft.cli.named_run import find_run, name_place, open_root
 from weft.cli.parsing import CommandParser, print_help_if_empty
 from weft.errors import ConfigError, UserError
+from weft.observe.best import BestRecord
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.jsonl import read_config
 from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
             "path": name_place(run),
             "status": summary.status,
             "step": summary.step,
+            "best": None if (best := BestRecord.read(run)) is None else vars(best),
             **mask_values(record.to_plain()),
         }
         print(
@@ -207,6 +209,9 @@ def _format_checkpoints(run: Path) -> Iterator[str]:
             listed = ", ".join(f"step{step}" for step in steps[-CHECKPOINTS_SHOWN:])
             size = format_size(count_bytes(newest))
             rows.append((role, f"{more}{listed} ({size} each)  {name_place(newest)}"))
+    best = BestRecord.read(run)
+    if rows and best is not None:
+        rows.append(("best", f"{best.format_text()}  {name_place(run)}@best"))
     if rows:
         yield "checkpoints"
         yield from _align_columns(rows)

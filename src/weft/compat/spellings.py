@@ -59,6 +59,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "logging_steps": "log_freq_steps",
         "save_steps": "save_freq_steps",
         "eval_steps": "eval_freq_steps",
+        "eval_on_start": "eval_at_start",
     },
     "eval_freq": {"rng_seed": "seed", "benchmark_steps": "max_steps"},
 }
@@ -70,6 +71,8 @@ VALUE_DEPENDENT_SPELLINGS = {  # spellings whose option depends on their value -
     "save_strategy": "save_freq_epochs",
     "eval_strategy": "eval_freq_epochs",
     "report_to": "logger.wandb.mode",
+    "metric_for_best_model": "save_best",
+    "greater_is_better": "save_best_mode",
 }
 DEFAULT_STEP_INTERVAL = 500  # Hugging Face's default interval, in steps, of the strategy "steps"
 LORA_RANK = 16  # default LoRA rank of TRL's use_peft
@@ -123,6 +126,22 @@ def _translate_strategy(
         done.add_assignments([f"{kind}_freq_steps"], override, DEFAULT_STEP_INTERVAL)
 
 
+def _translate_best_metric(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
+    """Set `save_best` to the evaluation metric that Hugging Face's loss or eval_loss stands for."""
+    name = str(given[override.name]).removeprefix("eval_").removeprefix("eval/")
+    done.add_assignments(["save_best"], override, f"eval/{name}")
+
+
+def _translate_greater_is_better(
+    done: OverrideTranslation, override: Override, given: dict[str, Any]
+) -> None:
+    """Set `save_best_mode` to max or min."""
+    mode = "max" if _read_bool(override, given) else "min"
+    done.add_assignments(["save_best_mode"], override, mode)
+
+
 def _translate_report_to(
     done: OverrideTranslation, override: Override, given: dict[str, Any]
 ) -> None:
@@ -161,6 +180,8 @@ VALUE_TRANSLATORS: dict[str, dict[str, ValueTranslator]] = {
         "eval_strategy": _translate_strategy,
         "evaluation_strategy": _translate_strategy,
         "report_to": _translate_report_to,
+        "metric_for_best_model": _translate_best_metric,
+        "greater_is_better": _translate_greater_is_better,
     },
 }
 

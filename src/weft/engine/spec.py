@@ -222,7 +222,8 @@ class ModelSpec:
 
     path: str | None = option(
         None,
-        "Hugging Face directory (also gs://BUCKET/DIR), hub name, or a run: runs/E/T, runs/E/T@step40",
+        "Hugging Face directory (also gs://BUCKET/DIR), hub name, or a run: runs/E/T, "
+        "runs/E/T@step40, runs/E/T@best",
         check=find_bucket_problem,
     )
     type: str | None = option(None, "model family; read from config.json when absent")

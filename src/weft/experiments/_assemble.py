@@ -278,19 +278,22 @@ def _check_sizes(config: RunConfig, plan: ExperimentParts) -> None:
 def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
     """Return the run options as a `Control` object, which the runtime reads.
 
-    Raises `ConfigError` if evaluation is requested, but there are no validation rows and no
-    `eval_prompts`.
+    Raises `ConfigError` if evaluation is requested, but there are no validation rows, no
+    `eval_prompts` and no metric `save_best`.
     """
+    has_rows = has_validation(dataset)
     options = []
     for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
         if getattr(config, n) is not None:
             options.append(n)
-    if options and config.eval_prompts is None and not has_validation(dataset):
+    needed = "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside"
+    if options and config.eval_prompts is None and config.save_best is None and not has_rows:
         raise ConfigError(
             f"{options[0]}={getattr(config, options[0])}: there is nothing to evaluate on; "
-            "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or "
-            "eval_prompts"
+            f"{needed}, or eval_prompts"
         )
+    if config.eval_at_start and not has_rows:
+        raise ConfigError(f"eval_at_start=true: there is nothing to evaluate on; {needed}")
     return config.control()
 
 

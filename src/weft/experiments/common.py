@@ -274,6 +274,28 @@ class RunConfig(ABC):
         "number of newest checkpoints to keep; one that a restart needs is always kept",
         at_least=1,
     )
+    save_best: str | None = option(
+        None,
+        "metric such as eval/loss, compared at every evaluation, and without validation data at "
+        "the intervals eval_freq_*: the best checkpoint is saved, named runs/E/T@best, and not "
+        "removed while it is the best",
+    )
+    save_best_mode: str | None = option(
+        None,
+        "whether higher (max) or lower (min) values of save_best are better; absent: as its name "
+        "tells",
+        choices=("max", "min"),
+    )
+    early_stop_patience: int | None = option(
+        None,
+        "end the run after this many comparisons of save_best in a row without an improvement",
+        at_least=1,
+    )
+    early_stop_min_delta: float = option(
+        0.0,
+        "smallest change of save_best that early_stop_patience counts as an improvement",
+        at_least=0.0,
+    )
     save_milestone_freq_steps: int | None = option(
         None, "steps between checkpoints that are never removed", at_least=1
     )
@@ -287,6 +309,11 @@ class RunConfig(ABC):
     )
     eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
+    eval_at_start: bool | None = option(
+        None,
+        "whether to evaluate before the first step too; metrics.jsonl has the result as step 0; "
+        "absent: if save_best is set",
+    )
     eval_prompts: str | None = option(
         None,
         "file with a few prompts (JSON, JSONL, Parquet, or .txt with one per line); the trained "

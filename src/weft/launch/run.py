@@ -20,6 +20,7 @@ from weft.experiments.checks import MODES
 from weft.experiments.common import ExperimentConfig, build_experiment
 from weft.experiments.models import resolve_roles
 from weft.launch import other_launchers
+from weft.observe.best import find_best_checkpoint
 from weft.observe.configuration import flatten_options, is_left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
@@ -41,18 +42,21 @@ if TYPE_CHECKING:
 class RunResult:
     """Result of a finished run.
 
-    `metrics` has one mapping of metrics per step, and `directory` is the run's directory.
+    `metrics` has the rows of metrics.jsonl, one per step, and `directory` is the run's directory.
     """
 
     metrics: list[dict[str, Any]]
     directory: Path
 
-    def checkpoint(self, role: str) -> Path:
+    def checkpoint(self, role: str, *, best: bool = False) -> Path:
         """Return the directory of a role's latest checkpoint, in Hugging Face format.
 
-        Raises `CheckpointError` if the role has no checkpoint.
+        With `best`, it is the best checkpoint of a run with the option `save_best`. Raises
+        `CheckpointError` if the role has no such checkpoint.
         """
         folder = self.directory / "checkpoints"
+        if best:
+            return find_best_checkpoint(self.directory, role)
         steps = [p for p in (folder / role).glob("step*") if p.name.removeprefix("step").isdigit()]
         if not steps:
             if folder.is_dir():

@@ -203,10 +203,11 @@ class RunObserver:
     def truncate(self, step: int) -> None:
         """Remove the lines of steps after `step` from metrics.jsonl and samples.jsonl.
 
-        Called when a restart resumes from `step`.
+        Called when a restart resumes from `step`. If that is 0, the evaluation before the first
+        step, which is written as step 0, is removed as well, because it is done again.
         """
         with self._explain_write_errors(METRICS):
-            self._metrics.truncate(step)
+            self._metrics.truncate(step or -1)
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from weft.observe.metrics import (
     EVAL,
     ROWS,
+    compute_rank,
     compute_tokens_per_second,
     find_evaluation,
     find_headline,
@@ -35,6 +36,7 @@ ESTIMATED = 16
 LATER_PART = 2 / 3
 ASSUMED = 0.3
 MOST_DEPENDENT = 0.9
+START_METRICS = 3  # evaluation metrics shown before the first step
 SHARES = ("accuracy", "accuracies")  # evaluation metrics that are shares of the rows
 
 
@@ -336,6 +338,7 @@ class RunPace:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._since = 0  # number of steps done by earlier processes
         self._rows: float | None = None  # number of validation rows
+        self._start: Mapping[str, float] = {}  # metrics before the first step
         self._whole = True  # `values` start at the first step of the run
 
     def expect(
@@ -355,7 +358,8 @@ class RunPace:
     def record_step(self, numbers: Mapping[str, float]) -> None:
         """Record the finite metrics of one step."""
         now = self.clock()
-        self._seconds.append(now - self._last)  # includes evaluation and saving between steps
+        if numbers["step"] > 0:  # step 0 is the evaluation before the first step
+            self._seconds.append(now - self._last)  # includes evaluation and saving between steps
         self._last = now
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)
@@ -363,7 +367,14 @@ class RunPace:
         self._record_values(numbers)
 
     def _record_values(self, numbers: Mapping[str, float]) -> None:
+        if numbers["step"] == 0:  # which of its metrics matters, the first step tells
+            self._start = numbers
+            return
         self.name = self.name or find_headline(numbers)
+        evaluated = find_evaluation(self.name, self._start)
+        if evaluated is not None:
+            self.evaluations[evaluated] = [self._start[evaluated]]
+        self._start = {}
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
         self._rows = numbers.get(ROWS, self._rows)
@@ -417,7 +428,9 @@ class RunPace:
         """Format the latest step as one line of plain text."""
         parts = [self.format_step(), f"epoch {self.epoch:.2f}"]
         evaluation = find_evaluation(self.name, self.latest)
-        if evaluation is not None:
+        if self.done == 0:
+            parts += self._list_start()
+        elif evaluation is not None:
             parts.append(f"{find_title(evaluation)} {format_number(self.latest[evaluation])}")
         if self.name is not None and self.name in self.latest:
             parts.append(f"{find_title(self.name)} {format_number(self.latest[self.name])}")
@@ -430,6 +443,15 @@ class RunPace:
         )
         parts += [f"ETA {format_duration(self.remaining)}"] if self.remaining else []
         return "  ".join(parts)
+
+    def _list_start(self) -> list[str]:
+        """Return the most informative metrics of the evaluation before the first step."""
+        names = []
+        for name in self.latest:
+            if name.startswith(EVAL) and name.count("/") == 1 and name != ROWS:
+                names.append(name)
+        names = sorted(names, key=compute_rank)[:START_METRICS]
+        return [f"{find_title(name)} {format_number(self.latest[name])}" for name in names]
 
     def format_summary(self, status: str) -> str:
         """Summarize the run in one line. `status` is the outcome of the run."""

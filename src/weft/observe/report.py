@@ -49,6 +49,8 @@ def render_lede(run: RunFiles) -> str:
         parts.append(f"{format_count(round(epochs[-1], 3), 'epoch')} of data")
     text = ", ".join(parts) + (f", {format_duration(seconds)} of training." if seconds else ".")
     sentences = [describe_course(run, name) for name in choose_headlines(run)]
+    if run.best is not None:
+        sentences.append(f"The best checkpoint is <b>{escape(run.best.format_text())}</b>.")
     return " ".join([escape(text), *sentences])
 
 

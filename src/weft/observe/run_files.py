@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import ConfigError
+from weft.observe.best import BestRecord
 from weft.observe.diagnosis import RunDiagnosis, diagnose_run
 from weft.observe.jsonl import clean_value, read_config, read_json, read_rows
 from weft.observe.metrics import LARGEST, LAST_TIME, is_finite, is_step
@@ -67,6 +68,7 @@ class RunFiles:
     traces: Sequence[str] = ()  # profiler traces, as paths relative to the directory
     record: Mapping[str, Any] = field(default_factory=dict)
     answers: Sequence[Mapping[str, Any]] = ()  # answers to the fixed prompts at several steps
+    best: BestRecord | None = None  # best checkpoint, if the run has one
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
@@ -105,6 +107,7 @@ class RunFiles:
             ),
             record=mask_values(read_json(directory / RECORD)),
             answers=list(read_rows(directory / FILMSTRIP)),
+            best=BestRecord.read(directory),
         )
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from array_api_compat import is_array_api_obj
 from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import CheckpointError, RunError
+from weft.experiment import Control
 from weft.runtime import directory
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.directory import RunDirectory
@@ -73,21 +74,26 @@ class CheckpointStore:
             )
         return directories
 
-    def prune(self) -> None:
+    def prune(self, protected: Collection[int] = (), superseded: Collection[int] = ()) -> None:
         """Remove each role's oldest checkpoints if there are more than the limit.
 
         Checkpoints that were saved as milestones are never removed, and do not count towards the
-        limit. Restarts do not need the removed checkpoints, because they read recovery points.
+        limit. Those of the steps `protected` are not removed either. Those of the steps
+        `superseded` are removed in any case. Restarts do not need the removed checkpoints, because
+        they read recovery points.
         """
-        if self._limit is None:
-            return
         milestones = self._read_milestones()
         for role in self._roles:
             passing = []
+            removed = []
             for step in self._directory.list_saved_steps(role):
-                if step not in milestones:
+                if step in superseded:
+                    removed.append(step)
+                elif step not in milestones:
                     passing.append(step)
-            for step in passing[: -self._limit]:
+            if self._limit is not None:
+                removed += [step for step in passing[: -self._limit] if step not in protected]
+            for step in removed:
                 directory.remove(self._directory.checkpoints_folder / role / f"step{step}")
 
     def remove_partial(self) -> None:
@@ -233,6 +239,31 @@ def find_named_point(path: Path) -> RecoveryPoint:
         f"{there}); name one of these, "
         "or give the directory as the model's path to start from its weights only"
     )
+
+
+def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the numerical settings that have changed since a recovery point was saved.
+
+    `then` are the saved settings, and `now` the current ones. Returns "" if nothing differs.
+    """
+    return "; ".join(
+        f"{name} {then.get(name)} then, {value} now"
+        for name, value in now.items()
+        if then.get(name) != value
+    )
+
+
+def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
+    """Return a phrase that tells the user how to resume the run.
+
+    `point` is the step of the last recovery point (0 if there is none). `step` is the number of
+    steps that were completed when the run stopped.
+    """
+    if control.recover_mode == "disabled":
+        return "with recover_mode=disabled it cannot be resumed"
+    if not point:
+        return "there is no recovery point yet: the same command starts again"
+    return f"rerun the same command to resume {'from there' if point == step else f'after step {point}'}"
 
 
 # {ARRAY: [name of the tensor, "numpy" or "torch"]} represents an array

@@ -182,6 +182,7 @@ FREE = (
     "progress",
     "profile_steps",
     "log_freq_steps",
+    "eval_at_start",
     "eval_prompts",
     "eval_prompts_max_new_tokens",
     "logger",

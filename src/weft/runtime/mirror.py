@@ -4,7 +4,7 @@ A run with `fileroot=gs://...` works in a local folder, its working copy. `RunMi
 lock in the bucket, makes the working copy equal to the bucket, and then uploads what the run writes:
 
 1. small files (the configuration first, then metrics, logs, report), if they have changed;
-2. new checkpoints, each file by file and its manifest last;
+2. new checkpoints, each file by file and its manifest last; then records such as `best.json`;
 3. new recovery points, likewise; then the older ones that the run has removed leave the bucket;
 4. `status.json`, as it was before the other files were listed: it never claims more than they show.
 
@@ -105,12 +105,14 @@ class UploadPlan:
     """Changes that make a bucket equal to a working copy, in the order of their fields.
 
     `small` are names of files to upload. `units` are checkpoints and recovery points to upload,
-    each with the names of its files, without the manifest. `lost_units` are units, and `removed` are
-    small files, that the working copy does not have any more.
+    each with the names of its files, without the manifest. `records` are small files that name
+    checkpoints, such as `best.json`. `lost_units` are units, and `removed` are small files, that the
+    working copy does not have any more.
     """
 
     small: list[str]
     units: dict[str, list[str]]
+    records: list[str]
     lost_units: list[str]
     removed: list[str]
 
@@ -129,13 +131,15 @@ def plan_uploads(
     grow are left for later. A recovery point without its manifest is still being written.
     """
     groups: dict[str, list[str]] = {}
-    small = []
+    small: list[str] = []
+    records: list[str] = []
     for name, state in local.items():
         unit = find_unit(name)
         if unit is not None:
             groups.setdefault(unit, []).append(name)
         elif known.get(name) != state and (whole or state[0] < LARGE_BYTES):
-            small.append(name)
+            names = records if name.startswith(f"{CHECKPOINTS}/") else small
+            names.append(name)
     units = {}
     for unit, names in sorted(groups.items()):
         is_complete = unit.startswith(f"{CHECKPOINTS}/") or get_manifest(unit) in names
@@ -148,6 +152,7 @@ def plan_uploads(
         # without its configuration, a folder is not a run that can be resumed
         sorted(small, key=lambda name: name != CONFIG),
         units,
+        records,
         [unit for unit in known_units if unit not in groups],
         [name for name in known if name not in local],
     )
@@ -264,7 +269,8 @@ class RunMirror:
         whole = {
             unit: manifest
             for unit in {find_unit(name) for name in listing} - {None}
-            if unit is not None and (manifest := read_manifest(self._bucket, unit, listing)) is not None
+            if unit is not None
+            and (manifest := read_manifest(self._bucket, unit, listing)) is not None
         }
         incomplete = [
             name for name in listing if (unit := find_unit(name)) is not None and unit not in whole
@@ -367,12 +373,14 @@ class RunMirror:
         local.pop(STATUS, None)
         plan = plan_uploads(local, self._known, self._known_units, whole=whole)
         status_changed = status is not None and status != self._known_status
-        if status_changed or plan.small or plan.units or plan.lost_units or plan.removed:
+        if status_changed or any(vars(plan).values()):
             self._lock.check()
         for name in plan.small:
             self._upload_small(name, local[name])
         for unit, names in plan.units.items():
             self._upload_unit(unit, names, compute_state(unit, local))
+        for name in plan.records:
+            self._upload_small(name, local[name])
         has_new_point = any(unit.startswith(f"{RECOVER}/") for unit in plan.units)
         for unit in plan.lost_units:
             self._remove_unit(unit)

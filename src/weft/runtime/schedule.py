@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import DevicesLost, Interrupted, WeftError
-from weft.experiment import parse_step_range
+from weft.experiment import Control, parse_step_range
 from weft.runtime.calls import WorkerGroup
+
+RECOVERY_SECONDS = (
+    # a recovery point is written after the first step that ends this long after the last one,
+    # even if checkpoints are rarer
+    600.0
+)
 
 
 @dataclass
@@ -61,6 +67,31 @@ class ActionFrequency:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.last_epochs = state["last_epochs"]
         self.last_time = time.monotonic() - state["elapsed"]
+
+
+def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
+    """Return the frequencies of the actions `evaluate`, `save`, `milestone` and `cut`.
+
+    `milestone` saves a checkpoint that is never removed, and `cut` writes a recovery point. A run
+    that evaluates does so once per epoch if no frequency is set.
+    """
+    evaluate = ActionFrequency(
+        control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs
+    )
+    if evaluates and not evaluate.wanted:
+        evaluate.epochs = 1
+    return {
+        "evaluate": evaluate,
+        "save": ActionFrequency(
+            control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs
+        ),
+        "milestone": ActionFrequency(
+            control.save_milestone_freq_steps, control.save_milestone_freq_epochs
+        ),
+        "cut": ActionFrequency(
+            control.recover_freq_steps, secs=RECOVERY_SECONDS
+        ),  # recovery points; the key is stored in them
+    }
 
 
 class StepProfiler:

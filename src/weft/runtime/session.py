@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.data.loader import LoadedData
 from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
-from weft.experiment import Control, Experiment
+from weft.experiment import Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
@@ -20,11 +20,14 @@ from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
 from weft.planner.lengths import RunLength
 from weft.redaction import mask_values
+from weft.runtime.best import BestTracker
 from weft.runtime.calls import WorkerGroup
 from weft.runtime.checkpoints import (
     CheckpointStore,
     RecoveryPoint,
     RecoveryPointStore,
+    describe_differences,
+    describe_resuming,
     find_named_point,
 )
 from weft.runtime.directory import COPIES, RunDirectory, Status, record_process, write_text
@@ -35,13 +38,8 @@ from weft.runtime.master import NUMERICS_KEY, Master, StepResult
 from weft.runtime.mirror import RunMirror, upload_after
 from weft.runtime.processes import SignalHandlers
 from weft.runtime.samples import SampleReader
-from weft.runtime.schedule import ActionFrequency, StepProfiler
+from weft.runtime.schedule import StepProfiler, build_frequencies
 
-RECOVERY_SECONDS = (
-    # a recovery point is written after the first step that ends this long after the last one,
-    # even if checkpoints are rarer
-    600.0
-)
 CLOSE_SECONDS = 10.0
 LAST_BITS_WARNING = "its numbers may differ in the last bits from those of an uninterrupted run"
 
@@ -106,7 +104,10 @@ class Session:
         roles = parts.experiment.saved_roles
         limit = self._control.save_total_limit
         self._checkpoints = CheckpointStore(parts.directory, roles, parts.group, limit)
-        evaluates = parts.evaluator is not None or parts.fixed_prompts is not None
+        folder = parts.directory.checkpoints_folder
+        self._best = BestTracker(self._control, folder, roles, parts.hosts)
+        compares = self._control.save_best is not None
+        evaluates = parts.evaluator is not None or parts.fixed_prompts is not None or compares
         self._frequencies = build_frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
         self._running_step = 0  # running step, or step whose metrics are being written
@@ -129,6 +130,12 @@ class Session:
     def plan(self) -> RunPlan:
         """Summary of the run that is shown before the first step."""
         return self._parts.plan
+
+    @property
+    def _place(self) -> Path | str:
+        """Directory of the run, or its URL in a bucket."""
+        mirror = self._parts.mirror
+        return self._directory.path if mirror is None else mirror.url
 
     # -- begin and end
 
@@ -159,6 +166,8 @@ class Session:
             else:
                 why = "the run stopped before its first recovery point"
             self._notes.append(f"{why}; starting again")
+        if point is None:
+            self._best.open(None)
         self._points.drop_after(self.step)
         config = write_start_files(self._parts, self.step, records_process=instead_of is None)
         if instead_of is not None:
@@ -167,11 +176,9 @@ class Session:
         self._open_observer(
             RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None
         )
-        mirror = self._parts.mirror
-        place = self._directory.path if mirror is None else mirror.url
-        self._tell(f"resuming after step {self.step}" if point else f"writing to {place}")
-        if mirror is not None:
-            mirror.request()
+        self._tell(f"resuming after step {self.step}" if point else f"writing to {self._place}")
+        if self._parts.mirror is not None:
+            self._parts.mirror.request()
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Record how the run ended, and release the workers.
@@ -191,14 +198,18 @@ class Session:
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
-        self._observer.close(status, self._parts.ending_lines if status == "finished" else ())
+        hosts = self._parts.hosts
+        last = list(self._parts.ending_lines)
+        if hosts is None or hosts.is_first:
+            last = [*self._best.describe(self._place), *last]
+        self._observer.close(status, last if status == "finished" else ())
         # before the status, so that a run killed here is resumed and ends with a report
         self._observer.report.finish(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, one for each step."""
+        """Return the rows of metrics.jsonl, one per step; step 0 is `eval_at_start`."""
         return list(read_rows(self._directory.path / METRICS))
 
     def release_devices(self, why: str) -> None:
@@ -243,6 +254,9 @@ class Session:
             every.load_state_dict(state["due"][name])
         self._saved_step = state["saved_step"]
         self._evaluated_step = state["evaluated_step"]
+        # recovery points of earlier versions have no best checkpoint
+        if note := self._best.open(state.get("best")):
+            self._notes.append(note)
         self._point_step = self.step
         apart = describe_differences(state[NUMERICS_KEY], self._group.describe_numerics())
         if apart:
@@ -290,7 +304,7 @@ class Session:
             ),
         ):
             if self.step == 0:
-                self._write_fixed_completions()
+                self._evaluate_start()
             while not self._is_over():
                 try:
                     self._running_step = self.step + 1
@@ -319,20 +333,26 @@ class Session:
         remaining ids.
         """
         assert self._observer is not None, "the session is open"
-        measured = self._evaluate()
-        if measured:
-            self._observer.amend(self.step, measured)
+        is_best = False
+        if self._evaluated_step != self.step:
+            self._observer.amend(self.step, self._evaluate())
+            is_best = self._best.compare(self.step, self.metrics()[-1], is_due=True)
         if self._saved_step != self.step:
-            self._save(milestone=False)
+            self._save(milestone=False, is_best=is_best)
             if self._control.recover_mode != "disabled":
                 self._write_point()
         # Also after the planned last step: a process killed at that moment has pruned nothing.
-        self._checkpoints.prune()
+        self._best.forget_points()
+        self._prune()
+        if reason := self._best.explain_end(self.step):
+            self._tell(reason)
 
     def _is_over(self) -> bool:
         position = self._master.position
         control = self._control
         if control.max_steps is not None and position.step >= control.max_steps:
+            return True
+        if self._best.has_stalled:
             return True
         return position.epochs_done >= self._parts.experiment.most_epochs
 
@@ -361,19 +381,23 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
-        if due["evaluate"] or over:
+        compares = due["evaluate"] or over
+        if compares:
             line |= self._evaluate()
+        is_best = self._best.compare(self.step, line, is_due=compares)
+        over = self._is_over()
         self._write_line(line)
         for note in () if self._parts.data is None else self._parts.data.take_new_notes():
             self._tell(note)
         # Save checkpoints, then write a recovery point.
-        if due["save"] or due["milestone"] or over:
-            self._save(milestone=due["milestone"])
+        is_regular = due["save"] or due["milestone"] or over
+        if is_regular or is_best:
+            self._save(milestone=due["milestone"], is_best=is_best, is_regular=is_regular)
         saved = self._saved_step == self.step
         if self._control.recover_mode != "disabled" and (saved or signal is not None or due["cut"]):
             self._write_point()
         if saved:
-            self._checkpoints.prune()
+            self._prune()
         if signal is not None and not over:
             raise self._signals.build_interruption(
                 self.step, describe_resuming(self._control, self._point_step, self.step)
@@ -387,17 +411,30 @@ class Session:
         self._observer.record_samples(self.step, self._recorder.rows)
         self._observer.report.renew_if_due()
 
+    def _evaluate_start(self) -> None:
+        """Answer the fixed prompts and evaluate before the first step, which is written as step 0."""
+        assert self._observer is not None, "the session is open"
+        self._write_fixed_completions()
+        measured = self._measure() if self._control.evaluates_at_start else {}
+        self._best.record_start(measured)
+        if measured:
+            measured["peak_memory_gb"] = self._group.peak_memory_gb()
+            self._observer.record_step({"step": 0, "epoch": 0.0, **measured})
+
     def _evaluate(self) -> dict[str, float]:
-        evaluator = self._parts.evaluator
         if self._evaluated_step == self.step:
             return {}
         self._evaluated_step = self.step
         self._write_fixed_completions()
-        if evaluator is None:
+        return self._measure()
+
+    def _measure(self) -> dict[str, float]:
+        """Return the metrics of an evaluation with the current weights."""
+        if self._parts.evaluator is None:
             return {}
         self._master.wait_until_idle()
         with self._open_span("evaluate"):
-            return evaluator.run(self.step)
+            return self._parts.evaluator.run(self.step)
 
     def _write_fixed_completions(self) -> None:
         if self._parts.fixed_prompts is not None:
@@ -405,16 +442,21 @@ class Session:
             with self._open_span("eval_prompts"):
                 self._parts.fixed_prompts.write_completions(self.step)
 
-    def _save(self, *, milestone: bool) -> None:
+    def _save(self, *, milestone: bool, is_best: bool, is_regular: bool = True) -> None:
         with self._open_span("save"), upload_after(self._parts.mirror):
             self._checkpoints.save(self.step, milestone=milestone)
+            self._best.record_save(self.step, is_best=is_best, is_regular=is_regular)
         self._saved_step = self.step
+
+    def _prune(self) -> None:
+        self._checkpoints.prune(self._best.protected_steps, self._best.superseded_steps)
 
     def _write_point(self) -> None:
         extra = {
             "due": {name: every.state_dict() for name, every in self._frequencies.items()},
             "saved_step": self._saved_step,
             "evaluated_step": self._evaluated_step,
+            "best": self._best.record_point(),
         }
         with self._open_span("recover"), upload_after(self._parts.mirror):
             self._points.write(self.step, lambda d: self._master.save(d, extra))
@@ -444,19 +486,6 @@ class Session:
         )
 
 
-def describe_resuming(control: Control, point: int, step: int | None = None) -> str:
-    """Return a phrase that tells the user how to resume the run.
-
-    `point` is the step of the last recovery point (0 if there is none). `step` is the number of
-    steps that were completed when the run stopped.
-    """
-    if control.recover_mode == "disabled":
-        return "with recover_mode=disabled it cannot be resumed"
-    if not point:
-        return "there is no recovery point yet: the same command starts again"
-    return f"rerun the same command to resume {'from there' if point == step else f'after step {point}'}"
-
-
 def write_start_files(parts: SessionParts, step: int, *, records_process: bool) -> dict[str, Any]:
     """Write the files that describe a run when it starts or resumes.
 
@@ -478,40 +507,3 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
             directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
         )
     return config
-
-
-def build_frequencies(control: Control, *, evaluates: bool) -> dict[str, ActionFrequency]:
-    """Return the frequencies of the actions `evaluate`, `save`, `milestone` and `cut`.
-
-    `milestone` saves a checkpoint that is never removed, and `cut` writes a recovery point. A run
-    that evaluates does so once per epoch if no frequency is set.
-    """
-    evaluate = ActionFrequency(
-        control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs
-    )
-    if evaluates and not evaluate.wanted:
-        evaluate.epochs = 1
-    return {
-        "evaluate": evaluate,
-        "save": ActionFrequency(
-            control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs
-        ),
-        "milestone": ActionFrequency(
-            control.save_milestone_freq_steps, control.save_milestone_freq_epochs
-        ),
-        "cut": ActionFrequency(
-            control.recover_freq_steps, secs=RECOVERY_SECONDS
-        ),  # recovery points; the key is stored in them
-    }
-
-
-def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the numerical settings that have changed since a recovery point was saved.
-
-    `then` are the saved settings, and `now` the current ones. Returns "" if nothing differs.
-    """
-    return "; ".join(
-        f"{name} {then.get(name)} then, {value} now"
-        for name, value in now.items()
-        if then.get(name) != value
-    )

@@ -46,6 +46,8 @@ MODEL_FOLDERS = ("", "adapter")  # folders of a model's directory that are copie
 MANIFEST = "weft_manifest.json"  # written last into a checkpoint, with the checksums of its files
 CHECKPOINT = re.compile(r"/checkpoints/[^/]+/step\d+/?$")
 WHOLE_CHECKPOINT = re.compile(rf"checkpoints/([^/]+)/step(\d+)/{re.escape(MANIFEST)}")
+NAMED_CHECKPOINT = re.compile(r"(?P<run>[^@]+)@(?P<step>latest|best|step\d+)(?::(?P<role>[\w-]+))?")
+BEST_RECORD = "checkpoints/best.json"
 GIGABYTE = 1 << 30
 NOTED_BYTES = 1 << 28  # copies of at least this size are announced
 
@@ -148,23 +150,41 @@ def copy_model(url: str, what: str = "", kind: type[UserError] = CheckpointError
 
 
 def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
-    """Return the URL of the newest whole checkpoint if `url` is a run, else `url`.
+    """Return the URL of a whole checkpoint if `url` is a run, else `url`.
 
-    `roles` are the roles whose checkpoints are suitable, best first. Raises `CheckpointError` if the
-    bucket cannot be read.
+    This is the newest one, unless the URL ends with `@step40` or `@best`. `roles` are the roles
+    whose checkpoints are suitable, best first; an end such as `@best:critic` names another one.
+    Raises `CheckpointError` if there is no such checkpoint, or if the bucket cannot be read.
     """
-    bucket = BucketFolder.open(url, url, CheckpointError)
+    named = NAMED_CHECKPOINT.fullmatch(url)
+    bucket = BucketFolder.open(named["run"] if named else url, url, CheckpointError)
     with explain_store_errors(url, CheckpointError):
         listing = bucket.list_files()
-    steps: dict[str, int] = {}
+        best = bucket.read(BEST_RECORD) if BEST_RECORD in listing else b"{}"
+    steps: dict[str, list[int]] = {}
     for name in listing:
         match = WHOLE_CHECKPOINT.fullmatch(name)
         if match is not None:
-            steps[match[1]] = max(steps.get(match[1], 0), int(match[2]))
-    role = next((role for role in roles if role in steps), None)
-    if role is None or "config.json" in listing:
-        return url
-    return f"{bucket.url}/checkpoints/{role}/step{steps[role]}"
+            steps.setdefault(match[1], []).append(int(match[2]))
+    wanted_roles = [named["role"]] if named and named["role"] else roles
+    role = next((role for role in wanted_roles if role in steps), None)
+    if named is None:
+        if role is None or "config.json" in listing:
+            return url
+        return f"{bucket.url}/checkpoints/{role}/step{max(steps[role])}"
+    there = sorted(steps.get(role or "", []))
+    choices = {f"step{step}": step for step in there}
+    if there:
+        choices["latest"] = there[-1]
+    best_step = json.loads(best).get("step")
+    if best_step in there:
+        choices["best"] = best_step
+    if named["step"] not in choices:
+        listed = ", ".join(f"@{name}" for name in choices) or "none"
+        raise CheckpointError(
+            f"{url}: there is no such checkpoint of {' or '.join(wanted_roles)}; the run has {listed}"
+        )
+    return f"{bucket.url}/checkpoints/{role}/step{choices[named['step']]}"
 
 
 def complete(path: str | Path) -> None:
