@@ -105,7 +105,7 @@ def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], l
                 metric=metric,
                 filter=filter,
                 value=float(value),
-                error=float(error) if is_finite(error) else None,
+                error=float(error) if isinstance(error, float) and is_finite(error) else None,
                 shots=shots,
                 items=_read_whole(counts.get("effective")),
                 total=_read_whole(counts.get("original")),
@@ -175,22 +175,24 @@ def complete_card(
         text = f"{text.rstrip()}\n\n{describe_results(results)}"
     card = ModelCard(text, ignore_metadata_errors=True)
     _add_metadata(card, added)
+    data: Any = card.data
     if folder != checkpoint:
-        card.data.library_name = "peft"
+        data.library_name = "peft"
     whole = [each for each in results if not each.is_partial]
     if whole:
-        card.data.model_name = repo.split("/")[-1]
-        card.data.eval_results = [_convert_result(each) for each in whole]
+        data.model_name = repo.split("/")[-1]
+        data.eval_results = [_convert_result(each) for each in whole]
     if len(whole) < len(results):
         notes.append("results of a part of a task's items are in the card's table only")
     return f"{str(card).rstrip()}\n", notes
 
 
 def _add_metadata(card: ModelCard, added: CardMetadata) -> None:
+    data: Any = card.data
     if added.base_model is not None:
-        card.data.base_model = added.base_model
+        data.base_model = added.base_model
     if added.license is not None:
-        card.data.license = added.license
+        data.license = added.license
 
 
 def _convert_result(result: TaskResult) -> EvalResult:

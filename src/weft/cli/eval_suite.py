@@ -19,6 +19,7 @@ from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weft.evaluation.catalogue import CatalogueOptions
     from weft.evaluation.suite import TaskFigure
 
 HELP = "evaluate models on tasks of lm-evaluation-harness"
@@ -56,6 +57,24 @@ def add_parser(commands: Any) -> None:
         type=Path,
         metavar="DIR",
         help="copies of data sets of the hub, in DIR/OWNER/NAME (default ~/.cache/weft/eval)",
+    )
+    parser.add_argument(
+        "--data",
+        type=_parse_data,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="file or folder of a data set of weft's own tasks (may be repeated)",
+    )
+    parser.add_argument("--judge", metavar="URL", help="OpenAI-compatible endpoint of the judge")
+    parser.add_argument("--judge_model", metavar="NAME", help="name of the judge's model")
+    parser.add_argument(
+        "--allow_code",
+        action="store_true",
+        help="run programs that the model writes, in the sandbox of the code reward",
+    )
+    parser.add_argument(
+        "--num_samples", type=_parse_positive, metavar="N", help="answers per item: pass@k, maj@k"
     )
     parser.add_argument(
         "--limit", type=_parse_limit, metavar="N", help="first N items of each task, or their share"
@@ -143,7 +162,7 @@ def run(given: argparse.Namespace) -> int:
     """
     # Bars of other libraries; weft shows its own. It must be set before tqdm is imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from weft.evaluation import suite, suite_tasks
+    from weft.evaluation import catalogue, suite, suite_tasks
 
     suite_tasks.require_harness()
     multiturn = given.fewshot_as_multiturn
@@ -170,12 +189,15 @@ def run(given: argparse.Namespace) -> int:
         model_arguments.check_chat_templates(names, given)
     for folder in folders.values():
         suite.check_folder(folder)
-    selection = suite_tasks.TaskSelection(
-        [name for name in given.tasks.split(",") if name], given.include_path
-    )
-    manager, tasks = suite_tasks.open_manager(selection)
     copies = given.data_dir or Path(suite_tasks.COPIES).expanduser()
-    built = suite_tasks.load_tasks(manager, tasks, copies)
+    asked = [name for name in given.tasks.split(",") if name]
+    built, others = catalogue.resolve_tasks(asked, _build_catalogue_options(given, copies))
+    if others or not built:
+        selection = suite_tasks.TaskSelection(others, given.include_path)
+        manager, tasks = suite_tasks.open_manager(selection)
+        built += suite_tasks.load_tasks(manager, tasks, copies)
+    else:
+        manager = suite_tasks.open_empty_manager()
     # Evaluate one model after the other.
     figures: dict[str, list[TaskFigure]] = {}
     for name in names:
@@ -190,6 +212,31 @@ def run(given: argparse.Namespace) -> int:
             print(file)
     _print_table(figures)
     return 0
+
+
+def _build_catalogue_options(given: argparse.Namespace, copies: Path) -> CatalogueOptions:
+    """Return what the catalogue's tasks may use. Raises `ConfigError` for incomplete options."""
+    from weft.evaluation.catalogue import CatalogueOptions
+    from weft.evaluation.task_judge import JudgeSettings
+
+    if (given.judge is None) != (given.judge_model is None):
+        raise ConfigError("--judge URL and --judge_model NAME belong together; give both")
+    judge = None if given.judge is None else JudgeSettings(given.judge, given.judge_model)
+    return CatalogueOptions(
+        data=dict(given.data),
+        folder=copies,
+        judge=judge,
+        allow_code=given.allow_code,
+        num_samples=given.num_samples,
+        include_path=given.include_path,
+    )
+
+
+def _parse_data(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not name or not equals or not path:
+        raise argparse.ArgumentTypeError("write NAME=PATH, such as gsm8k=data/gsm8k")
+    return name, Path(path)
 
 
 def parse_generation_options(text: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from weft.errors import ConfigError, UserError
 from weft.evaluation.models import OpenedModel
+from weft.evaluation.sampling import add_intervals
 from weft.evaluation.suite_tasks import silence_logs
 
 MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
@@ -134,6 +135,7 @@ def evaluate(
             fewshot_random_seed=seed,
         )
     assert results is not None, "one process evaluates"
+    add_intervals(results)
     samples = results.pop("samples", None) or {}
     files = _write(results, samples, tracker, folder)
     return {**results, **({"samples": samples} if keep_samples else {})}, files

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from weft import extras
+from weft.evaluation.catalogue import list_names
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
 from weft.reading import refuse_url
 from weft.writing import write
@@ -93,9 +94,17 @@ def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:
         matches = _find_matches(manager, name, files)
         if not matches:
             check_files([files[name]] if name in files else _list_files(folders))
-            raise build_unknown_name_error("task", name, manager.all_tasks)
+            known = [*manager.all_tasks, *list_names()]
+            raise build_unknown_name_error("task", name, known)
         names += matches
     return manager, list(dict.fromkeys(names))
+
+
+def open_empty_manager() -> Any:
+    """Return a task manager that knows no names, for tasks that are built already."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=False)
 
 
 def _find_matches(manager: Any, name: str, files: Mapping[str, Path]) -> list[str]:
