@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from weft import extras
-from weft.evaluation.catalogue import list_names
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
+from weft.evaluation.catalogue import list_names
 from weft.reading import refuse_url
 from weft.writing import write
 
