@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli import model_arguments
+from weft.cli import eval_table, model_arguments
 from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
@@ -28,7 +28,7 @@ EPILOG = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", metavar="{rm}", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="{rm,table}", required=True)
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
@@ -53,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     model_arguments.add_model_options(rm)
+    rm.set_defaults(run=evaluate_reward_model)
+    eval_table.add_parser(commands)
     return parser
 
 
@@ -62,6 +64,12 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for unusable input.
     """
     given = build_parser().parse_args(list(argv))
+    exit_code: int = given.run(given)
+    return exit_code
+
+
+def evaluate_reward_model(given: argparse.Namespace) -> int:
+    """Run `weft eval rm ...` and return the exit code."""
     from weft.evaluation.reward_model import evaluate, summarize_by_category
 
     if given.out is not None:
