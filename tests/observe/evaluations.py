@@ -17,7 +17,7 @@ import numpy as np
 
 
 def hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,6 @@ def run(given: argparse.Namespace) -> int:
         everything=given.all,
         base=given.base,
         by=given.by,
-        sort=bool(given.by),
     )
     table = build_table(found, reader, options)
     changes = None

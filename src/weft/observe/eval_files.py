@@ -27,7 +27,7 @@ from weft.observe.eval_statistics import (
     ScoredItems,
     compute_scores,
 )
-from weft.observe.jsonl import CHECKPOINTS, STEP, shorten_path
+from weft.observe.jsonl import CHECKPOINTS, STEP, clean_value, shorten_path
 from weft.observe.run_list import is_run
 from weft.reading import check_file, explain_read_errors, iterate_files, read_object
 
@@ -276,7 +276,8 @@ def _rank_result(score: EvaluationScore) -> tuple[int, float]:
 def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
     """Return the scores in a result file, and notes about what it lacks."""
     try:
-        content = read_object(path, str(path), DataError)
+        with explain_read_errors(str(path), DataError):
+            content = clean_value(read_object(path, str(path), DataError))
     except UserError as error:
         return [], [str(error)]
     results = content.get("results")

@@ -11,6 +11,7 @@ from weft.errors import UserError
 from weft.observe.eval_cells import TableCell, TableColumn, compare_cells
 from weft.observe.eval_files import NO_FILTER, EvaluationScore, ItemTable, read_sample_rows
 from weft.observe.eval_table import EvaluationTable
+from weft.observe.jsonl import clean_value
 
 RIGHT_TO_WRONG = "right -> wrong"
 WRONG_TO_RIGHT = "wrong -> right"
@@ -175,8 +176,8 @@ def _read_rows(
         for _, row in read_sample_rows(path):
             number = int(row.get("doc_id", -1))
             if number in numbers and row.get("filter", NO_FILTER) == chosen_filter:
-                rows[number] = row
-    except UserError:
+                rows[number] = clean_value(row)
+    except (UserError, ValueError):
         return {}  # the file has changed since its scores were read
     return rows
 

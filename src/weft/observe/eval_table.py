@@ -50,15 +50,13 @@ class TableOptions:
         everything: show every metric of every task, and the subtasks of groups
         base: model that the others are compared with; "" for the first
         by: task, metric, `TASK:METRIC` or `average` that decides; "" for the average if there is
-            one, or else the first column
-        sort: put the best model first, instead of ordering runs by step
+            one, or else the first column. If it is set, the best model comes first.
     """
 
     tasks: Sequence[str] = ()
     everything: bool = False
     base: str = ""
     by: str = ""
-    sort: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def build_table(
     notes += _describe_cells(cells, columns, names, base)
     decider = _choose_decider(columns, options.by)
     best, verdict = _write_verdict(cells, decider, names)
-    if options.sort:
+    if options.by:
         models = _sort_by(cells, decider, models)
     return EvaluationTable(
         names={model: names[model] for model in models},
@@ -187,7 +185,7 @@ def _choose_columns(
             continue
         column = TableColumn(score.task, score.measure, score.shots, score.rises)
         by_column.setdefault(column, []).append(score)
-    columns = sorted(by_column, key=lambda column: known.index(column.task))
+    columns = sorted(by_column, key=lambda each: (known.index(each.task), each.shots or 0))
     if not options.everything and not options.tasks:
         columns = _choose_first_metrics(columns, preferred)
     chosen = {}
