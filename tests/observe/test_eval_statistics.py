@@ -15,13 +15,13 @@ from weft.observe.eval_statistics import (
     PERPLEXITY,
     RESAMPLES,
     ScoredItems,
+    adjust_for_comparisons,
     compare_pair,
     compute_first_shares,
     compute_interval,
     compute_scores,
     compute_wilson_interval,
-    correct_for_comparisons,
-    resample_scores,
+    draw_resampled_scores,
 )
 
 
@@ -56,7 +56,7 @@ def test_the_bootstrap_has_the_spread_of_the_mean(monkeypatch: pytest.MonkeyPatc
     expected = values.std() / math.sqrt(200)
     for kinds in (256, 0):  # numbers of each kind are drawn, then the items themselves
         monkeypatch.setattr(eval_statistics, "MOST_KINDS", kinds)
-        spread = resample_scores(score_items(values)).std()
+        spread = draw_resampled_scores(score_items(values)).std()
         # The standard deviation of R resamples has a relative error of 1 / sqrt(2 R); 5 of them.
         assert spread == pytest.approx(expected, rel=5 / math.sqrt(2 * RESAMPLES))
 
@@ -139,7 +139,7 @@ def test_hundreds_of_comparisons_leave_large_differences():
 
 
 def test_holm_multiplies_the_smallest_by_the_number_of_comparisons():
-    corrected = correct_for_comparisons([0.04, 0.01, 0.03])
+    corrected = adjust_for_comparisons([0.04, 0.01, 0.03])
     assert corrected == pytest.approx([0.06, 0.03, 0.06])
 
 

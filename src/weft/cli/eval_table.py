@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,6 +91,7 @@ def run(given: argparse.Namespace) -> int:
     from weft.observe.eval_files import ResultReader
     from weft.observe.eval_items import find_changes
     from weft.observe.eval_table import TableOptions, build_table, find_model_name
+    from weft.observe.jsonl import convert_to_json
     from weft.writing import resolve_destination
 
     if given.limit < 0:
@@ -99,16 +99,16 @@ def run(given: argparse.Namespace) -> int:
     if given.out is not None:
         resolve_destination(given.out)  # raises before anything is read
     reader = ResultReader()
-    found = reader.read([folder.expanduser() for folder in given.folders])
-    if not found.scores:
-        raise _build_empty_error(given.folders, found.notes)
+    results = reader.read([folder.expanduser() for folder in given.folders])
+    if not results.scores:
+        raise _build_empty_error(given.folders, results.notes)
     options = TableOptions(
         tasks=given.task,
         everything=given.all,
         base=given.base,
         by=given.by,
     )
-    table = build_table(found, reader, options)
+    table = build_table(results, reader, options)
     changes = None
     if given.items is not None:
         first, second = (find_model_name(name, table.names) for name in given.items)
@@ -116,9 +116,11 @@ def run(given: argparse.Namespace) -> int:
         changes = find_changes(table, first, second, None if everything else given.limit)
     if given.out is not None:
         _write_page(given.out, table, changes)
+    if given.json:
+        content = convert_to_json(convert_table(table, changes))
+        print(json.dumps(content, indent=1, allow_nan=False))
+    elif given.out is not None:
         print(given.out)
-    elif given.json:
-        print(json.dumps(convert_table(table, changes), indent=1, allow_nan=False))
     elif changes is not None:
         print("\n".join(format_changes(table, changes)))
     else:
@@ -248,24 +250,24 @@ def format_changes(table: EvaluationTable, changes: Sequence[ColumnChanges]) -> 
 def _format_item(change: ItemChange, names: tuple[str, str]) -> Iterator[str]:
     yield f"  {change.kind}  {change.task}, item {change.number}"
     width = max(len(name) for name in ("prompt", "target", *names))
-    yield from _indent_text("prompt", change.prompt, width)
+    yield from _format_text("prompt", change.prompt, width)
     if change.target:
-        yield from _indent_text("target", change.target, width)
+        yield from _format_text("target", change.target, width)
     for name, answer in zip(names, change.answers, strict=True):
         note = ""
         if answer.filtered.startswith("log-likelihood "):
             note = f"  ({answer.filtered})"
         elif answer.filtered:
             note = f"  (read as: {answer.filtered})"
-        yield from _indent_text(name, answer.text + note, width)
+        yield from _format_text(name, answer.text + note, width)
 
 
-def _indent_text(label: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a labelled text. Of a long one, the end is shown, where the question is."""
+def _format_text(label: str, text: str, width: int) -> Iterator[str]:
+    """Yield the lines of a labelled text. Of a long one, only the end is left, where the question is."""
     from weft.observe.page import replace_control_characters
 
-    shown = text if len(text) <= MOST_TEXT else f"...{text[-MOST_TEXT:]}"
-    for index, line in enumerate(replace_control_characters(shown).split("\n") or [""]):
+    excerpt = text if len(text) <= MOST_TEXT else f"...{text[-MOST_TEXT:]}"
+    for index, line in enumerate(replace_control_characters(excerpt).split("\n") or [""]):
         yield f"    {label if index == 0 else '':{width}}  {line}".rstrip()
 
 
@@ -344,7 +346,7 @@ def _convert_changes(each: ColumnChanges) -> dict[str, Any]:
                     {
                         "text": answer.text,
                         "filtered": answer.filtered or None,
-                        "value": answer.value if math.isfinite(answer.value) else None,
+                        "value": answer.value,
                     }
                     for answer in change.answers
                 ],

@@ -119,14 +119,14 @@ class Dashboard:
             return DashboardAnswer(304, tag=tag)
         models = list(query.get("model", ()))
         try:
-            found = self._results.read([self.root])
+            results = self._results.read([self.root])
         except UserError:
             return NOT_FOUND
-        known_models = {score.model for score in found.scores}
-        tasks = {score.task for score in found.scores}.intersection(query.get("task", ()))
+        known_models = {score.model for score in results.scores}
+        tasks = {score.task for score in results.scores}.intersection(query.get("task", ()))
         if len(models) != 2 or not known_models.issuperset(models):
             return NOT_FOUND
-        table = build_table(found, self._results)
+        table = build_table(results, self._results)
         page = build_items_page(table, (models[0], models[1]), tasks, tag)
         return DashboardAnswer(200, page.render(), tag)
 

@@ -13,10 +13,10 @@ from weft.observe.eval_statistics import (
     ScoreDifference,
     ScoredItems,
     Z,
+    adjust_for_comparisons,
     compare_pair,
     compute_interval,
     compute_scores,
-    correct_for_comparisons,
 )
 
 AVERAGE = "average"
@@ -100,8 +100,8 @@ def add_average(
     columns: Sequence[TableColumn],
     models: Sequence[str],
     cells: dict[tuple[str, TableColumn], TableCell],
-) -> TableColumn | None:
-    """Add the cells of the average over tasks, and return its column.
+) -> tuple[TableColumn, str] | None:
+    """Add the cells of the average over tasks, and return its column and a note on the tasks.
 
     It is over the groups, and the tasks outside groups, of which all models have scores that are
     means from 0 to 1. Each has the same weight. Returns None if there are fewer than two.
@@ -136,7 +136,8 @@ def add_average(
             joined,
             settings=settings,
         )
-    return average
+    labels = ", ".join(column.label for column in averaged.values())
+    return average, f"average: the mean of {labels}"
 
 
 def find_grouped_tasks(scores: Iterable[EvaluationScore]) -> set[str]:
@@ -258,9 +259,9 @@ def compare_with_base(
                 cells[model, column] = replace(cell, difference=difference)
                 compared.append((model, column))
     differences = [cells[key].difference for key in compared]
-    corrected = correct_for_comparisons([each.chance for each in differences if each is not None])
+    corrected = adjust_for_comparisons([each.chance for each in differences if each is not None])
     for key, chance in zip(compared, corrected, strict=True):
-        found = cells[key].difference
-        if found is not None and found.is_beyond_noise(chance):
-            is_better = (found.value > 0) == key[1].rises
+        tested = cells[key].difference
+        if tested is not None and tested.is_beyond_noise(chance):
+            is_better = (tested.value > 0) == key[1].rises
             cells[key] = replace(cells[key], mark=1 if is_better else -1)

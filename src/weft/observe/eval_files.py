@@ -1,8 +1,8 @@
 """Read the result files of lm-evaluation-harness: scores of checkpoints, and their items.
 
     reader = ResultReader()
-    found = reader.read([Path("runs")])      # every results_*.json below the folders
-    reader.load_items(found.scores[0])       # items from samples_TASK_*.jsonl beside it
+    results = reader.read([Path("runs")])      # every results_*.json below the folders
+    reader.load_items(results.scores[0])     # items from samples_TASK_*.jsonl beside it
 
 Anything that cannot be used becomes a note; a number that is not finite never becomes a score.
 """
@@ -211,12 +211,12 @@ def find_result_files(folder: Path) -> list[Path]:
     """Return the result files below a folder, by path. Raises `DataError` for a missing folder."""
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder; name a run, or a folder of runs")
-    found = [
+    paths = [
         path
         for path in iterate_files(folder, str(folder), DataError)
         if RESULT_FILE.fullmatch(path.name)
     ]
-    return sorted(found)
+    return sorted(paths)
 
 
 def describe_result_files(folder: Path) -> list[tuple[str, int, int]]:
@@ -299,8 +299,8 @@ def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
                 continue
             value = _parse_number(given)
             if value is None:
-                shown = json.dumps(given) if isinstance(given, float | str | None) else "no number"
-                notes.append(f"{path}: {metric} of {task} is {shown[:40]}, which is not a score")
+                text = json.dumps(given) if isinstance(given, float | str | None) else "no number"
+                notes.append(f"{path}: {metric} of {task} is {text[:40]}, which is not a score")
                 continue
             scores.append(
                 EvaluationScore(

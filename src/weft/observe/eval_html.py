@@ -41,12 +41,12 @@ def render_evaluations(
     no results.
     """
     try:
-        found = reader.read(folders)
+        results = reader.read(folders)
     except UserError:
         return ""  # a folder is too large to be searched
-    if not found.scores:
+    if not results.scores:
         return ""
-    table = build_table(found, reader)
+    table = build_table(results, reader)
     if linked:
         return render_table(table, _link_to_base(table))
     first, second = choose_pair(table)
@@ -216,8 +216,8 @@ def _render_answer(answer: ItemAnswer, name: str, style: str) -> str:
     filtered = ""
     if answer.filtered:
         is_likelihood = answer.filtered.startswith("log-likelihood ")
-        shown = answer.filtered if is_likelihood else f"read as: {answer.filtered}"
-        filtered = f"<span>{escape_text(shown)}</span>"
+        label = answer.filtered if is_likelihood else f"read as: {answer.filtered}"
+        filtered = f"<span>{escape_text(label)}</span>"
     value = f"<span>score {format_score(answer.value)}</span>"
     return (
         f'<div class="answer"><p class="verdict {style}">{escape_text(name)}{word}</p>'

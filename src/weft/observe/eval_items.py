@@ -65,10 +65,10 @@ class ColumnChanges:
         """Return a sentence on how many items changed."""
         if self.refusal:
             return f"not compared: {self.refusal}"
-        told = [f"{count} {kind}" for kind, count in (self.counts or {}).items() if count]
+        parts = [f"{count} {kind}" for kind, count in (self.counts or {}).items() if count]
         changed = sum((self.counts or {}).values())
         rest = f"{self.num_shared - changed:,} of {self.num_shared:,} items unchanged"
-        return "; ".join([*told, rest])
+        return "; ".join([*parts, rest])
 
 
 def find_changes(
@@ -79,14 +79,14 @@ def find_changes(
     `most` limits the items of each kind whose texts are read. The average over tasks has no items
     of its own and is left out.
     """
-    found = []
+    by_column = []
     for column in table.columns:
         cells = [table.cells.get((model, column)) for model in (first, second)]
         before, after = cells
         if before is None or after is None or before.score is None or after.score is None:
             continue
-        found.append(_compare_column(column, (before, after), most))
-    return found
+        by_column.append(_compare_column(column, (before, after), most))
+    return by_column
 
 
 def _compare_column(

@@ -79,7 +79,7 @@ def compute_scores(items: ScoredItems) -> np.ndarray:
     return apply_form(items.form, total)
 
 
-def resample_scores(items: ScoredItems) -> np.ndarray:
+def draw_resampled_scores(items: ScoredItems) -> np.ndarray:
     """Return the scores of all models on resampled items, [RESAMPLES, models].
 
     The items of each part are drawn with replacement, the same ones for all models.
@@ -88,12 +88,12 @@ def resample_scores(items: ScoredItems) -> np.ndarray:
     for part, share in enumerate(items.shares):
         here = items.parts == part
         rows = np.column_stack([items.values[here], items.weights[here]])
-        sums = _resample_sums(rows, part)
+        sums = _draw_resampled_sums(rows, part)
         total += share * sums[:, :-1] / sums[:, -1:]
     return apply_form(items.form, total)
 
 
-def _resample_sums(rows: np.ndarray, part: int) -> np.ndarray:
+def _draw_resampled_sums(rows: np.ndarray, part: int) -> np.ndarray:
     """Return the column sums of resampled rows, [RESAMPLES, columns].
 
     Resampling equal items is drawing the number of each kind, which is much faster where there are
@@ -149,7 +149,7 @@ def compute_interval(items: ScoredItems) -> tuple[float, float] | None:
         return None
     if items.has_only_right_and_wrong():
         return compute_wilson_interval(float(items.values.sum()), items.num_items)
-    low, high = np.percentile(resample_scores(items)[:, 0], TAILS)
+    low, high = np.percentile(draw_resampled_scores(items)[:, 0], TAILS)
     return (float(low), float(high)) if high > low and np.isfinite(high) else None
 
 
@@ -179,14 +179,15 @@ class ScoreDifference:
 def compare_pair(items: ScoredItems) -> ScoreDifference:
     """Compare two models on the same items."""
     first, second = compute_scores(items)
-    resampled = resample_scores(items)
-    low, high = np.percentile(resampled[:, 1] - resampled[:, 0], TAILS)
+    resampled = draw_resampled_scores(items)
+    with np.errstate(invalid="ignore"):  # perplexities can overflow; NaN is in no interval
+        low, high = np.percentile(resampled[:, 1] - resampled[:, 0], TAILS)
     return ScoreDifference(
-        float(second - first), float(low), float(high), _test_labels(items), items.num_items
+        float(second - first), float(low), float(high), _compute_chance(items), items.num_items
     )
 
 
-def _test_labels(items: ScoredItems) -> float:
+def _compute_chance(items: ScoredItems) -> float:
     """Return the p-value of the paired randomization test.
 
     If the models were equal, swapping their values of an item would change nothing. The p-value is
@@ -223,7 +224,7 @@ def _test_labels(items: ScoredItems) -> float:
     return min(1 / (RESAMPLES + 1), bound)
 
 
-def correct_for_comparisons(chances: Sequence[float]) -> list[float]:
+def adjust_for_comparisons(chances: Sequence[float]) -> list[float]:
     """Return p-values corrected by Holm's method for the number of comparisons, in their order."""
     order = sorted(range(len(chances)), key=lambda index: chances[index])
     corrected = [0.0] * len(chances)
@@ -239,6 +240,6 @@ def compute_first_shares(items: ScoredItems, *, rises: bool) -> np.ndarray:
 
     Models that share the best score divide that resample. `rises` is True if higher is better.
     """
-    scores = resample_scores(items) if rises else -resample_scores(items)
+    scores = draw_resampled_scores(items) if rises else -draw_resampled_scores(items)
     is_best = scores >= scores.max(1, keepdims=True) - 1e-12
     return (is_best / is_best.sum(1, keepdims=True)).mean(0)

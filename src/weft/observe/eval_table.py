@@ -33,8 +33,8 @@ from weft.observe.eval_files import (
 )
 from weft.observe.eval_statistics import (
     RESAMPLES,
+    adjust_for_comparisons,
     compute_first_shares,
-    correct_for_comparisons,
 )
 
 MOST_NAMED = 4  # models that a sentence names; the others are counted
@@ -78,18 +78,18 @@ class EvaluationTable:
 
 
 def build_table(
-    found: FoundResults, reader: ResultReader, options: TableOptions | None = None
+    results: FoundResults, reader: ResultReader, options: TableOptions | None = None
 ) -> EvaluationTable:
-    """Build the table of all scores in `found`.
+    """Build the table of all scores in `results`.
 
     Raises `ConfigError` for an unknown task, base or metric in `options`, and if nothing is left.
     """
     options = options or TableOptions()
-    columns, scores = _choose_columns(found.scores, options)
+    columns, scores = _choose_columns(results.scores, options)
     models = sort_models(scores.values())
     names = shorten_names(models)
     base = find_model_name(options.base, names) if options.base else models[0]
-    notes = list(found.notes)
+    notes = list(results.notes)
     cells: dict[tuple[str, TableColumn], TableCell] = {}
     for key, score in scores.items():
         cells[key], problem = build_cell(score, reader)
@@ -97,7 +97,8 @@ def build_table(
             notes.append(f"{names[score.model]}: {problem}")
     average = add_average(columns, models, cells)
     if average is not None:
-        columns = [average, *columns]
+        columns = [average[0], *columns]
+        notes.append(average[1])
     compare_with_base(cells, columns, models, base)
     notes += _describe_cells(cells, columns, names, base)
     decider = _choose_decider(columns, options.by)
@@ -259,25 +260,25 @@ def _describe_cells(
     """Return notes on how the intervals and marks were computed, and on refused comparisons."""
     notes = []
     methods = {cell.method for cell in cells.values() if cell.method}
-    told = {
+    ways = {
         WILSON: "Wilson for shares of right items",
         BOOTSTRAP: f"bootstrap over the items ({RESAMPLES:,} resamples) for other means",
         RECORDED: "1.96 recorded standard errors where no items can be used",
     }
     if methods:
-        ways = "; ".join(text for method, text in told.items() if method in methods)
-        notes.append(f"intervals are 95%: {ways}")
+        used = "; ".join(text for method, text in ways.items() if method in methods)
+        notes.append(f"intervals are 95%: {used}")
     compared = [cell for cell in cells.values() if cell.difference is not None]
     if compared:
         alone = 0
         for cell in compared:
             is_alone = cell.difference is not None and cell.difference.is_beyond_noise()
             alone += is_alone and not cell.mark
-        kept = f"; {alone} more would be marked without the correction" if alone else ""
+        uncorrected = f"; {alone} more would be marked without the correction" if alone else ""
         notes.append(
             f"▲ and ▼ mark where a model is better or worse than {names[base]} on the same items: "
             f"the paired bootstrap's 95% interval excludes 0 and a paired randomization test gives "
-            f"p < 0.05, corrected for {len(compared)} comparisons (Holm){kept}"
+            f"p < 0.05, corrected for {len(compared)} comparisons (Holm){uncorrected}"
         )
     for column in columns:
         known = cells.get((base, column))
@@ -383,7 +384,7 @@ def _write_verdict(
             incomparable.append(names[model])
         else:
             differences[model] = difference
-    chances = correct_for_comparisons([each.chance for each in differences.values()])
+    chances = adjust_for_comparisons([each.chance for each in differences.values()])
     alike = []
     for (model, difference), chance in zip(differences.items(), chances, strict=True):
         if not difference.is_beyond_noise(chance):
@@ -433,5 +434,6 @@ def _describe_first_share(
     if isinstance(matched, str):
         return ""
     share = float(compute_first_shares(matched, rises=column.rises)[0])
-    shown = "over 99.9%" if share > SURE else f"{share:.{1 if share > 0.99 else 0}%}"
-    return f" It has the best score in {shown} of {RESAMPLES:,} resamples of the items."
+    digits = 1 if share > 0.99 else 0
+    text = "over 99.9%" if share > SURE else f"{share:.{digits}%}"
+    return f" It has the best score in {text} of {RESAMPLES:,} resamples of the items."
