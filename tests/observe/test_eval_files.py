@@ -182,6 +182,28 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
         ResultReader().read([tmp_path / "none"])
 
 
+def test_hostile_names_and_numbers_end_in_notes(tmp_path: Path) -> None:
+    names = ["../../etc/passwd", "a" * 400, "nul\0", "line\n"]
+    (tmp_path / "results_1.json").write_text(
+        json.dumps(
+            {
+                "results": {
+                    name: {"acc,none": 10**400 if name == "nul\0" else 0.5} for name in names
+                },
+                "group_subtasks": {names[0]: [names[0]], "loop": ["loop"]},
+                "model_name": f"m@step{'9' * 5000}",
+            }
+        )
+    )
+    scores, notes = read_scores(tmp_path)
+    assert len(scores) == 3 and len(notes) == 1
+    for score in scores.values():
+        assert split_model_name(score.model)[1] == -1
+        assert score.get_samples_path(score.task).parent == tmp_path
+        items, problem = ResultReader().load_items(score)
+        assert items is None and "no items of" in problem
+
+
 TASKS = {
     "local_mc": """
 output_type: multiple_choice

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +122,20 @@ def run(given: argparse.Namespace) -> int:
     elif given.out is not None:
         print(given.out)
     elif changes is not None:
-        print("\n".join(format_changes(table, changes)))
+        _print_lines(format_changes(table, changes))
     else:
         from weft.cli.help import get_terminal_width
 
-        print("\n".join(format_table(table, get_terminal_width())))
+        _print_lines(format_table(table, get_terminal_width()))
     return 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    """Print lines. Control characters in names and texts become visible symbols."""
+    from weft.observe.page import replace_control_characters
+
+    for line in lines:
+        print(replace_control_characters(line))
 
 
 def _build_empty_error(folders: Sequence[Path], notes: Sequence[str]) -> DataError:
@@ -264,10 +272,8 @@ def _format_item(change: ItemChange, names: tuple[str, str]) -> Iterator[str]:
 
 def _format_text(label: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of a labelled text. Of a long one, only the end is left, where the question is."""
-    from weft.observe.page import replace_control_characters
-
     excerpt = text if len(text) <= MOST_TEXT else f"...{text[-MOST_TEXT:]}"
-    for index, line in enumerate(replace_control_characters(excerpt).split("\n") or [""]):
+    for index, line in enumerate(excerpt.split("\n") or [""]):
         yield f"    {label if index == 0 else '':{width}}  {line}".rstrip()
 
 

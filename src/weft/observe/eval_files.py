@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from weft.observe.run_list import is_run
 from weft.reading import check_file, explain_read_errors, iterate_files, read_object
 
 RESULT_FILE = re.compile(r"results_(.*)\.json")
-STEPPED = re.compile(r"(?P<run>.*)@step(?P<step>\d+)(?P<role>:.*)?")
+STEPPED = re.compile(r"(?P<run>.*)@step(?P<step>\d{1,18})(?P<role>:.*)?")
 SAMPLES = "samples_{task}_{date}.jsonl"
 ERROR = "_stderr"
 NO_FILTER = "none"
@@ -89,7 +90,8 @@ class EvaluationScore:
         """Return the path of the file with the items of `task`."""
         match = RESULT_FILE.fullmatch(self.path.name)
         assert match is not None, "only such files are read"
-        return self.path.with_name(SAMPLES.format(task=task, date=match[1]))
+        name = SAMPLES.format(task=task, date=match[1])
+        return self.path.with_name(name.replace("/", "_"))  # never a path to another folder
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class ResultReader:
         parts: list[int] = []
         for part, task in enumerate(tasks):
             path = score.get_samples_path(task)
-            if not path.is_file():
+            if not os.path.isfile(path):
                 return (
                     None,
                     f"no items of {task} are stored beside {path.with_name(score.path.name)}",
@@ -450,7 +452,8 @@ def _find_aggregation(
     for tried in (whole, divided):
         for form in (MEAN, PERPLEXITY, BITS):
             items = replace(tried, form=form)
-            value = float(compute_scores(items)[0])
+            with np.errstate(all="ignore"):  # values that overflow give no recorded score
+                value = float(compute_scores(items)[0])
             if abs(value - score.value) <= CLOSE * max(abs(score.value), 1e-3):
                 return items
     return None

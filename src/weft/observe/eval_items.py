@@ -174,8 +174,12 @@ def _read_rows(
     rows: dict[int, Mapping[str, Any]] = {}
     try:
         for _, row in read_sample_rows(path):
-            number = int(row.get("doc_id", -1))
-            if number in numbers and row.get("filter", NO_FILTER) == chosen_filter:
+            number = row.get("doc_id")
+            if (
+                isinstance(number, int)
+                and number in numbers
+                and row.get("filter", NO_FILTER) == chosen_filter
+            ):
                 rows[number] = clean_value(row)
     except (UserError, ValueError):
         return {}  # the file has changed since its scores were read
@@ -199,7 +203,7 @@ def _read_question(row: Mapping[str, Any]) -> tuple[str, str]:
     if target == prompt:
         target = ""  # a text whose log-likelihood is measured
     choices = _list_choices(requests)
-    if choices and target.isdigit() and int(target) < len(choices):
+    if choices and target.isdecimal() and len(target) < 4 and int(target) < len(choices):
         target = choices[int(target)]
     return prompt, target
 
