@@ -264,8 +264,7 @@ class RunMirror:
         whole = {
             unit: manifest
             for unit in {find_unit(name) for name in listing} - {None}
-            if unit is not None
-            and (manifest := read_manifest(self._bucket, unit, listing)) is not None
+            if unit is not None and (manifest := read_manifest(self._bucket, unit, listing)) is not None
         }
         incomplete = [
             name for name in listing if (unit := find_unit(name)) is not None and unit not in whole
