@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli import eval_suite, model_arguments
+from weft.cli import eval_suite, eval_table, model_arguments
 from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
@@ -30,7 +30,7 @@ EPILOG = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", metavar="{rm,suite}", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="{rm,suite,table}", required=True)
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     model_arguments.add_model_options(rm)
     rm.set_defaults(run=evaluate_reward_model)
     eval_suite.add_parser(commands)
+    eval_table.add_parser(commands)
     return parser
 
 

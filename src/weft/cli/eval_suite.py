@@ -58,24 +58,7 @@ def add_parser(commands: Any) -> None:
         metavar="DIR",
         help="copies of data sets of the hub, in DIR/OWNER/NAME (default ~/.cache/weft/eval)",
     )
-    parser.add_argument(
-        "--data",
-        type=_parse_data,
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="file or folder of a data set of weft's own tasks (may be repeated)",
-    )
-    parser.add_argument("--judge", metavar="URL", help="OpenAI-compatible endpoint of the judge")
-    parser.add_argument("--judge_model", metavar="NAME", help="name of the judge's model")
-    parser.add_argument(
-        "--allow_code",
-        action="store_true",
-        help="run programs that the model writes, in the sandbox of the code reward",
-    )
-    parser.add_argument(
-        "--num_samples", type=_parse_positive, metavar="N", help="answers per item: pass@k, maj@k"
-    )
+    _add_catalogue_options(parser)
     parser.add_argument(
         "--limit", type=_parse_limit, metavar="N", help="first N items of each task, or their share"
     )
@@ -115,6 +98,28 @@ def add_parser(commands: Any) -> None:
     )
     model_arguments.add_model_options(parser)
     model_arguments.add_template_option(parser)
+
+
+def _add_catalogue_options(parser: CommandParser) -> None:
+    """Add what weft's own tasks need."""
+    parser.add_argument(
+        "--data",
+        type=_parse_data,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="file or folder of a data set of weft's own tasks (may be repeated)",
+    )
+    parser.add_argument("--judge", metavar="URL", help="OpenAI-compatible endpoint of the judge")
+    parser.add_argument("--judge_model", metavar="NAME", help="name of the judge's model")
+    parser.add_argument(
+        "--allow_code",
+        action="store_true",
+        help="run programs that the model writes, in the sandbox of the code reward",
+    )
+    parser.add_argument(
+        "--num_samples", type=_parse_positive, metavar="N", help="answers per item: pass@k, maj@k"
+    )
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:

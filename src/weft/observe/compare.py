@@ -23,6 +23,8 @@ from weft.observe.differences import (
     find_incomparable_options,
     find_version_differences,
 )
+from weft.observe.eval_files import ResultReader
+from weft.observe.eval_html import render_evaluations
 from weft.observe.metric_help import find
 from weft.observe.metrics import (
     COUNTERS,
@@ -84,8 +86,14 @@ def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     return write(path, build_page(runs).render())
 
 
-def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
-    """Build the page that compares `runs`; see `Page` for `live` and `home`.
+def build_page(
+    runs: Sequence[RunFiles],
+    *,
+    live: str = "",
+    home: str = "#top",
+    reader: ResultReader | None = None,
+) -> Page:
+    """Build the page that compares `runs`; see `report.build_page` for the other arguments.
 
     Raises `ConfigError` if there are fewer than two runs or more runs than colours.
     """
@@ -106,6 +114,8 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
     )
     drawn = ([hero] if hero else []) + [chart for chart in measure_charts if chart is not hero]
     # Assemble the page.
+    folders = [run.directory for run in runs]
+    evaluations = render_evaluations(folders, reader or ResultReader())
     answers_html, tokens = render_answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
         title=" · ".join(each.label for each in listed),
@@ -119,6 +129,7 @@ def build_page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") 
                 (APART if _has_split_measure(measure_charts) else "")
                 + render_curves(drawn, 1 if hero else 0),
             ),
+            PageSection("evaluations", "Evaluations", evaluations),
             PageSection("answers", "Answers to the same prompts", answers_html),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from "

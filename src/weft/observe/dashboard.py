@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,13 +15,18 @@ from urllib.parse import quote
 
 from weft.errors import UserError
 from weft.observe import compare, report
+from weft.observe.eval_files import ResultReader, describe_result_files
+from weft.observe.eval_html import LINK_PAGE, render_changes, render_evaluations
+from weft.observe.eval_items import find_changes
+from weft.observe.eval_table import EvaluationTable, build_table
 from weft.observe.metrics import find_title, format_number
-from weft.observe.page import Page, PageSection
+from weft.observe.page import Page, PageSection, escape_text
 from weft.observe.report import render_status
 from weft.observe.run_files import RunFiles
 from weft.observe.run_list import RunSummary, find_runs, list_runs
 
 HOME = "./"
+MOST_ITEMS = 50  # items of each kind on the page that compares two models
 Alive = Callable[[Path], bool]
 
 
@@ -51,33 +56,40 @@ class Dashboard:
     def __init__(self, root: Path, alive: Alive | None = None) -> None:
         self.root = root
         self._alive = alive
+        self._results = ResultReader()
 
     def answer(
         self, page: str, query: Mapping[str, Sequence[str]], known: str = ""
     ) -> DashboardAnswer:
         """Answer a request for a page.
 
-        `page` is "" for the list of runs, "run" for the page of one run, or "compare" for the
-        comparison of several runs. `query` has the name of the run under the key `name`, or the
-        names of the compared runs under the key `run`. `known` is the tag of the page that the
-        client already has.
+        `page` is "" for the list of runs, "run" for the page of one run, "compare" for the
+        comparison of several runs, or "items" for the answers of two evaluated models. `query` has
+        the name of the run under the key `name`, the names of the compared runs under the key
+        `run`, or two models under the key `model`. `known` is the tag of the page that the client
+        already has.
         """
         if page == "":
             return self._answer_index(known)
+        if page == LINK_PAGE:
+            return self._answer_items(query, known)
         names = query.get("name" if page == "run" else "run", ())
         runs = {self.find_run_name(path): path for path in find_runs(self.root)}
         if page not in ("run", "compare") or not names or any(name not in runs for name in names):
             return NOT_FOUND
         chosen = [runs[name] for name in dict.fromkeys(names)]
-        tag = _compute_tag(*(_describe_files(path) for path in chosen))
+        tag = _compute_tag(
+            *(_describe_files(path) for path in chosen),
+            *(repr(describe_result_files(path)) for path in chosen),
+        )
         if tag == known:
             return DashboardAnswer(304, tag=tag)
         try:
             read = [RunFiles.read(path) for path in chosen]
             if page == "run":
-                built_page = report.build_page(read[0], live=tag, home=HOME)
+                built_page = report.build_page(read[0], live=tag, home=HOME, reader=self._results)
             else:
-                built_page = compare.build_page(read, live=tag, home=HOME)
+                built_page = compare.build_page(read, live=tag, home=HOME, reader=self._results)
         except UserError as error:
             return DashboardAnswer(400, str(error))
         return DashboardAnswer(200, built_page.render(), tag)
@@ -92,16 +104,34 @@ class Dashboard:
 
     def _answer_index(self, known: str) -> DashboardAnswer:
         runs = list_runs(self.root, self._alive)
-        tag = _compute_tag(*(repr(run) for run in runs))
+        tag = _compute_tag(*(repr(run) for run in runs), self._describe_results())
         if tag == known:
             return DashboardAnswer(304, tag=tag)
-        return DashboardAnswer(
-            200,
-            build_index_page(
-                [(self.find_run_name(run.path), run) for run in runs], self.root, tag
-            ).render(),
-            tag,
-        )
+        evaluations = render_evaluations([self.root], self._results, linked=True)
+        named = [(self.find_run_name(run.path), run) for run in runs]
+        page = build_index_page(named, self.root, tag, evaluations)
+        return DashboardAnswer(200, page.render(), tag)
+
+    def _answer_items(self, query: Mapping[str, Sequence[str]], known: str) -> DashboardAnswer:
+        """Answer with the items on which two evaluated models differ, in one task or in all."""
+        tag = _compute_tag(self._describe_results(), repr(sorted(query.items())))
+        if tag == known:
+            return DashboardAnswer(304, tag=tag)
+        models = list(query.get("model", ()))
+        try:
+            results = self._results.read([self.root])
+        except UserError:
+            return NOT_FOUND
+        known_models = {score.model for score in results.scores}
+        tasks = {score.task for score in results.scores}.intersection(query.get("task", ()))
+        if len(models) != 2 or not known_models.issuperset(models):
+            return NOT_FOUND
+        table = build_table(results, self._results)
+        page = build_items_page(table, (models[0], models[1]), tasks, tag)
+        return DashboardAnswer(200, page.render(), tag)
+
+    def _describe_results(self) -> str:
+        return repr(describe_result_files(self.root))
 
 
 def _describe_files(path: Path) -> str:
@@ -122,8 +152,13 @@ def _compute_tag(*parts: str) -> str:
 # -- the list
 
 
-def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
-    """Build the page that lists `runs`, which are pairs of a name and a summary."""
+def build_index_page(
+    runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str, evaluations: str = ""
+) -> Page:
+    """Build the page that lists `runs`, which are pairs of a name and a summary.
+
+    `evaluations` is the HTML of the table of evaluated checkpoints, or "".
+    """
     going = sum(run.status == "running" for _, run in runs)
     summary = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""
@@ -142,9 +177,35 @@ def build_index_page(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: st
     return Page(
         "Runs",
         top,
-        [PageSection("runs", "All runs", content)],
+        [
+            PageSection("runs", "All runs", content),
+            PageSection("evaluations", "Evaluations", evaluations),
+        ],
         "weft dashboard. Press Ctrl-C in its terminal to stop it.",
         live=tag,
+    )
+
+
+def build_items_page(
+    table: EvaluationTable, models: tuple[str, str], tasks: Collection[str], tag: str
+) -> Page:
+    """Build the page with the items on which two models differ, in `tasks` or in all tasks."""
+    changes = []
+    for each in find_changes(table, *models, MOST_ITEMS):
+        if not tasks or each.column.task in tasks:
+            changes.append(each)
+    names = [escape_text(table.names[model]) for model in models]
+    top = (
+        '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">evaluations</p>'
+        f"<h1>{' <small>to</small> '.join(names)}</h1></div></section>"
+    )
+    return Page(
+        f"{table.names[models[0]]} to {table.names[models[1]]}",
+        top,
+        [PageSection("items", "What changed", render_changes(table, changes))],
+        "weft dashboard. Press Ctrl-C in its terminal to stop it.",
+        live=tag,
+        home=HOME,
     )
 
 

@@ -22,10 +22,11 @@ const startOptions = () => {
   choose();
 };
 
-const sorting = { column: null, falling: false };
+const sortings = [];
 
 const startTables = () => {
-  for (const table of document.querySelectorAll("table.sortable")) {
+  document.querySelectorAll("table.sortable").forEach((table, place) => {
+    const sorting = (sortings[place] ??= { column: null, falling: false });
     const heads = [...table.querySelectorAll("thead th")];
     const sort = () => {
       if (sorting.column === null) return;
@@ -51,7 +52,7 @@ const startTables = () => {
       });
     });
     sort();
-  }
+  });
 };
 
 // Selection of two or more runs in the list, to be compared.

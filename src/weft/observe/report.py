@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from weft.observe import charts, completions, configuration, pace, timing
 from weft.observe.charts import Chart
 from weft.observe.diagnosis import RunDiagnosis
+from weft.observe.eval_files import ResultReader, count_result_bytes
+from weft.observe.eval_html import render_evaluations
 from weft.observe.metrics import (
     EVAL,
     ROWS,
@@ -178,12 +180,18 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
     return write(run.directory / NAME, build_page(run).render())
 
 
-def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
+def build_page(
+    run: RunFiles,
+    *,
+    live: str = "",
+    home: str = "#top",
+    reader: ResultReader | None = None,
+) -> Page:
     """Build the page of a run.
 
     If `live` is empty, the page never changes. Otherwise, `live` identifies this version of the
     page, and the page updates itself when the version changes. `home` is the target of the logo's
-    link.
+    link. `reader` reads the results of evaluations; a reader that is kept reads each file once.
     """
     run_charts = charts.build_charts(run)
     main = choose_headlines(run)[:1]
@@ -194,6 +202,7 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
     completions_html, tokens = completions.render_completions(run) if run.samples else ("", [])
     spans = timing.SpansByStep.from_spans(run.spans)
     experiment, trial = run.title
+    evaluations = render_evaluations([run.directory], reader or ResultReader())
     log = ""
     if run.log:
         lines = escape_text("\n".join(run.log))
@@ -207,6 +216,7 @@ def build_page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
         top=_render_hero(run, hero),
         sections=[
             PageSection("curves", "Curves", render_curves(drawn, 1 if hero else 0)),
+            PageSection("evaluations", "Evaluations", evaluations),
             PageSection("filmstrip", "Fixed prompts", render_filmstrip(run.answers)),
             PageSection("completions", completions.choose_heading(run), completions_html),
             PageSection("time", "Time", _render_time(run, spans)),
@@ -382,7 +392,8 @@ class ReportRenewal:
             return
         self._began = self._clock()
         files = [self._directory / name for name in (METRICS, SAMPLES, TIMELINE)]
-        if sum(file.stat().st_size for file in files if file.is_file()) > LARGE:
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        if size + count_result_bytes(self._directory) > LARGE:
             self._process = self._start(self._directory)
             self._cost = 0.0
         else:
