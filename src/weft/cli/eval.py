@@ -2,6 +2,7 @@
 
 rm      accuracy of a reward model on replies ranked by people, overall and by category
 suite   models on tasks of lm-evaluation-harness, with its own result files
+table   results of checkpoints on tasks, side by side, with what differs beyond noise
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def run(given: argparse.Namespace) -> int:
     for folder in folders.values():
         suite.check_folder(folder)
     copies = given.data_dir or Path(suite_tasks.COPIES).expanduser()
-    asked = [name for name in given.tasks.split(",") if name]
-    built, others = catalogue.resolve_tasks(asked, _build_catalogue_options(given, copies))
+    task_names = [name for name in given.tasks.split(",") if name]
+    built, others = catalogue.resolve_tasks(task_names, _build_catalogue_options(given, copies))
     if others or not built:
         selection = suite_tasks.TaskSelection(others, given.include_path)
         manager, tasks = suite_tasks.open_manager(selection)

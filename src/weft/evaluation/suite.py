@@ -144,10 +144,19 @@ def evaluate(
 def _check_generation(
     model: Any, manager: Any, tasks: Sequence[Any], options: SuiteOptions
 ) -> None:
-    """Raise `ConfigError` for options of generation that weft lacks, naming the task."""
+    """Raise `ConfigError` for options of generation that weft lacks, naming the task.
+
+    The harness' cache is refused for several answers per item: it would give the same one again.
+    """
     for name, task in manager.load(list(tasks))["tasks"].items():
         if task.OUTPUT_TYPE != "generate_until":
             continue
+        repeats = task.get_config("repeats") or 1
+        if options.use_cache is not None and repeats > 1:
+            raise ConfigError(
+                f"task {name!r} takes {repeats} answers per item, and --use_cache would give one of "
+                f"them for all; leave --use_cache out"
+            )
         own = task.get_config("generation_kwargs") or {}
         try:
             model.read_generation({**own, **options.gen_kwargs})
