@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -113,7 +115,12 @@ def evaluate(
     _check_generation(model, manager, tasks, options)
     limit = None if options.limit is None else options.limit
     tracker = EvaluationTracker(output_path=str(folder / f"{RESULTS}.json"))
-    with silence_logs(), redirect_stdout(sys.stderr), _keep_random_states():
+    with (
+        silence_logs(),
+        redirect_stdout(sys.stderr),
+        _keep_random_states(),
+        mock.patch.object(evaluator, "get_git_commit_hash", _read_git_commit),
+    ):
         results = evaluator.simple_evaluate(
             model=model,
             model_args={"pretrained": opened.name, **options.model_arguments},
@@ -239,6 +246,17 @@ def _keep_random_states() -> Iterator[None]:
     finally:
         random.setstate(own)
         np.random.set_state(array)
+
+
+def _read_git_commit() -> str | None:
+    """Return the commit of the working directory, or None; the harness' own prints git's errors."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def list_figures(results: Mapping[str, Any]) -> list[TaskFigure]:

@@ -297,7 +297,8 @@ def find_line(file: Path, reason: str) -> int:
 @contextmanager
 def silence_logs() -> Iterator[None]:
     """Suppress the harness' warnings and progress bars; errors are raised anyway."""
-    loggers = [logging.getLogger(name) for name in (LIBRARY, "datasets", "huggingface_hub")]
+    names = (LIBRARY, "datasets", "huggingface_hub", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.ERROR)

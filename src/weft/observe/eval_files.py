@@ -36,6 +36,7 @@ RESULT_FILE = re.compile(r"results_(.*)\.json")
 STEPPED = re.compile(r"(?P<run>.*)@step(?P<step>\d{1,18})(?P<role>:.*)?")
 SAMPLES = "samples_{task}_{date}.jsonl"
 ERROR = "_stderr"
+INTERVAL = "_ci95"  # of `weft eval suite`; intervals are computed from the items here
 NO_FILTER = "none"
 FALLING = ("perplexity", "bits_per_byte", "loss", "brier_score", "ter")
 # Metrics whose items are pairs of a log-likelihood and a number of words or bytes.
@@ -297,7 +298,7 @@ def _read_results(path: Path) -> tuple[list[EvaluationScore], list[str]]:
         items = _parse_number(entry.get("sample_len"))
         for name, given in entry.items():
             metric, comma, chosen = name.rpartition(",")
-            if not comma or metric.endswith(ERROR):
+            if not comma or metric.endswith((ERROR, INTERVAL)):
                 continue
             value = _parse_number(given)
             if value is None:
