@@ -40,6 +40,24 @@ def test_other_weights_have_another_cache(tmp_path: Path) -> None:
     assert suite.name_cache(opened, SuiteOptions()) is None
 
 
+def test_a_cache_would_repeat_one_of_several_answers() -> None:
+    settings = {"repeats": 4, "generation_kwargs": {"do_sample": True}}
+    task = SimpleNamespace(OUTPUT_TYPE="generate_until", get_config=settings.get)
+    manager = SimpleNamespace(load=lambda names: {"tasks": {"sums": task}})
+    model = SimpleNamespace(read_generation=lambda options: None)
+    suite._check_generation(model, manager, ["sums"], SuiteOptions())
+    with pytest.raises(ConfigError, match=r"'sums' takes 4 answers per item.*--use_cache"):
+        suite._check_generation(model, manager, ["sums"], SuiteOptions(use_cache="answers"))
+
+
+def test_outside_a_repository_git_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert suite._read_git_commit() is None
+    assert capfd.readouterr() == ("", "")
+
+
 def test_figures_of_tasks_and_groups() -> None:
     results: dict[str, Any] = {
         "results": {

@@ -105,6 +105,15 @@ def test_groups_are_pooled_or_means_of_their_tasks(tmp_path: Path) -> None:
     assert items is not None and items.scored.shares.tolist() == [0.5, 0.5]
 
 
+def test_intervals_beside_scores_are_no_scores(tmp_path: Path) -> None:
+    path = write_evaluation(tmp_path, [FakeTask("sums", [1.0, 0.0])])
+    results = json.loads(path.read_text())["results"]
+    results["sums"]["acc_ci95,none"] = [0.1, 0.9]
+    edit(path, results=results)
+    scores, notes = read_scores(tmp_path)
+    assert list(scores) == [("sums", "acc")] and not notes
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, "nan", "N/A", None, [1.0]])
 def test_what_is_no_number_is_no_score(tmp_path: Path, value: Any) -> None:
     path = write_evaluation(tmp_path, [FakeTask("sums", [1.0, 0.0]), FakeTask("words", [1.0])])
