@@ -64,7 +64,7 @@ def test_writing_is_the_inverse_of_reading(name: str) -> None:
 
     shapes = compute_parameter_shapes(config)
     parameters = {n: torch.randn(s) for n, s in shapes.items()}
-    stored = dict(assemble(keymap.group_by_hf_name(), parameters))
+    stored = dict(assemble(keymap.group_by_hf_name(), parameters, shapes))
     for n, key in keymap.keys.items():
         assert torch.equal(read(key, shapes[n], stored, None), parameters[n]), n
 
