@@ -5,6 +5,7 @@ light stays light.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -101,10 +102,15 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imported(source: str, module: str, *, package: bool) -> Iterator[tuple[int, str]]:
+@functools.cache  # several tests look at all files
+def imported(source: str, module: str, *, package: bool) -> tuple[tuple[int, str], ...]:
     """(line, module) of every import in a file, wherever it stands: also in functions and under
     TYPE_CHECKING.
     """
+    return tuple(find_imports(source, module, package=package))
+
+
+def find_imports(source: str, module: str, *, package: bool) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -150,7 +156,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(module: str, path: Path) -> Iterator[tuple[int, str]]:
+def imports_of(module: str, path: Path) -> tuple[tuple[int, str], ...]:
     return imported(path.read_text(), module, package=path.name == "__init__.py")
 
 

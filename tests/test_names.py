@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,9 @@ PARTICIPLES = """told heard gone kept stayed made found shown said asked"""
 STILTED_OPENING = re.compile(r"(Whether|Which|Where|What|How|Why|Of|As|Those|That|One that)\b")
 
 
+parse = functools.cache(ast.parse)  # several tests look at all files
+
+
 def read_sources() -> dict[Path, str]:
     """Return the source text of each module, by its path below `src/weft`."""
     return {path.relative_to(SOURCE): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
@@ -121,7 +125,7 @@ def read_sources() -> dict[Path, str]:
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the docstring of each function, method and class that has one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -130,7 +134,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 def definitions(source: str) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield the nodes of all classes, functions and methods, properties and dunders left out."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.ClassDef):
             yield node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -148,7 +152,7 @@ def is_function_name(name: str) -> bool:
 
 def find_participles(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each variable, parameter or attribute that is a participle."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         name = ""
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else node.attr
@@ -184,7 +188,7 @@ def count_dense_lines(source: str) -> dict[str, int]:
     """Return the number of expressions of each kind in `DENSITY`."""
     counts = dict.fromkeys(DENSITY, 0)
     comprehensions = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.IfExp):
             counts["conditional expressions"] += 1
         elif isinstance(node, comprehensions):

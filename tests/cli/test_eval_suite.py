@@ -40,6 +40,7 @@ def test_options_are_checked() -> None:
     assert given.num_fewshot == 2 and given.log_samples and given.fewshot_as_multiturn is None
 
 
+@pytest.mark.slow
 def test_without_a_chat_template_nothing_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_tests_that_ask_for_a_device_pass(program: Program, flash: str) -> None:
     assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
 
 
+@pytest.mark.slow
 def test_what_leaves_the_device_comes_back_in_time(program: Program) -> None:
     """Copies on a side stream are done as late as its events allow."""
     assert program("offload")["flash"] > 0
@@ -123,6 +124,7 @@ def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_the_second_device_computes_what_lies_there(program: Program, flash: str) -> None:
     """The current device is a thread's own; a kernel or a capture on another one than its tensors'

@@ -269,6 +269,7 @@ def test_ranking(opened: Open, tokenizer: Tokenizer) -> None:
 # -- real data
 
 
+@pytest.mark.slow
 def test_hh_rlhf(data_dir: Path, opened: Open, llama2: Tokenizer) -> None:
     found = opened("preference", data_dir / "hh_rlhf", use=llama2, max_seqlen=4096)
     assert len(found) == 2312

@@ -180,6 +180,7 @@ def test_never_two_bos(data_dir: Path) -> None:
     assert without.hf("Hi")["input_ids"].count(1) == 0
 
 
+@pytest.mark.default_cases("gpt2")
 @pytest.mark.parametrize("source", ["gpt2", "llama2/tokenizer.model", "llama2"])
 def test_saving_keeps_ids_and_template(data_dir: Path, tmp_path: Path, source: str) -> None:
     eos = "<|endoftext|>" if source == "gpt2" else "</s>"

@@ -117,7 +117,6 @@ README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 
 
 @pytest.mark.default_cases(
-    "comparing-models.md",
     "datasets.md",
     "judge-reward.md",
     "new-reward.md",

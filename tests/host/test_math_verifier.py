@@ -387,6 +387,7 @@ def test_polynomials_are_compared_to_the_last_coefficient(
     assert not is_correct(box(rf"({b}y_1+{a}x)^{{{power}}}+{added}"), rf"({a}x+{b}y_1)^{{{power}}}")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-50, 50), st.integers(1, 50), st.booleans(), st.booleans())
 def test_conditions_are_compared_as_intervals(

@@ -49,6 +49,7 @@ def test_every_gsm8k_reference_verifies(data_dir: Path, split: str) -> None:
     assert set(gsm8k(blanks, others, completion_ids=[], answer=answers)) == {0.0}
 
 
+@pytest.mark.slow
 def test_model_solutions_agree_with_their_flags(data_dir: Path) -> None:
     disagree = [
         (solution["solution"][-40:], row["ground_truth"][-20:])

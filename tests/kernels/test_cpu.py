@@ -260,6 +260,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "counter.so"
 
 
+@pytest.mark.default_cases("kernels")
 @pytest.mark.parametrize(
     ("code", "changes"),
     [

@@ -102,6 +102,7 @@ def test_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
         config.build()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_was_sampled_ahead(root: Path) -> None:
     whole = run(lagging(grpo, root, "whole", 1)).directory
     config = lagging(grpo, root, "parts", 1)

@@ -253,6 +253,7 @@ def test_a_kill_at_many_moments_changes_neither_the_best_nor_the_end(tmp_path, m
     goes_on_from_pictures(tmp_path, monkeypatch, [n / 40 for n in range(1, 40)])
 
 
+@pytest.mark.slow
 def test_several_devices_find_the_same_best(tmp_path):
     one = Toy(tmp_path / "one", control=CONTROL)
     one.run()
@@ -262,6 +263,7 @@ def test_several_devices_find_the_same_best(tmp_path):
     assert list_steps(two.path) == list_steps(one.path)
 
 
+@pytest.mark.slow
 def test_another_directory_and_another_metric_begin_anew(tmp_path):
     first = Toy(tmp_path / "first", control=CONTROL)
     first.run()
@@ -278,6 +280,7 @@ def test_another_directory_and_another_metric_begin_anew(tmp_path):
     assert "compared from here on; before, eval/loss was" in log
 
 
+@pytest.mark.slow
 def test_more_patience_continues_a_run_that_ended_early(tmp_path):
     first = Toy(tmp_path, control=CONTROL)
     first.run()

@@ -35,6 +35,7 @@ def test_each_checkpoint_has_the_card_of_its_step(tmp_path: Path) -> None:
         assert str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_writes_the_same_cards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

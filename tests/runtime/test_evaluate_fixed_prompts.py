@@ -76,6 +76,7 @@ def test_training_is_the_same_with_and_without_them(root: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_answer_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(small(root, "whole")).directory
     from weft.runtime.session import Session

@@ -21,6 +21,7 @@ from weft.observe.timeline import read_spans
 from weft.runtime import directory
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # a cluster starts for them
 STEPS = 3
 
 
@@ -63,7 +64,6 @@ def three(root) -> Path:
     return run(made).directory
 
 
-@pytest.mark.slow
 def test_the_numbers_are_those_of_one_process(one, three):
     assert timeless(three) == timeless(one)
     assert (three / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
@@ -120,7 +120,6 @@ def words(root: Path, folder: str, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path):
     """What SIGINT does, and what becomes of a command that is killed, is tested in
     `launch/test_supervisor.py`.
@@ -139,7 +138,6 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path
     assert timeless(root / "stopped" / "e" / "t") == timeless(root / "whole" / "e" / "t")
 
 
-@pytest.mark.slow
 def test_an_error_in_a_device_is_told_once_with_where_it_was(root, tmp_path):
     command = Command(
         *words(root, "failed", "ref_inf.pre_hooks=[{function: fail, args: {step: 1}}]"),
@@ -153,7 +151,6 @@ def test_an_error_in_a_device_is_told_once_with_where_it_was(root, tmp_path):
     assert command.none_left()
 
 
-@pytest.mark.slow
 def test_a_point_of_three_devices_is_taken_up_by_one_and_by_two(root, three, one):
     for folder, meshes in (("on-one", {}), ("on-two", {"critic": "1", "ref": "1"})):
         made = config(root, folder)
@@ -164,7 +161,6 @@ def test_a_point_of_three_devices_is_taken_up_by_one_and_by_two(root, three, one
     assert timeless(root / "on-one" / "e" / "t") == timeless(root / "on-two" / "e" / "t")
 
 
-@pytest.mark.slow
 def test_roles_whose_parameters_differ_are_refused_before_the_first_step(root):
     made = placed(root, "refused")
     made.ref.path = str(root / "other")

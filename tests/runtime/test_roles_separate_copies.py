@@ -202,6 +202,7 @@ class Halt(Exception):
     pass
 
 
+@pytest.mark.default_cases("4")
 @pytest.mark.parametrize("at", [1, 4, 10])
 def test_a_run_on_devices_that_goes_on_ends_as_one_that_never_stopped(tmp_path, monkeypatch, at):
     """The run that never stops makes no points: nothing waits in it for the ends of calls that are

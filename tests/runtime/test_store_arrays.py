@@ -35,6 +35,7 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.setattr(owner, name, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

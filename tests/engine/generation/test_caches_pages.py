@@ -256,6 +256,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.default_cases("sampled")
 @pytest.mark.parametrize("kind", DRAWS)
 def test_draws_in_a_graph_are_those_outside(
     paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, kind: str

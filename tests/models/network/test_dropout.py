@@ -74,6 +74,7 @@ def noisy(
     return network(packed, LOGPROBS)["logprobs"]
 
 
+@pytest.mark.default_cases("gemma2", "gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt", "mistral", "gemma2"])
 def test_packing_changes_no_mask(name: str) -> None:
     network = tiny(name, dtype=torch.float64)
