@@ -98,3 +98,14 @@ def test_options_of_jax_alone_are_refused_by_torch(
     path = layouts.write_model(Case(), tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
         engine_of(path, **options, backend="torch")
+
+
+def test_a_label_that_repeats_a_position_is_not_seen(network: JaxNetwork) -> None:
+    """The last token of a sequence that is scored once has no position (`groups.SCORED_ONCE`)."""
+    packed = pack([torch.arange(8, 20), torch.arange(30, 37)])
+    positions = packed.positions.clone()
+    positions[[11, 18]] -= 1
+    want = frozenset({"logprobs"})
+    whole = network(packed, want)["logprobs"]
+    once = network(replace(packed, positions=positions), want)["logprobs"]
+    torch.testing.assert_close(once, whole, rtol=0.0, atol=1e-6)

@@ -178,12 +178,14 @@ def _attend_with_xla(
 ) -> Array:
     """Return what `attend_to_rows` does, from scores [R, k, g, L, L], or parts of them."""
     limit = _read_limit(window)
+    # The order of the tokens in a row, since a label without a position repeats the one before.
+    places = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
 
     def attend_chunk(chunk: tuple[Array, Array, Array]) -> Array:
-        q, segments, positions = chunk
+        q, segments, own = chunk
         scores = jnp.einsum("rqkgd,rskd->rkgqs", q, k, preferred_element_type=decoder.wide)
         scores = _limit_scores(scores * scale, decoder)
-        distance = positions[:, :, None] - rows.positions[:, None, :]
+        distance = own[:, :, None] - places[:, None, :]
         seen = (segments[:, :, None] == rows.segments[:, None, :]) & (distance >= 0)
         seen &= (distance < limit) & (segments[:, :, None] > 0)
         scores = jnp.where(seen[:, None, None], scores, MASKED)
@@ -197,9 +199,9 @@ def _attend_with_xla(
     while length // count > most and length % (2 * count) == 0:
         count *= 2
     if count == 1:
-        return jax.checkpoint(attend_chunk)((q, rows.segments, rows.positions))
+        return jax.checkpoint(attend_chunk)((q, rows.segments, places))
     chunks = []
-    for each in (q, rows.segments, rows.positions):
+    for each in (q, rows.segments, places):
         parts = each.reshape(each.shape[0], count, length // count, *each.shape[2:])
         chunks.append(jnp.moveaxis(parts, 1, 0))
     mixed = lax.map(jax.checkpoint(attend_chunk), tuple(chunks))
