@@ -152,6 +152,29 @@ def test_checkpoints_that_were_the_best_go_and_regular_ones_stay(tmp_path):
     session.close("stopped")
 
 
+def test_a_saved_last_step_that_turns_out_the_best_is_recorded(tmp_path):
+    """Filters can end a run after a step that was saved, and not evaluated."""
+    toy = Toy(tmp_path, control=CONTROL | {"eval_freq_steps": 2, "save_freq_steps": 1})
+    session = toy.session()
+    session.open(resumes=False)
+    for _ in range(3):
+        session._finish_step(session._master.step())
+    assert BestRecord.read(toy.path).step == 2
+    session._finish_run()
+    session.close("stopped")
+    assert BestRecord.read(toy.path).step == 3 and list_steps(toy.path) == [3]
+    again = toy.session()
+    again.open(resumes=True)
+    again.close("stopped")
+    assert BestRecord.read(toy.path).step == 3, "the recovery point has it too"
+
+
+def test_a_run_that_stalls_at_its_planned_end_has_not_stopped_early(tmp_path):
+    toy = Toy(tmp_path, control=CONTROL | {"max_steps": 7})
+    toy.run()
+    assert "stopped early" not in (toy.path / "log.txt").read_text()
+
+
 def test_the_evaluation_before_the_first_step_is_step_0(tmp_path):
     toy = Toy(tmp_path / "on", control={"eval_at_start": True, "eval_freq_steps": 4})
     toy.run()

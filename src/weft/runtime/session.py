@@ -337,22 +337,23 @@ class Session:
         if self._evaluated_step != self.step:
             self._observer.amend(self.step, self._evaluate())
             is_best = self._best.compare(self.step, self.metrics()[-1], is_due=True)
-        if self._saved_step != self.step:
+        if self._saved_step != self.step or is_best:
             self._save(milestone=False, is_best=is_best)
             if self._control.recover_mode != "disabled":
                 self._write_point()
         # Also after the planned last step: a process killed at that moment has pruned nothing.
         self._best.forget_points()
         self._prune()
-        if reason := self._best.explain_end(self.step):
+        if not self._is_complete() and (reason := self._best.explain_end(self.step)):
             self._tell(reason)
 
     def _is_over(self) -> bool:
+        return self._best.has_stalled or self._is_complete()
+
+    def _is_complete(self) -> bool:
         position = self._master.position
         control = self._control
         if control.max_steps is not None and position.step >= control.max_steps:
-            return True
-        if self._best.has_stalled:
             return True
         return position.epochs_done >= self._parts.experiment.most_epochs
 
