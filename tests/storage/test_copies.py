@@ -151,6 +151,10 @@ def test_the_end_of_a_url_names_a_checkpoint_of_a_run() -> None:
         find_checkpoint_url(f"{url}@step5", ["actor"])
     with pytest.raises(CheckpointError, match=r"no such checkpoint of rew; the run has none"):
         find_checkpoint_url(f"{url}@best:rew", ["actor"])
+    for damaged in (b"{", b"[]", b'{"step": null}', b"\xff"):
+        put(url, {"checkpoints/best.json": damaged})
+        with pytest.raises(CheckpointError, match="@best: there is no such checkpoint"):
+            find_checkpoint_url(f"{url}@best", ["actor"])
 
 
 def test_a_single_file(cache: Path) -> None:

@@ -176,8 +176,7 @@ def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
     choices = {f"step{step}": step for step in there}
     if there:
         choices["latest"] = there[-1]
-    best_step = json.loads(best).get("step")
-    if best_step in there:
+    if (best_step := _read_step(best)) in there:
         choices["best"] = best_step
     if named["step"] not in choices:
         listed = ", ".join(f"@{name}" for name in choices) or "none"
@@ -185,6 +184,14 @@ def find_checkpoint_url(url: str, roles: Sequence[str]) -> str:
             f"{url}: there is no such checkpoint of {' or '.join(wanted_roles)}; the run has {listed}"
         )
     return f"{bucket.url}/checkpoints/{role}/step{choices[named['step']]}"
+
+
+def _read_step(record: bytes) -> int:
+    """Return the step of a run's record of its best checkpoint, or -1 if it has none."""
+    try:
+        return int(json.loads(record)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def complete(path: str | Path) -> None:
