@@ -24,6 +24,7 @@ from weft.serve import openai_api
 from weft.serve.growing_text import EmittedToken
 from weft.serve.prompt_logprobs import EchoedPrompt, PromptDescriber
 from weft.serve.prompts import EncodedPrompt
+from weft.serve.served_model import ServedModel
 from weft.serve.server import Server
 from weft.serve.worker import RowScores
 from weft.testing.datasets import build_small_tokenizer
@@ -86,6 +87,24 @@ def test_echo_has_the_network_s_log_probs(
     tokenizer = server.models[0].tokenizer
     assert choice["text"] == tokenizer.decode(PROMPT) + tokenizer.decode([likeliest])
     assert choice["finish_reason"] == "length"
+
+
+def test_completions_are_load_while_their_prompt_is_scored(
+    server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, many requests would be accepted before the first of them samples."""
+    loads = []
+    score_prompts = ServedModel.score_prompts
+
+    async def record_and_score(self: ServedModel, *given: Any) -> list[RowScores]:
+        loads.append(self.worker.load)
+        return await score_prompts(self, *given)
+
+    monkeypatch.setattr(ServedModel, "score_prompts", record_and_score)
+    complete(client, echo=True, logprobs=0, n=3, temperature=1)
+    complete(client, echo=True, logprobs=0, n=3)
+    assert loads == [3, 0], "greedy tokens come from the pass that scores the prompt"
+    assert server.models[0].worker.load == 0
 
 
 def test_prompt_logprobs_are_those_of_vllm_s_form(

@@ -291,7 +291,10 @@ class CompletionRun:
         if self._reads_next:
             top = max(top, 1)
             rows = [[*row, NEXT] for row in rows]
-        scores = await self.endpoints.policy.score_prompts(rows, top)
+        samples = self.settings.max_new_tokens and not self._reads_next
+        num_later = self.settings.count * len(rows) if samples else 0
+        with self.endpoints.policy.worker.hold_load(num_later):
+            scores = await self.endpoints.policy.score_prompts(rows, top)
         self.endpoints.metrics.count_tokens(scored=sum(len(prompt.ids) for prompt in self.prompts))
         return scores
 

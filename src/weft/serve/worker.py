@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -186,6 +187,15 @@ class ServingWorker:
     def cancel(self, id: str) -> None:
         """Stop the completions of the job `id`, and do not call its callback `tell` again."""
         self._commands.put(id)
+
+    @contextmanager
+    def hold_load(self, count: int) -> Iterator[None]:
+        """Count `count` completions as load, which the caller queues after this context."""
+        self._change_load(count)
+        try:
+            yield
+        finally:
+            self._change_load(-count)
 
     def score(
         self, rows: ScoredRows, want: Output, temperature: float = 1.0, top: int = 0
