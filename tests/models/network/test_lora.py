@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,6 +90,26 @@ def test_merged_is_adapted(name: str) -> None:
         read[name].copy_(value)
     wanted, n = logits(network), roundings(network, len(ROW)) + 7 * network.config.num_layers
     assert_within(logits(merged), wanted, 2 * probable_gamma(n) * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+def test_each_matrix_is_merged_once_for_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has a tensor for each expert, whose matrices are one parameter."""
+    network = adapted(name)
+    scales = lora.collect_scales(network)
+    shapes = []
+    merge_weight = lora.merge_weight
+
+    def record_and_merge(weight: Tensor, *given: Any) -> Tensor:
+        shapes.append(weight.shape)
+        return merge_weight(weight, *given)
+
+    monkeypatch.setattr(lora, "merge_weight", record_and_merge)
+    merged = lora.merge(find_canonical_values(network), scales)
+    hf_io.save(tmp_path, merged, network.config, dtype=torch.float32)
+    assert len(shapes) == len(scales)
 
 
 def test_targets() -> None:

@@ -193,8 +193,9 @@ def is_adapter(name: str) -> bool:
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> Mapping[str, Tensor]:
     """Return the canonical parameters with the adapters merged: weight + scale B A.
 
-    Each is computed when it is read, and not kept. The sums are computed in the widest dtype of
-    weight, A and B, at least float32, and converted to the dtype of the weight.
+    Each is computed when it is read, and kept until another one is: matrices of experts are read
+    from one parameter, one after the other. The sums are computed in the widest dtype of weight, A
+    and B, at least float32, and converted to the dtype of the weight.
     """
     return _MergedParameters(parameters, scales)
 
@@ -206,6 +207,7 @@ class _MergedParameters(Mapping[str, Tensor]):
         self._parameters = parameters
         self._scales = scales
         self._names = [name for name in parameters if not is_adapter(name)]
+        self._last: tuple[str, Tensor] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -216,6 +218,12 @@ class _MergedParameters(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if is_adapter(name):
             raise KeyError(name)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is computed
+            self._last = name, self._compute(name)
+        return self._last[1]
+
+    def _compute(self, name: str) -> Tensor:
         layer = name.removesuffix(".weight")
         scale = self._scales.get(layer)
         if scale is None or not name.endswith(".weight"):
