@@ -107,6 +107,21 @@ def test_completions_are_load_while_their_prompt_is_scored(
     assert server.models[0].worker.load == 0
 
 
+def test_the_next_token_has_as_many_alternatives_as_asked(client: httpx.Client) -> None:
+    """Also if it is read from the pass that scores the prompt, without alternatives."""
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": "policy", "messages": messages, "max_tokens": 1, "temperature": 0}
+    found = []
+    for more in ({}, {"prompt_logprobs": 0}):
+        asked = body | {"logprobs": True, "top_logprobs": 5} | more
+        (choice,) = client.post("/v1/chat/completions", json=asked).json()["choices"]
+        (token,) = choice["logprobs"]["content"]
+        found.append([(each["bytes"], each["logprob"]) for each in token["top_logprobs"]])
+    assert len(found[0]) == len(found[1]) == 5
+    for (piece, logprob), (same, other) in zip(*found, strict=True):
+        assert piece == same and logprob == pytest.approx(other, rel=1e-6)
+
+
 def test_prompt_logprobs_are_those_of_vllm_s_form(
     client: httpx.Client, expected: np.ndarray[Any, Any]
 ) -> None:

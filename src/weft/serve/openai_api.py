@@ -289,7 +289,7 @@ class CompletionRun:
         top = self.settings.top_of_prompt
         rows = [prompt.ids for prompt in self.prompts]
         if self._reads_next:
-            top = max(top, 1)
+            top = max(top, self.settings.logprobs or 0, 1)
             rows = [[*row, NEXT] for row in rows]
         samples = self.settings.max_new_tokens and not self._reads_next
         num_later = self.settings.count * len(rows) if samples else 0
