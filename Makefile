@@ -42,9 +42,8 @@ SEED ?= $(shell date +%s)
 test-shuffled: install-dev ## the default tests in a random order of files, and of tests in each; SEED=N repeats one
 	$(PYTEST) -m "not slow" --random-order-bucket=module --random-order-seed=$(SEED)
 
-# These tests wait for processes that start, end or are killed: half as many again as there are cores run at a time.
 test-slow: install-dev ## the tests that take minutes: real runs, kills, benchmarks on tiny sizes
-	$(PYTEST) -n $$($(BIN)/python -c "import os; print((os.cpu_count() or 1) * 3 // 2 or 1)") -m slow
+	$(PYTEST) -m slow
 
 PROCESSORS ?=
 test-processors: install-dev ## the numerical tests as other processors, thread counts and versions of torch compute; PROCESSORS="--only NAME"
