@@ -148,7 +148,7 @@ def test_mmlus_examples_are_not_questions(tmp_path: Path) -> None:
     [("heldout", "a.txt"), ("toxigen", "a.txt"), ("xstest", "a.csv"), ("math", "a.json")],
 )
 def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path, data: str, name: str) -> None:
-    (tmp_path / name).write_bytes(b'prompt,label\nna\xefve,safe\n')
+    (tmp_path / name).write_bytes(b"prompt,label\nna\xefve,safe\n")
     with pytest.raises(DataError, match=name):
         read_data(data, tmp_path / name)
 

@@ -25,6 +25,7 @@ import yaml
 from weft import extras
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
 from weft.evaluation.catalogue import list_names
+from weft.evaluation.task_scoring import score_program
 from weft.reading import refuse_url
 from weft.writing import write
 
@@ -117,10 +118,13 @@ def _find_matches(manager: Any, name: str, files: Mapping[str, Path]) -> list[st
     return [name] if name in manager.task_index else []
 
 
-def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
+def load_tasks(
+    manager: Any, names: Sequence[str], copies: Path, *, allow_code: bool = False
+) -> list[Any]:
     """Return the tasks and groups of these names, with their data.
 
-    `copies` is the folder with copies of data sets of the hub. Raises `DataError` for a task file
+    `copies` is the folder with copies of data sets of the hub. With `allow_code`, tasks may run
+    programs that the model writes, in weft's sandbox. Raises `DataError` for a task file
     with an error (FILE:LINE), and for data sets that are neither on this machine nor on the hub.
     Raises `ConfigError` for tasks that weft does not run.
     """
@@ -154,13 +158,19 @@ def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
     except ValueError as error:  # a task in two of the groups
         raise ConfigError(f"--tasks {','.join(names)}: {error}; name only one of them") from error
     for name, task in tasks.items():
-        _check_runs(name, task)
+        _check_runs(name, task, allow_code)
         _check_metrics(name, task, files.get(name))
     return built
 
 
-def _check_runs(name: str, task: Any) -> None:
+def _check_runs(name: str, task: Any, allow_code: bool) -> None:
     """Raise `ConfigError` for a task that needs more than a model of text."""
+    config = getattr(task, "config", None)
+    if not allow_code and config is not None and config.process_results is score_program:
+        raise ConfigError(
+            f"task {name!r} runs programs that the model writes, in the sandbox of the code reward "
+            f"(docs/code-reward.md); allow it with --allow_code, or leave the task out"
+        )
     if getattr(task, "UNSAFE_CODE", False):
         raise ConfigError(
             f"task {name!r} runs code that the model writes, without a sandbox; weft does not run "
