@@ -90,6 +90,7 @@ def test_rows_become_items(tmp_path: Path, data: str, row: dict[str, Any], item:
         ("preference", {"prompt": "p", "chosen": "c", "rejected": ""}, "'rejected' is empty"),
         ("preference", {"prompt": "p", "chosen": "c", "rejected": "c"}, "are equal"),
         ("truthfulqa", {"question": "q", "mc1_targets": MC1}, "lacks the field 'mc2_targets'"),
+        ("xstest", {"prompt": "p", "label": "harmless"}, "'label' must be safe or unsafe"),
         ("mmlu", {"question": "q", "choices": ["x", "y"], "answer": "C"}, "one of A, B or"),
         ("mmlu", {"question": "q", "choices": ["x", "y"], "answer": 2}, "one of A, B or"),
     ],

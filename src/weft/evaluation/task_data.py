@@ -323,10 +323,13 @@ def _convert_truthfulqa(row: Row) -> Item:
 
 
 def _convert_xstest(row: Row) -> Item:
-    kind = _read(row, "label", "type")
-    if "label" not in row or row["label"] not in ("safe", "unsafe"):
+    if row.get("label"):
+        kind = _read(row, "label").strip().lower()
+        if kind not in ("safe", "unsafe"):
+            raise BadRow(f"'label' must be safe or unsafe, not {row['label']!r}")
+    else:
         # The types of unsafe prompts are those of safe ones with this prefix.
-        kind = "unsafe" if kind.startswith("contrast_") else "safe"
+        kind = "unsafe" if _read(row, "type", "label").startswith("contrast_") else "safe"
     return {"prompt": _read(row, "prompt"), "label": kind}
 
 
