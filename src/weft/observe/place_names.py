@@ -24,11 +24,11 @@ def is_hub_name(text: str, folder: Path) -> bool:
     return (
         HUB_NAME.fullmatch(text) is not None
         and not text.endswith(DATA_SUFFIXES)
-        and not _exists(folder / text)
+        and not _is_there(folder / text)
     )
 
 
-def _exists(path: Path) -> bool:
+def _is_there(path: Path) -> bool:
     """Return whether a file or folder exists; False for a text that cannot be a path."""
     try:
         return path.exists()
@@ -49,7 +49,7 @@ def shorten_place(text: str, folder: Path) -> str:
         return text
     is_url = URL.fullmatch(text) is not None
     looks_local = text.startswith(LOCAL) or text.endswith(DATA_SUFFIXES)
-    if not (is_url or looks_local or _exists(folder / text)):
+    if not (is_url or looks_local or _is_there(folder / text)):
         return EMBEDDED_PATH.sub(lambda match: match[1], text)
     parts = Path(text.split("://", 1)[-1]).parts
     if len(parts) > 4 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
