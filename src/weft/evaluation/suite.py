@@ -178,7 +178,9 @@ def _check_shots(manager: Any, tasks: Sequence[Any], count: int | None) -> None:
 
     Tasks whose file says `num_fewshot: 0` stay without examples.
     """
-    for name, task in manager.load(list(tasks))["tasks"].items() if count else ():
+    if not count:
+        return
+    for name, task in manager.load(list(tasks))["tasks"].items():
         sampler = getattr(task, "sampler", None)
         if sampler is None or task.get_config("num_fewshot") == 0:
             continue
