@@ -80,6 +80,18 @@ def test_only_the_files_of_a_model_are_planned(tmp_path: Path) -> None:
     assert planned.left_out["eval/results_1.json"] == "the card has the results"
 
 
+def test_paths_of_this_machine_are_not_uploaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "_name_or_path": "/home/jo/model"}))
+    tokenizer = {"name_or_path": "me/hub", "special_tokens_map_file": "/home/jo/.cache/x.json"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    planned = plan(folder)
+    assert json.loads(planned.texts["config.json"]) == CONFIG
+    assert json.loads(planned.texts["tokenizer_config.json"]) == {"name_or_path": "me/hub"}
+    assert not {"config.json", "tokenizer_config.json"} & {*planned.files, *planned.left_out}
+    assert "/home/jo" not in "".join(planned.notes) and len(planned.notes) == 2
+
+
 def test_an_adapter_goes_as_an_adapter(tmp_path: Path) -> None:
     planned = plan(write_model(tmp_path, adapter_of="o/base"))
     assert list(planned.sizes) == [

@@ -23,7 +23,7 @@ def test_options_of_generation() -> None:
         "max_gen_toks": 8,
     }
     assert parse_generation_options('{"until": ["\\n", ","]}') == {"until": ["\n", ","]}
-    for wrong in ("temperature", '{"until": '):
+    for wrong in ("temperature", '{"until": ', "until=[a"):
         with pytest.raises(ConfigError, match="--gen_kwargs"):
             parse_generation_options(wrong)
 

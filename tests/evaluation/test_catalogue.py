@@ -170,6 +170,9 @@ def test_one_message_names_everything_that_is_missing(tmp_path: Path) -> None:
 def test_unknown_data_sets_and_numbers(data: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="there is no data set 'gsm'; known: alpaca_eval"):
         resolve_tasks(["gsm_cot"], CatalogueOptions({"gsm": data["gsm8k"]}))
+    for name in ("preference", "own"):
+        with pytest.raises(ConfigError, match="--num_samples 4: none of the tasks"):
+            resolve_tasks([name], CatalogueOptions(data, num_samples=4))
     with pytest.raises(ConfigError, match="--num_samples 0: must be at least 1"):
         resolve_tasks(["gsm_cot"], CatalogueOptions(data, num_samples=0))
 

@@ -71,6 +71,9 @@ def test_what_cannot_be_scored_is_refused(opened: OpenedModel) -> None:
         model.read_generation({"num_beams": 2})
     with pytest.raises(ConfigError, match="max_gen_toks=96"):
         model.read_generation({"max_gen_toks": CONTEXT})
+    for wrong in ({"max_gen_toks": "many"}, {"temperature": None}):
+        with pytest.raises(ConfigError, match="must be numbers"):
+            model.read_generation(wrong)
     with pytest.raises(ConfigError, match="temperature above 0"):
         model.read_generation({"do_sample": True, "max_gen_toks": 4})
     spec = model.read_generation({"until": ["\n", ""], "max_gen_toks": 4, "num_beams": 1})

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from jinja2 import StrictUndefined, Template
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, DataError
 from weft.evaluation import suite
 from weft.evaluation.models import OpenedModel
 from weft.evaluation.suite import SuiteOptions, TaskFigure
@@ -48,6 +49,22 @@ def test_a_cache_would_repeat_one_of_several_answers() -> None:
     suite._check_generation(model, manager, ["sums"], SuiteOptions())
     with pytest.raises(ConfigError, match=r"'sums' takes 4 answers per item.*--use_cache"):
         suite._check_generation(model, manager, ["sums"], SuiteOptions(use_cache="answers"))
+
+
+def test_more_examples_than_a_task_has_are_refused() -> None:
+    settings = {"num_fewshot": None}
+    task = SimpleNamespace(sampler=SimpleNamespace(df=[{}, {}]), get_config=settings.get)
+    manager = SimpleNamespace(load=lambda names: {"tasks": {"sums": task}})
+    suite._check_shots(manager, ["sums"], 2)
+    with pytest.raises(ConfigError, match="--num_fewshot 3: task 'sums' has 2 examples"):
+        suite._check_shots(manager, ["sums"], 3)
+    settings["num_fewshot"] = 0  # the harness ignores the option then
+    suite._check_shots(manager, ["sums"], 3)
+
+
+def test_an_item_that_a_template_cannot_render_is_an_error_of_the_data() -> None:
+    with pytest.raises(DataError, match="'q' is undefined"), suite._explain_template_errors():
+        Template("{{q.text}}", undefined=StrictUndefined).render()
 
 
 def test_outside_a_repository_git_says_nothing(

@@ -79,6 +79,22 @@ def test_tasks_with_errors_are_refused(tmp_path: Path) -> None:
         manager, names = open_manager(TaskSelection([name], [folder]))
         with pytest.raises(DataError, match=f"{file}{message}"):
             load_tasks(manager, names, tmp_path)
+    (folder / "wrong.yaml").write_text(
+        re.sub("doc_to_target: .*", 'doc_to_target: "none"', text).replace(
+            "choices\n", "wrong\n", 1
+        )
+    )
+    manager, names = open_manager(TaskSelection(["wrong"], [folder]))
+    with pytest.raises(DataError, match="item 0: the target 'none' is none of the"):
+        load_tasks(manager, names, tmp_path)
+    lines = (folder / "talk.yaml").read_text().replace("task: talk", "task: programs")
+    scoring = "process_results: !function weft.evaluation.task_scoring.score_program"
+    (folder / "programs.yaml").write_text(f"{lines}\n{scoring}\n")
+    manager, names = open_manager(TaskSelection(["programs"], [folder]))
+    with pytest.raises(ConfigError, match=r"'programs' runs programs.*--allow_code"):
+        load_tasks(manager, names, tmp_path)
+    manager, names = open_manager(TaskSelection(["programs"], [folder]))
+    assert len(load_tasks(manager, names, tmp_path, allow_code=True)) == 1
     manager, names = open_manager(TaskSelection([str(folder / "talk.yaml")]))
     assert names == ["talk"] and len(load_tasks(manager, names, tmp_path)) == 1
     manager, names = open_manager(TaskSelection(["st*"], [folder]))

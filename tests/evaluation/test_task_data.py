@@ -81,10 +81,16 @@ def test_rows_become_items(tmp_path: Path, data: str, row: dict[str, Any], item:
         ("ifeval", {**IFEVAL, "instruction_id_list": ["count:words"]}, "unknown instruction"),
         ("ifeval", {**IFEVAL, "kwargs": []}, "one mapping for each of the 1 instructions"),
         ("mbpp", {"text": "t"}, "lacks the field 'test_list'"),
+        (
+            "mbpp",
+            {"text": "t", "test_list": ["assert f()"], "test_imports": "import math"},
+            "'test_imports' must be a list of texts",
+        ),
         ("humaneval", {"prompt": "p", "test": "t"}, "lacks the field 'entry_point'"),
         ("preference", {"prompt": "p", "chosen": "c", "rejected": ""}, "'rejected' is empty"),
         ("preference", {"prompt": "p", "chosen": "c", "rejected": "c"}, "are equal"),
         ("truthfulqa", {"question": "q", "mc1_targets": MC1}, "lacks the field 'mc2_targets'"),
+        ("xstest", {"prompt": "p", "label": "harmless"}, "'label' must be safe or unsafe"),
         ("mmlu", {"question": "q", "choices": ["x", "y"], "answer": "C"}, "one of A, B or"),
         ("mmlu", {"question": "q", "choices": ["x", "y"], "answer": 2}, "one of A, B or"),
     ],
@@ -125,6 +131,27 @@ def test_parquet_rows(tmp_path: Path) -> None:
     rows = [{"question": "q", "choices": ["x", "y"], "answer": 1, "subject": "law"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test-0.parquet")
     assert read_data("mmlu", tmp_path).items[0]["target"] == 1
+
+
+def test_mmlus_examples_are_not_questions(tmp_path: Path) -> None:
+    row = {"choices": ["x", "y"], "answer": 1, "subject": "law"}
+    for folder in ("all", "law"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "rows.jsonl", [{"question": "q", **row}])
+        write_jsonl(tmp_path / folder / "dev.jsonl", [{"question": "example", **row}])
+    rows = read_data("mmlu", tmp_path)
+    assert [item["question"] for item in rows.items] == ["q"]
+    assert [item["question"] for item in rows.shots["law"]] == ["example"]
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("heldout", "a.txt"), ("toxigen", "a.txt"), ("xstest", "a.csv"), ("math", "a.json")],
+)
+def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path, data: str, name: str) -> None:
+    (tmp_path / name).write_bytes(b"prompt,label\nna\xefve,safe\n")
+    with pytest.raises(DataError, match=name):
+        read_data(data, tmp_path / name)
 
 
 def test_mmlus_folders_of_csv_files(tmp_path: Path) -> None:

@@ -48,6 +48,23 @@ def test_a_decimal_point_does_not_end_a_stated_answer() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("target", "answer", "score"),
+    [
+        ("-5", "So the answer is 5.", 0.0),
+        ("-5", "So the answer is -5.", 1.0),
+        ("25", "So the answer is 2.5.", 0.0),
+        ("1234", "So the answer is $1,234.", 1.0),
+        ("] ] )", "So the answer is ] ] ).", 1.0),
+        ("] ] )", "So the answer is ] ).", 0.0),
+        ("] ] )", "...", 0.0),
+        ("] ] )", "", 0.0),
+    ],
+)
+def test_signs_that_are_the_answer_count(target: str, answer: str, score: float) -> None:
+    assert task_scoring.score_stated({"target": target}, [[answer]]) == {"exact_match": score}
+
+
 def test_instructions_are_scored_by_prompt_and_one_by_one() -> None:
     item = {
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],

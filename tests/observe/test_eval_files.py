@@ -16,6 +16,7 @@ from weft.errors import DataError
 from weft.observe.eval_files import (
     EvaluationScore,
     ResultReader,
+    count_result_bytes,
     name_model,
     sort_models,
     split_model_name,
@@ -322,3 +323,9 @@ def compare_forms(tmp_path: Path) -> None:
         shapes = [np.array(row["filtered_resps"]).ndim for row in rows]
         assert shapes[0] == shapes[1]
     assert os.path.exists(real)
+
+
+def test_items_beside_several_results_are_counted_once(tmp_path: Path) -> None:
+    for name, size in (("results_1.json", 10), ("results_2.json", 10), ("samples_a_1.jsonl", 100)):
+        (tmp_path / name).write_text("x" * size)
+    assert count_result_bytes(tmp_path) == 120

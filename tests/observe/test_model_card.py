@@ -21,6 +21,7 @@ from weft.observe.model_card import (
     name_model,
     read_front_matter,
     shorten_place,
+    shorten_places,
     strip_checksum,
     write_card,
 )
@@ -133,6 +134,8 @@ def test_options_that_place_a_run_change_nothing(tmp_path: Path) -> None:
         ("here/model", "model"),
         ("/home/jo/with a space/model", "model"),
         ("see /home/jo/secret/notes.txt for it", "see notes.txt for it"),
+        ("rows=/home/jo/secret/rows", "rows=rows"),
+        ("long" * 99 + "/x", "long" * 99 + "/x"),
         ("<s>{{ x }}</s>", "<s>{{ x }}</s>"),
         ("a/b ratio", "a/b ratio"),
         ("plain", "plain"),
@@ -141,6 +144,11 @@ def test_options_that_place_a_run_change_nothing(tmp_path: Path) -> None:
 def test_places_are_reduced_to_names(tmp_path: Path, given: str, shown: str) -> None:
     (tmp_path / "here" / "model").mkdir(parents=True)
     assert shorten_place(given, tmp_path) == shown
+
+
+def test_names_of_entries_are_reduced_too(tmp_path: Path) -> None:
+    given = {"/home/jo/a/x.jsonl": [{"path": "/home/jo/m"}], "/home/jo/b/x.jsonl": 2}
+    assert shorten_places(given, tmp_path) == {"x.jsonl": [{"path": "m"}], "x.jsonl'": 2}
 
 
 def test_the_base_of_a_local_model_is_that_of_its_card(tmp_path: Path) -> None:

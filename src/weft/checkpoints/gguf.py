@@ -153,7 +153,8 @@ def check_contents(model: Path, file: Path) -> str:
         expected += size
     total = sum(int(tensor.n_elements) for tensor in reader.tensors)
     # The converter can add or leave out buffers, and a tied output matrix.
-    tied = int(config["vocab_size"]) * int(config["hidden_size"])
+    width = config["hidden_size"] if "hidden_size" in config else config["n_embd"]
+    tied = int(config["vocab_size"]) * int(width)
     gaps = [abs(total - expected - times * tied) for times in (-1, 0, 1)]
     if min(gaps) > MOST_EXTRA * expected:
         raise CheckpointError(

@@ -36,8 +36,11 @@ from weft.reading import read_object
 from weft.writing import write
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Entries of configurations that can hold a path of the machine on which they were written.
+PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
 )
@@ -106,13 +109,42 @@ def plan_upload(
     texts = {}
     if ADAPTER in files:
         texts[ADAPTER], base_model = _write_adapter_config(files.pop(ADAPTER), base_model)
+    cleaned, removed = _remove_local_paths(files)
+    texts |= cleaned
+    files = {name: path for name, path in files.items() if name not in cleaned}
     texts[README], notes = complete_card(
         checkpoint, folder, repo, CardMetadata(base_model=base_model, license=license)
     )
+    notes += removed
     if folder != checkpoint:
         notes.append("the adapter is uploaded; --merged uploads the whole model")
-    left_out = _explain_left_out(checkpoint, folder, {*files.values(), folder / ADAPTER})
+    chosen = {*files.values(), folder / ADAPTER, *(checkpoint / name for name in cleaned)}
+    chosen |= {folder / name for name in cleaned}
+    left_out = _explain_left_out(checkpoint, folder, chosen)
     return HubUploadPlan(repo, files, texts, left_out, notes)
+
+
+def _remove_local_paths(files: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
+    """Return configurations without the places on this machine that some programs store, and notes.
+
+    Only files that have such an entry are in the result.
+    """
+    cleaned = {}
+    notes = []
+    for name in (CONFIG, TOKENIZER_CONFIG):
+        if name not in files:
+            continue
+        settings: dict[str, Any] = read_object(files[name], str(files[name]), CheckpointError)
+        local = []
+        for key in PLACES:
+            value = settings.get(key)
+            if isinstance(value, str) and "/" in value and not is_hub_name(value, Path()):
+                local.append(key)
+        if local:
+            rest = {key: value for key, value in settings.items() if key not in local}
+            cleaned[name] = json.dumps(rest, indent=2, ensure_ascii=False) + "\n"
+            notes.append(f"{name} is uploaded without {', '.join(local)}: a path of this machine")
+    return cleaned, notes
 
 
 def _select_files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:

@@ -200,7 +200,7 @@ def run(given: argparse.Namespace) -> int:
     if others or not built:
         selection = suite_tasks.TaskSelection(others, given.include_path)
         manager, tasks = suite_tasks.open_manager(selection)
-        built += suite_tasks.load_tasks(manager, tasks, copies)
+        built += suite_tasks.load_tasks(manager, tasks, copies, allow_code=given.allow_code)
     else:
         manager = suite_tasks.open_empty_manager()
     # Evaluate one model after the other.
@@ -266,7 +266,13 @@ def parse_generation_options(text: str | None) -> dict[str, Any]:
                 f"--gen_kwargs {word!r}: write KEY=VALUE,KEY=VALUE, such as "
                 f"temperature=0.7,do_sample=true, or a JSON object"
             )
-        options[key.strip()] = yaml.safe_load(value)
+        try:
+            options[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"--gen_kwargs {word!r}: the value cannot be read; write a list, or a text with "
+                f"special characters, in a JSON object"
+            ) from error
     return options
 
 

@@ -133,15 +133,10 @@ def resolve_tasks(names: Sequence[str], options: CatalogueOptions) -> tuple[list
         for member in members:
             (own if member in catalogue else others).append(member)
     own = list(dict.fromkeys(own))
+    # Check everything before data is read.
+    _check_options([catalogue[name][0] for name in own], options)
     if not own:
         return [], others
-    # Check everything before data is read.
-    if options.num_samples is not None and options.num_samples < 1:
-        raise ConfigError(f"--num_samples {options.num_samples}: must be at least 1")
-    for name in options.data:
-        if name not in DATA_SETS:
-            known = ", ".join(sorted(DATA_SETS))
-            raise ConfigError(f"--data {name}=...: there is no data set {name!r}; known: {known}")
     paths = {name: find_data(catalogue[name][0].data, options.data, options.folder) for name in own}
     _check_needs({name: catalogue[name][0] for name in own}, paths, options)
     # Read each data set once.
@@ -158,6 +153,23 @@ def resolve_tasks(names: Sequence[str], options: CatalogueOptions) -> tuple[list
     if options.judge is not None and any(catalogue[name][0].judge for name in own):
         check_judge(options.judge)
     return tasks, others
+
+
+def _check_options(blocks: Sequence[TaskBlock], options: CatalogueOptions) -> None:
+    """Raise `ConfigError` for unknown data sets, and for a number of samples without effect."""
+    for name in options.data:
+        if name not in DATA_SETS:
+            known = ", ".join(sorted(DATA_SETS))
+            raise ConfigError(f"--data {name}=...: there is no data set {name!r}; known: {known}")
+    if options.num_samples is None:
+        return
+    if options.num_samples < 1:
+        raise ConfigError(f"--num_samples {options.num_samples}: must be at least 1")
+    if not any(block.scorer is not None and SCORERS[block.scorer].samples for block in blocks):
+        raise ConfigError(
+            f"--num_samples {options.num_samples}: none of the tasks summarizes several answers; "
+            f"leave it out, or set repeats in your task file"
+        )
 
 
 def _list_defined(folders: Sequence[Path]) -> set[str]:

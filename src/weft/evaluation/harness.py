@@ -290,7 +290,7 @@ class WeftLM(TemplateLM):
         Raises `ConfigError` for an option that weft lacks, for an invalid value, and if the number
         of new tokens leaves no room for a context.
         """
-        values = dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
+        values = _normalize_options(options)
         count = values.pop("max_gen_toks")
         stops = self._list_stops(values.pop("until"))
         sampled = values.pop("do_sample")
@@ -347,6 +347,17 @@ class WeftLM(TemplateLM):
     def _show(self, kind: str, done: int, total: int) -> None:
         if self._progress is not None:
             self._progress(kind, done, total)
+
+
+def _normalize_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of generation with the harness' own names and defaults."""
+    try:
+        return dict(normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"generation options: max_gen_toks and temperature must be numbers ({error}); set "
+            f"them with --gen_kwargs"
+        ) from error
 
 
 def select_sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:

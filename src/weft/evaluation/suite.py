@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 
-from weft.errors import ConfigError, UserError
+from weft.errors import ConfigError, DataError, UserError
 from weft.evaluation.models import OpenedModel
 from weft.evaluation.sampling import add_intervals
 from weft.evaluation.suite_tasks import silence_logs
@@ -113,12 +113,14 @@ def evaluate(
     if options.apply_chat_template:
         opened.tokenizer.require_chat_template()
     _check_generation(model, manager, tasks, options)
-    limit = None if options.limit is None else options.limit
+    _check_shots(manager, tasks, options.num_fewshot)
+    limit = options.limit
     tracker = EvaluationTracker(output_path=str(folder / f"{RESULTS}.json"))
     with (
         silence_logs(),
         redirect_stdout(sys.stderr),
         _keep_random_states(),
+        _explain_template_errors(),
         mock.patch.object(evaluator, "get_git_commit_hash", _read_git_commit),
     ):
         results = evaluator.simple_evaluate(
@@ -169,6 +171,40 @@ def _check_generation(
             model.read_generation({**own, **options.gen_kwargs})
         except UserError as error:
             raise ConfigError(f"task {name!r}: {error}") from error
+
+
+def _check_shots(manager: Any, tasks: Sequence[Any], count: int | None) -> None:
+    """Raise `ConfigError` if a task has fewer than `count` examples.
+
+    Tasks whose file says `num_fewshot: 0` stay without examples.
+    """
+    if not count:
+        return
+    for name, task in manager.load(list(tasks))["tasks"].items():
+        sampler = getattr(task, "sampler", None)
+        if sampler is None or task.get_config("num_fewshot") == 0:
+            continue
+        if len(sampler.df) < count:
+            raise ConfigError(
+                f"--num_fewshot {count}: task {name!r} has {len(sampler.df)} examples; set fewer"
+            )
+
+
+@contextmanager
+def _explain_template_errors() -> Iterator[None]:
+    """Raise `DataError` if a task's template cannot render an item; the first one is checked before.
+
+    The harness does not tell the item.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise DataError(
+            f"a template of the tasks cannot render one of the items: {error}; check doc_to_text, "
+            f"doc_to_target and doc_to_choice, and that each row has these fields"
+        ) from error
 
 
 def _write(results: Any, samples: Mapping[str, Any], tracker: Any, folder: Path) -> list[Path]:

@@ -17,14 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import TemplateError
 
 from weft import extras
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
 from weft.evaluation.catalogue import list_names
+from weft.evaluation.task_scoring import score_program
 from weft.reading import refuse_url
 from weft.writing import write
 
@@ -32,6 +35,7 @@ LEAST_VERSION = (0, 4, 13)
 LIBRARY = "lm_eval"
 # Formats that the library `datasets` reads from files; other values of dataset_path name a data set.
 FILE_FORMATS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml")
+CHECKED_ITEMS = 2000  # items of a task whose targets are checked before a model is loaded
 COPIES = "~/.cache/weft/eval"  # default folder of copies of data sets
 
 
@@ -117,10 +121,13 @@ def _find_matches(manager: Any, name: str, files: Mapping[str, Path]) -> list[st
     return [name] if name in manager.task_index else []
 
 
-def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
+def load_tasks(
+    manager: Any, names: Sequence[str], copies: Path, *, allow_code: bool = False
+) -> list[Any]:
     """Return the tasks and groups of these names, with their data.
 
-    `copies` is the folder with copies of data sets of the hub. Raises `DataError` for a task file
+    `copies` is the folder with copies of data sets of the hub. With `allow_code`, tasks may run
+    programs that the model writes, in weft's sandbox. Raises `DataError` for a task file
     with an error (FILE:LINE), and for data sets that are neither on this machine nor on the hub.
     Raises `ConfigError` for tasks that weft does not run.
     """
@@ -154,13 +161,20 @@ def load_tasks(manager: Any, names: Sequence[str], copies: Path) -> list[Any]:
     except ValueError as error:  # a task in two of the groups
         raise ConfigError(f"--tasks {','.join(names)}: {error}; name only one of them") from error
     for name, task in tasks.items():
-        _check_runs(name, task)
+        _check_runs(name, task, allow_code)
         _check_metrics(name, task, files.get(name))
+        _check_targets(name, task, files.get(name))
     return built
 
 
-def _check_runs(name: str, task: Any) -> None:
+def _check_runs(name: str, task: Any, allow_code: bool) -> None:
     """Raise `ConfigError` for a task that needs more than a model of text."""
+    config = getattr(task, "config", None)
+    if not allow_code and config is not None and config.process_results is score_program:
+        raise ConfigError(
+            f"task {name!r} runs programs that the model writes, in the sandbox of the code reward "
+            f"(docs/code-reward.md); allow it with --allow_code, or leave the task out"
+        )
     if getattr(task, "UNSAFE_CODE", False):
         raise ConfigError(
             f"task {name!r} runs code that the model writes, without a sandbox; weft does not run "
@@ -168,6 +182,37 @@ def _check_runs(name: str, task: Any) -> None:
         )
     if getattr(task, "MULTIMODAL", False):
         raise ConfigError(f"task {name!r} has images; weft evaluates models of text only")
+
+
+def _check_targets(name: str, task: Any, file: Path | None) -> None:
+    """Raise `DataError` if an item's target is none of its choices.
+
+    The harness counts such items as wrong, and only logs it. The first `CHECKED_ITEMS` are checked.
+    """
+    config = getattr(task, "config", None)
+    if (
+        task.OUTPUT_TYPE != "multiple_choice"
+        or config is None
+        or config.process_results is not None
+    ):
+        return
+    if getattr(task, "multiple_input", 0):
+        return  # the choices are contexts
+    place = f"{file}: " if file is not None else ""
+    for number, doc in enumerate(islice(task.eval_docs, CHECKED_ITEMS)):
+        try:
+            choices = task.doc_to_choice(doc)
+            target = task.doc_to_target(doc)
+        except TemplateError as error:
+            raise DataError(f"{place}task {name!r}, item {number}: {error}") from error
+        for each in target if isinstance(target, list) else [target]:
+            is_number = isinstance(each, int | float)
+            known = 0 <= each < len(choices) if is_number else each in choices
+            if not known:
+                raise DataError(
+                    f"{place}task {name!r}, item {number}: the target {each!r} is none of the "
+                    f"{len(choices)} choices, nor the number of one from 0"
+                )
 
 
 def _check_metrics(name: str, task: Any, file: Path | None) -> None:

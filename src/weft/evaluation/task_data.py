@@ -17,7 +17,7 @@ from typing import Any
 from weft.data.rows import BadRow, find_first_key, read_text, read_texts
 from weft.data.sources import SUFFIXES, UnreadableRow, read_rows
 from weft.errors import ConfigError, DataError
-from weft.reading import refuse_url
+from weft.reading import explain_read_errors, refuse_url
 
 Row = Mapping[str, Any]
 Item = dict[str, Any]
@@ -127,7 +127,7 @@ def _read_single(file: Path) -> Row | None:
     """Return the row of a JSON file that is a single object on several lines, else None."""
     if file.suffix != ".json":
         return None
-    text = file.read_text(encoding="utf-8-sig").strip()
+    text = _read_file(file).removeprefix("\ufeff").strip()
     if not text.startswith("{") or "\n" not in text:
         return None
     try:
@@ -138,10 +138,16 @@ def _read_single(file: Path) -> Row | None:
 
 def _read_csv(file: Path) -> Located:
     """Yield (FILE:LINE, row) of a CSV file whose first line names the columns."""
-    with _open_csv(file) as stream:
+    with explain_read_errors(str(file), DataError), _open_csv(file) as stream:
         reader = csv.DictReader(stream)
         for row in reader:
             yield f"{file}:{reader.line_num}", {key: value for key, value in row.items() if key}
+
+
+def _read_file(file: Path) -> str:
+    """Return the text of a file. Raises `DataError` if it cannot be read, or is not UTF-8."""
+    with explain_read_errors(str(file), DataError):
+        return file.read_text(encoding="utf-8")
 
 
 def _open_csv(file: Path) -> Any:
@@ -248,8 +254,8 @@ def _convert_humaneval(row: Row) -> Item:
 
 def _convert_mbpp(row: Row) -> Item:
     tests = read_texts(row, _require(row, "test_list"))
-    imports = row.get("test_imports") or []
-    setup = row.get("test_setup_code") or ""
+    imports = read_texts(row, "test_imports", at_least=0) if row.get("test_imports") else []
+    setup = read_text(row, "test_setup_code") if row.get("test_setup_code") else ""
     return {
         "task_id": str(row.get("task_id", "")),
         "text": _read(row, "text", "prompt"),
@@ -288,7 +294,7 @@ def _read_texts(path: Path) -> TaskRows:
     items = []
     for file in files:
         if file.suffix == ".txt":
-            parts = file.read_text(encoding="utf-8").split(STORY_END)
+            parts = _read_file(file).split(STORY_END)
             items += [{"text": part.strip()} for part in parts if part.strip()]
         else:
             items += _convert(_read_all([file]), lambda row: {"text": _read(row, "text")})
@@ -317,10 +323,13 @@ def _convert_truthfulqa(row: Row) -> Item:
 
 
 def _convert_xstest(row: Row) -> Item:
-    kind = _read(row, "label", "type")
-    if "label" not in row or row["label"] not in ("safe", "unsafe"):
+    if row.get("label"):
+        kind = _read(row, "label").strip().lower()
+        if kind not in ("safe", "unsafe"):
+            raise BadRow(f"'label' must be safe or unsafe, not {row['label']!r}")
+    else:
         # The types of unsafe prompts are those of safe ones with this prefix.
-        kind = "unsafe" if kind.startswith("contrast_") else "safe"
+        kind = "unsafe" if _read(row, "type", "label").startswith("contrast_") else "safe"
     return {"prompt": _read(row, "prompt"), "label": kind}
 
 
@@ -337,7 +346,7 @@ def _read_toxigen(path: Path) -> TaskRows:
         if file.suffix != ".txt":
             items += _convert(_read_all([file]), _convert_toxigen)
             continue
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in _read_file(file).splitlines():
             if line.strip():
                 prompt = line.strip().replace("\\\\", "\\").replace("\\n", "\n")
                 items.append({"prompt": prompt, "subset": file.stem})
@@ -380,7 +389,7 @@ def _convert_choices(row: Row) -> Item:
 def _read_choice_csv(file: Path) -> Located:
     """Yield (FILE:LINE, row) of one of MMLU's CSV files: question, choices, letter; no header."""
     subject = file.stem.removesuffix("_test").removesuffix("_dev").replace("_", " ")
-    with _open_csv(file) as stream:
+    with explain_read_errors(str(file), DataError), _open_csv(file) as stream:
         reader = csv.reader(stream)
         for cells in reader:
             row: dict[str, Any] = {"subject": subject, "question": cells[0] if cells else ""}
@@ -390,7 +399,10 @@ def _read_choice_csv(file: Path) -> Located:
 
 
 def _read_mmlu(path: Path) -> TaskRows:
-    """Read MMLU's folders `test` and `dev`, or rows; rows with split "dev" are examples."""
+    """Read MMLU's folders `test` and `dev`, or rows; files with `dev` in their name are examples.
+
+    Of a copy of the hub's data set, which holds each subject twice, the folder `all` is read.
+    """
     if (path / "test").is_dir() and any((path / "test").glob("*.csv")):
         tests = [
             row for file in sorted((path / "test").glob("*.csv")) for row in _read_choice_csv(file)
@@ -400,10 +412,15 @@ def _read_mmlu(path: Path) -> TaskRows:
         ]
         shots = _convert(iter(examples), _convert_choices)
         return TaskRows(_convert(iter(tests), _convert_choices), _group(shots))
-    items = _convert(_read_all(_list_row_files(path)), _convert_choices)
+    if (path / "all").is_dir():
+        path = path / "all"
     dev = [] if path.is_file() else sorted(path.glob("**/*dev*"))
-    files = [each for each in dev if each.name.endswith(SUFFIXES)]
-    return TaskRows(items, _group(_convert(_read_all(files), _convert_choices)))
+    shown = [each for each in dev if each.name.endswith(SUFFIXES)]
+    files = [each for each in _list_row_files(path) if each not in shown]
+    if not files:
+        raise DataError(f"{path}: only examples (dev) in it; add a file with the questions")
+    items = _convert(_read_all(files), _convert_choices)
+    return TaskRows(items, _group(_convert(_read_all(shown), _convert_choices)))
 
 
 def _group(items: Sequence[Item]) -> dict[str, list[Item]]:
@@ -440,7 +457,7 @@ def _read_bbh(path: Path) -> TaskRows:
                 f"cot-prompts of BIG-Bench Hard, next to its folder bbh"
             )
         # The first two lines are a warning to those who collect training data.
-        shots[subset] = "\n".join(prompt.read_text(encoding="utf-8").split("\n")[2:]).strip()
+        shots[subset] = "\n".join(_read_file(prompt).split("\n")[2:]).strip()
     return TaskRows(items, shots)
 
 

@@ -49,6 +49,8 @@ REFUSALS = (
 )
 STATED = re.compile(r"[Tt]he answer is (.*?)\.(?:\s|$)", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+# A word that is a number, with its sign and decimals, between other signs such as $, % or a period.
+NUMBER = re.compile(r"[^\w-]*(-?\d[\d,]*(?:\.\d+)?)\W*")
 COMPLIANCE, REFUSAL = 1, 2  # classes of XSTest's judge; 3 is a partial refusal
 EVEN = 0.5  # result of two equal log-likelihoods: a coin toss
 
@@ -111,8 +113,19 @@ def score_stated(doc: Item, results: Sequence[Any]) -> Metrics:
 
 
 def _strip_punctuation(text: str) -> str:
-    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(plain.split())
+    """Return a text in lower case without punctuation, except for the signs of numbers.
+
+    A text of punctuation alone, such as the brackets of BBH's dyck_languages, loses only its
+    spaces.
+    """
+    words = []
+    for word in text.lower().split():
+        number = NUMBER.fullmatch(word)
+        if number is not None:
+            words.append(number[1].replace(",", ""))
+            continue
+        words += word.translate(str.maketrans("", "", string.punctuation)).split()
+    return " ".join(words) or "".join(text.split())
 
 
 def score_program(doc: Item, results: Sequence[Any]) -> Metrics:

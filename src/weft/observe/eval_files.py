@@ -236,10 +236,10 @@ def describe_result_files(folder: Path) -> list[tuple[str, int, int]]:
 
 def count_result_bytes(folder: Path) -> int:
     """Return the bytes of all result files below a folder, and of the items beside them."""
-    total = 0
-    for path, size, _ in describe_result_files(folder):
-        total += size
-        for samples in Path(path).parent.glob("samples_*.jsonl"):
+    described = describe_result_files(folder)
+    total = sum(size for _, size, _ in described)
+    for place in {Path(path).parent for path, _, _ in described}:
+        for samples in place.glob("samples_*.jsonl"):
             total += samples.stat().st_size if samples.is_file() else 0
     return total
 

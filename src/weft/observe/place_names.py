@@ -24,8 +24,16 @@ def is_hub_name(text: str, folder: Path) -> bool:
     return (
         HUB_NAME.fullmatch(text) is not None
         and not text.endswith(DATA_SUFFIXES)
-        and not (folder / text).exists()
+        and not _is_there(folder / text)
     )
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a file or folder exists; False for a text that cannot be a path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # longer than names may be, or with a NUL character
+        return False
 
 
 def shorten_place(text: str, folder: Path) -> str:
@@ -41,8 +49,8 @@ def shorten_place(text: str, folder: Path) -> str:
         return text
     is_url = URL.fullmatch(text) is not None
     looks_local = text.startswith(LOCAL) or text.endswith(DATA_SUFFIXES)
-    if not (is_url or looks_local or (folder / text).exists()):
-        return text
+    if not (is_url or looks_local or _is_there(folder / text)):
+        return EMBEDDED_PATH.sub(lambda match: match[1], text)
     parts = Path(text.split("://", 1)[-1]).parts
     if len(parts) > 4 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):
         return f"{parts[-5]}/{parts[-4]}@{parts[-1]}:{parts[-2]}"
@@ -52,9 +60,15 @@ def shorten_place(text: str, folder: Path) -> str:
 
 
 def shorten_places(value: Any, folder: Path) -> Any:
-    """Return nested plain values with `shorten_place` applied to every text."""
+    """Return nested plain values with `shorten_place` applied to every text, keys included."""
     if isinstance(value, Mapping):
-        return {key: shorten_places(each, folder) for key, each in value.items()}
+        shortened = {}
+        for key, each in value.items():
+            name = shorten_place(key, folder) if isinstance(key, str) else key
+            while name in shortened:  # two folders can have files of the same name
+                name = f"{name}'"
+            shortened[name] = shorten_places(each, folder)
+        return shortened
     if isinstance(value, list | tuple):
         return [shorten_places(each, folder) for each in value]
     return shorten_place(value, folder) if isinstance(value, str) else value
