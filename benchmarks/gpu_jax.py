@@ -102,7 +102,7 @@ def _build_engine(run: Run, *, trained: bool) -> tuple[Any, int]:
     dtype = engine.DTYPES[where.dtype]
     mesh = build_mesh(None, engine.find_devices(where.device.type), trained=trained)
     wide = engine.DTYPES["float32"] if trained else dtype
-    arrays = stacks.build_arrays(lambda name: parameters[name].data, lambda name: wide, mesh)
+    arrays = stacks.build_arrays(lambda name, _: parameters[name].data, lambda name: wide, mesh)
     facts = {"family": raw["model_type"], "vocab_size": config.vocab_size}
     built = BuiltNetwork(
         network=engine.JaxNetwork(
