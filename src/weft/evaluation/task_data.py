@@ -415,12 +415,12 @@ def _read_mmlu(path: Path) -> TaskRows:
     if (path / "all").is_dir():
         path = path / "all"
     dev = [] if path.is_file() else sorted(path.glob("**/*dev*"))
-    shown = [each for each in dev if each.name.endswith(SUFFIXES)]
-    files = [each for each in _list_row_files(path) if each not in shown]
+    example_files = [each for each in dev if each.name.endswith(SUFFIXES)]
+    files = [each for each in _list_row_files(path) if each not in example_files]
     if not files:
         raise DataError(f"{path}: only examples (dev) in it; add a file with the questions")
     items = _convert(_read_all(files), _convert_choices)
-    return TaskRows(items, _group(_convert(_read_all(shown), _convert_choices)))
+    return TaskRows(items, _group(_convert(_read_all(example_files), _convert_choices)))
 
 
 def _group(items: Sequence[Item]) -> dict[str, list[Item]]:
