@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,6 @@ def data(tmp_path: Path) -> dict[str, Path]:
     for part in ("dev", "train"):
         (tmp_path / f"tydiqa/tydiqa-goldp-v1.1-{part}.json").write_text(json.dumps(tydiqa))
     return paths | {"bbh": tmp_path / "bbh", "tydiqa": tmp_path / "tydiqa"}
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    stub = Stub()
-    yield stub
-    stub.close()
 
 
 def judge(server: Stub) -> JudgeSettings:

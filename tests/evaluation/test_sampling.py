@@ -52,9 +52,9 @@ def test_summary_of_an_item() -> None:
 
 def test_wilsons_interval_of_zeros_and_ones() -> None:
     # scipy.stats.binomtest(8, 10).proportion_ci(method="wilson")
-    low, high = sampling.compute_interval([1.0] * 8 + [0.0] * 2) or (0.0, 0.0)
+    low, high = sampling.compute_mean_interval([1.0] * 8 + [0.0] * 2) or (0.0, 0.0)
     assert (low, high) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
-    low, high = sampling.compute_interval([1.0] * 20) or (0.0, 0.0)
+    low, high = sampling.compute_mean_interval([1.0] * 20) or (0.0, 0.0)
     assert low == pytest.approx(0.8388748, abs=1e-6) and high == pytest.approx(1.0)
 
 
@@ -63,14 +63,14 @@ def test_the_bootstrap_interval_covers_the_mean() -> None:
     draws = np.random.default_rng(1)
     hits = 0
     for _ in range(200):
-        interval = sampling.compute_interval(draws.beta(2, 3, size=40).tolist())
+        interval = sampling.compute_mean_interval(draws.beta(2, 3, size=40).tolist())
         assert interval is not None
         hits += interval[0] <= 0.4 <= interval[1]
     assert 180 <= hits <= 199
 
 
 def test_one_item_has_no_interval() -> None:
-    assert sampling.compute_interval([1.0]) is None
+    assert sampling.compute_mean_interval([1.0]) is None
 
 
 def test_intervals_are_added_to_means_only() -> None:

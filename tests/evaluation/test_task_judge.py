@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,14 +18,6 @@ from weft.evaluation.task_judge import (
 )
 
 ITEMS = [{"prompt": "Say hi.", "reference": "hello"}, {"prompt": "Sum?", "reference": "7"}]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    stub = Stub()
-    yield stub
-    stub.close()
 
 
 def open_judge(server: Stub) -> JudgeSettings:

@@ -179,7 +179,7 @@ def _list_defined(folders: Sequence[Path]) -> set[str]:
         return set()
     from lm_eval.tasks import TaskManager
 
-    with _silence_logs():
+    with silence_logs():
         return set(TaskManager(include_path=list(places), include_defaults=False).all_tasks)
 
 
@@ -291,7 +291,7 @@ def _build_task(
         else:
             step = {"function": "take_first_k", "k": repeats}
         config["filter_list"] = [{"name": "none", "filter": [step]}]
-    with _silence_logs():
+    with silence_logs():
         return ConfigurableTask(config=config)
 
 
@@ -317,12 +317,15 @@ def _list_metrics(
 
 
 @contextmanager
-def _silence_logs() -> Iterator[None]:
-    """Suppress lm_eval's notes about configurations."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def silence_logs() -> Iterator[None]:
+    """Suppress the harness' warnings and progress bars; errors are raised anyway."""
+    names = ("lm_eval", "datasets", "huggingface_hub", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from weft.observe.eval_statistics import ScoredItems, compute_interval
+
 USUAL_COUNTS = (10, 100)  # values of k in the literature, beside the powers of two
-LEVEL = 0.95  # confidence level
-NORMAL_QUANTILE = 1.959964  # 97.5 % quantile of the normal distribution
-RESAMPLES = 2000
-SEED = 0
-BLOCK = 4_000_000  # largest number of draws in memory at once
 
 
 def estimate_pass(count: int, correct: int, k: int) -> float:
@@ -73,37 +70,16 @@ def summarize_samples(
     return metrics
 
 
-def compute_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean over items, or None for fewer than 2 items.
+def compute_mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean over items, as `weft eval table` does.
 
-    It is Wilson's interval if all values are 0 or 1, or equal and between 0 and 1: it does not
-    shrink to a point there. Otherwise, it is the percentile interval of 2,000 bootstrap resamples
-    of the items with a fixed seed.
+    It is None if the items cannot tell it, such as a single one.
     """
-    array = np.asarray(values, dtype=np.float64)
-    count = len(array)
-    if count < 2:
-        return None
-    is_equal = bool((array == array[0]).all()) and 0 <= array[0] <= 1
-    if is_equal or np.isin(array, (0.0, 1.0)).all():
-        return _compute_wilson(float(array.mean()), count)
-    draws = np.random.default_rng(SEED)
-    means: list[float] = []
-    step = max(1, BLOCK // count)
-    while len(means) < RESAMPLES:
-        rows = min(step, RESAMPLES - len(means))
-        means += array[draws.integers(count, size=(rows, count))].mean(axis=1).tolist()
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
-
-
-def _compute_wilson(share: float, count: int) -> tuple[float, float]:
-    square = NORMAL_QUANTILE**2
-    middle = (share + square / (2 * count)) / (1 + square / count)
-    spread = math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    half = NORMAL_QUANTILE * spread / (1 + square / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    count = len(values)
+    array = np.asarray(values, dtype=np.float64)[:, None]
+    return compute_interval(
+        ScoredItems(array, np.ones(count), np.zeros(count, np.int64), np.ones(1))
+    )
 
 
 def add_intervals(results: Any) -> None:
@@ -121,7 +97,7 @@ def add_intervals(results: Any) -> None:
             values = _list_values(samples, metric, filter_name)
             if not values or not _is_near(value, sum(values) / len(values)):
                 continue
-            interval = compute_interval(values)
+            interval = compute_mean_interval(values)
             if interval is not None:
                 row[f"{metric}_ci95,{filter_name}"] = list(interval)
 

@@ -23,9 +23,9 @@ from unittest import mock
 import numpy as np
 
 from weft.errors import ConfigError, DataError, UserError
+from weft.evaluation.catalogue import silence_logs
 from weft.evaluation.models import OpenedModel
 from weft.evaluation.sampling import add_intervals
-from weft.evaluation.suite_tasks import silence_logs
 
 MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
 OWN_SEED = 1234  # the harness' default seed of numpy, torch and the choice of examples

@@ -10,7 +10,6 @@ This module imports lm_eval when a function needs it.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from jinja2 import TemplateError
 
 from weft import extras
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
-from weft.evaluation.catalogue import list_names
+from weft.evaluation.catalogue import list_names, silence_logs
 from weft.evaluation.task_scoring import score_program
 from weft.reading import refuse_url
 from weft.writing import write
@@ -337,21 +336,6 @@ def find_line(file: Path, reason: str) -> int:
                 best = rank
                 line = node.start_mark.line + 1
     return line
-
-
-@contextmanager
-def silence_logs() -> Iterator[None]:
-    """Suppress the harness' warnings and progress bars; errors are raised anyway."""
-    names = (LIBRARY, "datasets", "huggingface_hub", "transformers")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
 
 
 # -- data

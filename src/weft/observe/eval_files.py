@@ -235,7 +235,7 @@ def describe_result_files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def count_result_bytes(folder: Path) -> int:
-    """Return the bytes of all result files below a folder, and of the items beside them."""
+    """Return the size in bytes of all result files below a folder, with the items beside them."""
     described = describe_result_files(folder)
     total = sum(size for _, size, _ in described)
     for place in {Path(path).parent for path, _, _ in described}:

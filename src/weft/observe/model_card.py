@@ -166,7 +166,7 @@ def write_card(checkpoint: Path, facts: CardFacts, role: str) -> None:
 
 
 def read_card(checkpoint: Path) -> str | None:
-    """Return the text of a checkpoint's `README.md`, or None if there is none."""
+    """Return the text of a checkpoint's `README.md`, or None if the file does not exist."""
     path = checkpoint / README
     return read_text(str(path), str(path)) if path.is_file() else None
 
@@ -290,7 +290,7 @@ def build_metadata(checkpoint: Path, facts: CardFacts, role: str) -> dict[str, A
 
 
 def find_architecture(checkpoint: Path) -> str:
-    """Return the first architecture in a checkpoint's config.json, or "" if there is none."""
+    """Return the first architecture in a checkpoint's config.json, or "" if it lists none."""
     names = read_json(checkpoint / MODEL_CONFIG).get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
