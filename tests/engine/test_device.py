@@ -76,7 +76,7 @@ def test_what_a_processor_is_in_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     read = device._read_processor_name
     assert read(info) == "A Processor 9354" and read(tmp_path / "none")
     monkeypatch.setattr(device, "_read_processor_name", lambda: read(info))
-    monkeypatch.setattr(device, "_count_cores", lambda: 1)
+    monkeypatch.setattr(device, "count_cores", lambda: 1)
     line = device.format_hardware(device.describe_hardware(torch.device("cpu")), "cpu")
     assert line.startswith("cpu (A Processor 9354, 1 core, ") and line.endswith(" GiB)")
 

@@ -234,7 +234,7 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {
             "name": _read_processor_name() if device.type == "cpu" else device.type,
-            "cores": _count_cores(),
+            "cores": count_cores(),
             "memory": read_memory_bytes(device),
         }
     properties = torch.cuda.get_device_properties(device)
@@ -275,11 +275,17 @@ def _read_processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def read_thread_limit() -> int | None:
+    """Return the number of threads that the user allows a process, or None if it is not set."""
+    words = os.environ.get("OMP_NUM_THREADS", "")
+    return int(words) if words.isdecimal() and int(words) else None
 
 
 def _read_driver_version(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from weft.checkpoints.config_file import prefix_option
@@ -122,16 +121,14 @@ def _find_rates(
     """Return the speeds of the devices. Raises `UnknownRates` if they are not known."""
     import torch
 
-    from weft.engine.device import read_memory_bytes
+    from weft.engine.device import count_cores, read_memory_bytes, read_thread_limit
 
     # CPUs: share this machine's memory and cores.
     memory = config.search.memory_gb
     if not on_gpu:
         if memory is None:
             memory = 0.9 * read_memory_bytes(torch.device("cpu")) / GIB / per_node
-        words = os.environ.get("OMP_NUM_THREADS", "")
-        threads = int(words) if words.isdecimal() and int(words) else None
-        return estimate_cpu_rates(len(os.sched_getaffinity(0)), memory, per_node, threads)
+        return estimate_cpu_rates(count_cores(), memory, per_node, read_thread_limit())
     # GPUs: look up the type that is set, or that of this machine.
     if config.search.gpu is None and not torch.cuda.is_available():
         raise UnknownRates(

@@ -14,15 +14,28 @@ from typing import Any
 
 import torch
 
+from weft.checkpoints.hf_io import read_config
 from weft.data.sample import SequenceSample
+from weft.data.spec import DatasetSpec
+from weft.engine.device import count_cores, read_thread_limit
+from weft.engine.service_spec import NO_NETWORK
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
+from weft.options import read
+from weft.planner.cost import build_decoder_sizes
+from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 from weft.planner.forecast import MemoryForecast, format_smaller_options
-from weft.planner.placement import DEFAULT_ANSWER_TOKENS, DEFAULT_PROMPT_TOKENS, PAIRED_TYPES
+from weft.planner.placement import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_PROMPT_TOKENS,
+    PAIRED_TYPES,
+    SearchSpec,
+)
 from weft.planner.run_plan import describe_run, group_roles_by_device
+from weft.planner.step_forecast import StepForecast, forecast_step
 
 
 def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
@@ -74,6 +87,36 @@ def build_plan_lines(
         *notes,
         *_format_verdict(experiment, target, expected),
     ]
+
+
+def forecast_run_step(experiment: Experiment, target: TargetDevices) -> StepForecast | None:
+    """Return the forecast of a step on the devices of `target`.
+
+    Returns None for GPUs of unknown type and for TPUs, whose speeds are not known, and if no call
+    has a network of weft's.
+    """
+    if target.usable is None or target.name == "TPU":
+        return None
+    on_gpu = target.device.type == "cuda"
+    networks = {}
+    for role, spec in experiment.roles.items():
+        if spec.path and spec.backend not in (*NO_NETWORK, "hf"):
+            family = read_config(spec.path, spec.type)[1]
+            networks[role] = build_decoder_sizes(spec, family, on_gpu=on_gpu)
+    if not networks:
+        return None
+    per_node = experiment.control.n_gpus_per_node or experiment.num_devices
+    gib = target.usable / GIB
+    if on_gpu:
+        single = all(network.settings.dtype == "float32" for network in networks.values())
+        dtype = "float32" if single else "bfloat16"
+        rates = find_gpu_rates(target.name, dtype, gib, per_node)
+    else:
+        rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
+    options = experiment.config
+    search = read(SearchSpec(), options.get("search") or {})
+    written = read(DatasetSpec(), options.get("dataset") or {})
+    return forecast_step(experiment, networks, rates, search, written)
 
 
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:

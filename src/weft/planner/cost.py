@@ -216,8 +216,19 @@ def estimate_transfer_seconds(
     The device that sends or receives the most bytes determines the time. If only adapters are
     trained, only they are copied.
     """
+    wanted = count_received_bytes(network, source, target)
+    most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
+    return most / rates.compute_bandwidth({*source.ranks, *target.ranks}) + (
+        rates.latency if most else 0.0
+    )
+
+
+def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
+    """Return the bytes of trained weights that each device of `target` lacks, by rank.
+
+    The devices of `source` send them, each an equal share.
+    """
     size = float(network.shape.trainable * network.element_bytes)
-    # Bytes that each target device lacks; the senders share them equally.
     wanted = {}
     for rank in target.ranks:
         wanted[rank] = (
@@ -225,10 +236,7 @@ def estimate_transfer_seconds(
             * _compute_stored_share(target.layout)
             * (1.0 - _compute_present_share(source, target, rank))
         )
-    most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return most / rates.compute_bandwidth({*source.ranks, *target.ranks}) + (
-        rates.latency if most else 0.0
-    )
+    return wanted
 
 
 def _compute_stored_share(layout: Layout) -> float:

@@ -32,6 +32,7 @@ class DeviceRates:
         dispatch: Overhead of a call to another process, in seconds.
         cores: Number of CPU cores that the devices of a machine share, or None for GPUs.
         threads: Maximum number of cores that each process uses, if the user set it.
+        basis: Where the speeds come from, as a phrase.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DeviceRates:
     dispatch: float = 0.0
     cores: float | None = None
     threads: int | None = None
+    basis: str = "estimated speeds"
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
         """Return the rates of one process while several processes compute on the same machine.
@@ -152,6 +154,7 @@ def estimate_cpu_rates(
         dispatch=DISPATCH,
         cores=cores,
         threads=threads,
+        basis="estimated speeds of a CPU",
     )
 
 
@@ -196,6 +199,7 @@ def find_gpu_rates(
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,
+        basis=f"the data sheet of {gpu}",
     )
 
 

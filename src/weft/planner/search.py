@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from weft.planner.cost import (
     CallWorkload,
     DecoderSizes,
+    count_received_bytes,
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
@@ -55,6 +56,7 @@ class PlacementEstimate:
         meshes: Mesh of each call.
         seconds: Duration of each call.
         transfer_seconds: Time to transfer weights to the devices of each call.
+        moved_bytes: Bytes of weights that the devices of each call receive.
         step_seconds: Duration of a step.
         peak_bytes: Memory used on the device that uses the most.
         excess_bytes: Memory beyond the capacity of that device; 0 if the placement fits.
@@ -63,6 +65,7 @@ class PlacementEstimate:
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
     transfer_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
     step_seconds: float
     peak_bytes: float  # memory used on the fullest device
     excess_bytes: float  # bytes beyond the capacity of that device
@@ -153,6 +156,9 @@ class PlacementProblem:
             transfer_seconds={
                 call: self._estimate_transfer(unit, numbers) for call, unit in self._unit_of.items()
             },
+            moved_bytes={
+                call: self._count_moved_bytes(unit, numbers) for call, unit in self._unit_of.items()
+            },
             step_seconds=self._simulate_step(numbers),
             peak_bytes=most,
             excess_bytes=max(0.0, most - self.rates.capacity),
@@ -217,6 +223,18 @@ class PlacementProblem:
             )
             self._moving[role, source, target] = seconds
         return seconds
+
+    def _count_moved_bytes(self, unit: int, numbers: Sequence[int]) -> float:
+        """Return the bytes of newly trained weights that the devices of a unit receive.
+
+        The arguments are those of `_estimate_transfer`.
+        """
+        role = self.units[unit].role
+        home = self._home[role]
+        if numbers[unit] == numbers[home] or not self.units[home].trains:
+            return 0.0
+        source, target = self._meshes[numbers[home]], self._meshes[numbers[unit]]
+        return sum(count_received_bytes(self.networks[role], source, target).values())
 
     def _simulate_step(self, numbers: Sequence[int]) -> float:
         """Return the duration of a step in seconds, estimated by simulating the graph's execution.

@@ -1,0 +1,110 @@
+"""Forecast of one step of a run with the placement that it has: seconds, memory and messages.
+
+Each call's forecast has a counterpart that a run measures; `weft plan` and a run's plan show the
+forecast, and a run's report shows both. The functions are pure: the caller reads models and
+describes the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.data.spec import DatasetSpec
+from weft.experiment import Experiment
+from weft.graph.mfc import MFCDef
+from weft.planner.cost import DecoderSizes
+from weft.planner.devices import DeviceRates
+from weft.planner.placement import SearchSpec, build_workload
+from weft.planner.search import PlacementProblem, PlacementUnit
+
+
+@dataclass(frozen=True)
+class CallForecast:
+    """Forecast of one call in one step.
+
+    Attributes:
+        seconds: Duration of the call, without the time to move parameters to its devices.
+        transfer_seconds: Time to move newly trained parameters to the call's devices.
+        moved_bytes: Bytes of these parameters that its devices receive.
+    """
+
+    seconds: float
+    transfer_seconds: float
+    moved_bytes: float
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Forecast of one step.
+
+    Attributes:
+        step_seconds: Duration of the step. Calls on separate devices can overlap.
+        calls: Forecast of each call of a model with a known network.
+        left_out: Roles whose calls are not included, because their network is not known.
+        basis: What the forecast is based on, for example "estimated speeds of a CPU".
+    """
+
+    step_seconds: float
+    calls: Mapping[str, CallForecast]
+    left_out: tuple[str, ...]
+    basis: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast as plain values, as JSON can hold them."""
+        return {**asdict(self), "calls": {name: asdict(call) for name, call in self.calls.items()}}
+
+
+def forecast_step(
+    experiment: Experiment,
+    networks: Mapping[str, DecoderSizes],
+    rates: DeviceRates,
+    search: SearchSpec,
+    written: DatasetSpec,
+) -> StepForecast:
+    """Return the forecast of a step of `experiment` on the devices that its calls have.
+
+    `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
+    and `written` give the lengths of prompts and answers: the assumptions that the user set, and
+    the dataset's options as the user wrote them.
+    """
+    calls = experiment.graph.list_model_calls()
+    known = [call for call in calls if call.role in networks]
+    loads = {call.name: build_workload(experiment, search, written, call) for call in known}
+    units = _build_units(experiment, known)
+    graph = experiment.graph
+    problem = PlacementProblem(
+        units=units,
+        networks=networks,
+        loads=loads,
+        order=graph.order,
+        producers={name: graph.find_producers(name) for name in graph.order},
+        rates=rates,
+        num_devices=experiment.num_devices,
+        max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
+    )
+    estimate = problem.estimate([0] * len(units))
+    forecasts = {}
+    for name, seconds in estimate.seconds.items():
+        forecasts[name] = CallForecast(
+            seconds, estimate.transfer_seconds[name], estimate.moved_bytes[name]
+        )
+    left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
+    return StepForecast(estimate.step_seconds, forecasts, left_out, rates.basis)
+
+
+def _build_units(experiment: Experiment, calls: list[MFCDef]) -> list[PlacementUnit]:
+    """Return a unit for each role that is trained, and for each call that does not train.
+
+    Each unit has one mesh: the one that its calls have.
+    """
+    groups: dict[tuple[str, str], list[MFCDef]] = {}
+    for call in calls:
+        groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
+    units = []
+    for (role, _), members in groups.items():
+        names = tuple(call.name for call in members)
+        mesh = experiment.call_meshes[names[0]]
+        units.append(PlacementUnit(role, names, (mesh,), trains=members[0].trains))
+    return units
