@@ -203,8 +203,15 @@ def test_search_of_a_gpu_that_is_not_here(model: Path, capsys: pytest.CaptureFix
     assert "did you mean H100" in capsys.readouterr().err
 
 
-def test_search_of_one_device_has_nothing_to_choose(
+def test_search_of_one_device_shows_the_time_of_a_step(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert weft.main(searched(model)) == 2
-    assert "there is nothing to choose" in capsys.readouterr().err
+    assert weft.main(searched(model)) == 0
+    page = capsys.readouterr().out
+    assert re.match(r"time: about [\d.]+ s per step \([\d,]+ tokens/s\); from estimated", page)
+    assert "nothing to choose" in page
+    assert weft.main([*searched(model), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["step_seconds"] == pytest.approx(sum(c["seconds"] for c in step["calls"].values()))
+    assert weft.main(searched(model, "device=cuda")) == 2
+    assert "name a GPU" in capsys.readouterr().err

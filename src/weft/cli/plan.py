@@ -26,6 +26,7 @@ from weft.planner.memory import BYTES, CallDemand
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
+    from weft.experiment import Experiment
     from weft.models.network.config import TransformerConfig
     from weft.realloc.plan import ReallocationTraffic
 
@@ -200,8 +201,10 @@ def _add_memory_parser(commands: Any) -> None:
 def print_search(words: Sequence[str], *, as_json: bool) -> None:
     """Print the devices that `allocation_mode=search` assigns to each model call of a run.
 
-    `words` are the arguments of `weft quickstart`. With `as_json`, the output is JSON. Raises
-    `ConfigError` if there is nothing to search, for example with a single device.
+    With a single device, or if every role has a layout, there is nothing to choose: then the time
+    of a step with these layouts is printed. `words` are the arguments of `weft quickstart`. With
+    `as_json`, the output is JSON. Raises `ConfigError` if a model's config.json is missing or if
+    the speed of the devices is not known.
     """
     from weft.cli.quickstart import build_config
     from weft.experiments.common import build_experiment
@@ -225,11 +228,8 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
                 missing.append(note)
         if missing:
             raise ConfigError("\n".join(missing))
-        raise ConfigError(
-            "plan search: there is nothing to choose with one device or with a layout for every "
-            "role; write "
-            "n_gpus_per_node=8 (or n_nodes), and leave layouts out"
-        )
+        _print_fixed_placement(experiment, as_json=as_json)
+        return
     if as_json:
         print(json.dumps(experiment.search, indent=2))
         return
@@ -237,6 +237,27 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
         "\n".join(
             line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))
         )
+    )
+
+
+def _print_fixed_placement(experiment: Experiment, *, as_json: bool) -> None:
+    from weft.launch.facts import TargetDevices
+    from weft.launch.plan import forecast_run_step
+
+    target = TargetDevices.from_experiment(experiment, experiment.config["mode"])
+    step = forecast_run_step(experiment, target)
+    if step is None:
+        raise ConfigError(
+            "plan search: the speed of these devices is not known; name a GPU, such as "
+            "search.gpu=H100"
+        )
+    if as_json:
+        print(json.dumps(step.to_dict(), indent=2))
+        return
+    print("\n".join(step.format_lines()))
+    print(
+        "nothing to choose: the run has one device, or every role has a layout; "
+        "n_gpus_per_node=8 (or n_nodes) asks for more devices"
     )
 
 

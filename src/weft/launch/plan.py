@@ -19,6 +19,7 @@ from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.engine.device import count_cores, read_thread_limit
 from weft.engine.service_spec import NO_NETWORK
+from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
 from weft.launch.resolve import ResolvedRun, RunData
@@ -73,6 +74,7 @@ def build_plan_lines(
         batches = [batch]
         notes = [note]
     facts = predict_facts(experiment, target.device, run.tokenizers)
+    step = forecast_run_step(experiment, target)
     target, expected = _forecast(experiment, facts, batches, target)
     described = describe_run(
         experiment,
@@ -85,6 +87,7 @@ def build_plan_lines(
     return [
         *_drop_memory_lines(plan).format_whole(width),
         *notes,
+        *([] if step is None else step.format_lines(None if data is None else data.horizon.steps)),
         *_format_verdict(experiment, target, expected),
     ]
 
@@ -92,8 +95,8 @@ def build_plan_lines(
 def forecast_run_step(experiment: Experiment, target: TargetDevices) -> StepForecast | None:
     """Return the forecast of a step on the devices of `target`.
 
-    Returns None for GPUs of unknown type and for TPUs, whose speeds are not known, and if no call
-    has a network of weft's.
+    Returns None for TPUs and for GPUs whose speed is not known, and if no call has a network of
+    weft's.
     """
     if target.usable is None or target.name == "TPU":
         return None
@@ -110,7 +113,10 @@ def forecast_run_step(experiment: Experiment, target: TargetDevices) -> StepFore
     if on_gpu:
         single = all(network.settings.dtype == "float32" for network in networks.values())
         dtype = "float32" if single else "bfloat16"
-        rates = find_gpu_rates(target.name, dtype, gib, per_node)
+        try:
+            rates = find_gpu_rates(target.name, dtype, gib, per_node)
+        except ConfigError:
+            return None
     else:
         rates = estimate_cpu_rates(count_cores(), gib, per_node, read_thread_limit())
     options = experiment.config

@@ -14,6 +14,8 @@ from typing import Any
 from weft.data.spec import DatasetSpec
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
+from weft.observe.memory import format_size
+from weft.observe.metrics import format_duration
 from weft.planner.cost import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_workload
@@ -41,19 +43,44 @@ class StepForecast:
 
     Attributes:
         step_seconds: Duration of the step. Calls on separate devices can overlap.
+        num_tokens: Number of tokens of the step's batch, with those that are sampled.
         calls: Forecast of each call of a model with a known network.
         left_out: Roles whose calls are not included, because their network is not known.
         basis: What the forecast is based on, for example "estimated speeds of a CPU".
     """
 
     step_seconds: float
+    num_tokens: int
     calls: Mapping[str, CallForecast]
     left_out: tuple[str, ...]
     basis: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
-        return {**asdict(self), "calls": {name: asdict(call) for name, call in self.calls.items()}}
+        return asdict(self)
+
+    def format_lines(self, steps: int | None = None) -> list[str]:
+        """Return lines with the duration of a step, and what each call contributes to it.
+
+        `steps` is the number of steps of the run, or None if it is not known.
+        """
+        rate = self.num_tokens / self.step_seconds
+        run = ""
+        if steps is not None:
+            run = f", {format_duration(steps * self.step_seconds)} for {steps:,} steps"
+        missing = ""
+        if self.left_out:
+            missing = f", without {', '.join(self.left_out)}"
+        lines = [
+            f"time: about {self.step_seconds:.3g} s per step ({rate:,.0f} tokens/s){run}{missing}; "
+            f"from {self.basis}"
+        ]
+        for name, call in sorted(self.calls.items(), key=lambda item: -item[1].seconds):
+            moving = ""
+            if call.transfer_seconds:
+                moving = f" + {call.transfer_seconds:.3g} s for {format_size(call.moved_bytes)} of weights"
+            lines.append(f"  {name}: {call.seconds:.3g} s{moving}")
+        return lines
 
 
 def forecast_step(
@@ -91,7 +118,13 @@ def forecast_step(
             seconds, estimate.transfer_seconds[name], estimate.moved_bytes[name]
         )
     left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
-    return StepForecast(estimate.step_seconds, forecasts, left_out, rates.basis)
+    return StepForecast(
+        estimate.step_seconds,
+        max(load.num_tokens for load in loads.values()),
+        forecasts,
+        left_out,
+        rates.basis,
+    )
 
 
 def _build_units(experiment: Experiment, calls: list[MFCDef]) -> list[PlacementUnit]:
