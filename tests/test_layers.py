@@ -75,6 +75,7 @@ NEIGHBOURS = {
     ("algorithms", "options"),
     ("host", "data"),
     ("planner", "experiment"),
+    ("launch", "evaluation"),
     ("apps", "cli"),
     ("compat", "cli"),
     ("scripts", "cli"),

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from weft.data.spec import DatasetSpec
+from weft.data.suite_spec import EvalSuiteSpec
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError, GraphError, build_unknown_name_error, qualify_error
@@ -36,8 +37,9 @@ class Evaluation:
     `eval/{source}/{metric}` for each validation source and as `eval/{metric}` over all sources.
     `batch_size` is the number of ids per batch.
 
-    The option `eval_prompts` names a file of prompts. If it is set, a second `Evaluation`,
-    `Experiment.fixed_prompts`, generates the trained model's answers to these prompts.
+    A second `Evaluation`, `Experiment.fixed_prompts`, generates the trained model's answers to the
+    prompts of the option `eval_prompts`. A third one, `Experiment.eval_suite`, answers the requests
+    of the tasks of the option `eval_suite`.
     """
 
     graph: DataflowGraph
@@ -46,11 +48,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Control:
-    """Options of a run that do not depend on the algorithm.
-
-    Examples are the run's name, its devices, its duration, and the intervals of saving, evaluation
-    and logging.
-    """
+    """Options of a run that do not depend on the algorithm, such as its name and its devices."""
 
     experiment_name: str
     trial_name: str
@@ -70,6 +68,7 @@ class Control:
     eval_freq_secs: float | None = None
     eval_at_start: bool | None = None
     eval_prompts: str | None = None
+    eval_suite: EvalSuiteSpec = field(default_factory=EvalSuiteSpec)
     save_best: str | None = None
     save_best_mode: str | None = None
     early_stop_patience: int | None = None
@@ -139,6 +138,7 @@ class Experiment:
     placement: Mapping[str, Layout] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     fixed_prompts: Evaluation | None = None  # graph that answers `control.eval_prompts`
+    eval_suite: Evaluation | None = None  # graph that answers the tasks of `control.eval_suite`
     # role -> role whose weights it is initialized from
     init_from: Mapping[str, str] = field(default_factory=dict)
     saved_roles: Sequence[str] = ()
@@ -227,11 +227,11 @@ class Experiment:
         """All model function calls of the run, by name.
 
         The calls of the main graph come first, then those of the evaluation graph, then those of
-        the graph that answers the prompts of the option `eval_prompts`. The names of the last two
-        have the prefix `eval/`.
+        the graphs for the options `eval_prompts` and `eval_suite`. All names but those of the main
+        graph have the prefix `eval/`.
         """
         calls = {call.name: call for call in self.graph.list_model_calls()}
-        for beside in (self.evaluation, self.fixed_prompts):
+        for beside in (self.evaluation, self.fixed_prompts, self.eval_suite):
             if beside is not None:
                 calls |= {EVALUATION + call.name: call for call in beside.graph.list_model_calls()}
         return calls
@@ -399,7 +399,7 @@ def _check_best(experiment: Experiment) -> None:
         return
     if not experiment.saved_roles:
         raise ConfigError(f"save_best={control.save_best}: this run saves no model; leave it out")
-    evaluates = experiment.evaluation is not None
+    evaluates = experiment.evaluation is not None or experiment.eval_suite is not None
     check_metric_name(control.save_best, experiment.graph.order, evaluates=evaluates)
 
 

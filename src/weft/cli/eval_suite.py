@@ -9,8 +9,9 @@ import argparse
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +168,7 @@ def run(given: argparse.Namespace) -> int:
     """
     # Bars of other libraries; weft shows its own. It must be set before tqdm is imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from weft.evaluation import catalogue, suite, suite_tasks
+    from weft.evaluation import suite, suite_tasks
 
     suite_tasks.require_harness()
     multiturn = given.fewshot_as_multiturn
@@ -196,21 +197,14 @@ def run(given: argparse.Namespace) -> int:
         suite.check_folder(folder)
     copies = given.data_dir or Path(suite_tasks.COPIES).expanduser()
     task_names = [name for name in given.tasks.split(",") if name]
-    built, others = catalogue.resolve_tasks(task_names, _build_catalogue_options(given, copies))
-    if others or not built:
-        selection = suite_tasks.TaskSelection(others, given.include_path)
-        manager, tasks = suite_tasks.open_manager(selection)
-        built += suite_tasks.load_tasks(manager, tasks, copies, allow_code=given.allow_code)
-    else:
-        manager = suite_tasks.open_empty_manager()
+    tasks = suite_tasks.load_named_tasks(task_names, _build_catalogue_options(given, copies))
     # Evaluate one model after the other.
     figures: dict[str, list[TaskFigure]] = {}
     for name in names:
         opened = model_arguments.load_policy(name, given)
-        with _show_kinds(name) as progress:
-            results, files = suite.evaluate(
-                opened, manager, built, options, folders[name], progress
-            )
+        # The harness prints to standard output.
+        with redirect_stdout(sys.stderr), _show_kinds(name) as progress:
+            results, files = suite.evaluate(opened, tasks, options, folders[name], progress)
         del opened  # its memory is free before the next model is loaded
         figures[name] = suite.list_figures(results)
         for file in files:

@@ -17,7 +17,7 @@ from weft.algorithms.base import to_host_array
 from weft.data.groups import SCORED_ONCE
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
-from weft.evaluation.models import OpenedModel
+from weft.evaluation.models import EvaluatedModel
 
 # Limit on the tokens of one forward pass if shared prefixes count every time, as a multiple.
 MAX_REPEATS = 16
@@ -35,13 +35,13 @@ class ScoredPair:
 
 
 class ContinuationScorer:
-    """Computes log-probabilities of continuations with an opened model.
+    """Computes log-probabilities of continuations with a model.
 
     `max_length` is the number of tokens of the model's context. `max_tokens` limits the tokens of
     one forward pass, in which shared prefixes count once.
     """
 
-    def __init__(self, opened: OpenedModel, max_length: int, max_tokens: int) -> None:
+    def __init__(self, opened: EvaluatedModel, max_length: int, max_tokens: int) -> None:
         self._opened = opened
         self._max_length = max_length
         self._max_tokens = max(max_tokens, max_length + 1)

@@ -28,7 +28,7 @@ from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, DataError
 from weft.evaluation.continuation_scores import ContinuationScorer, Ids, Score, ScoredPair
-from weft.evaluation.models import OpenedModel
+from weft.evaluation.models import EvaluatedModel
 
 # Default limit on the tokens of one forward pass, in which shared prefixes count once.
 MAX_TOKENS = 16384
@@ -59,7 +59,7 @@ class WeftLM(TemplateLM):
 
     def __init__(
         self,
-        opened: OpenedModel,
+        opened: EvaluatedModel,
         *,
         max_tokens: int = MAX_TOKENS,
         seed: int = 0,

@@ -5,10 +5,11 @@ As in weft's commands, a model is given as a directory, an adapter, a run or a h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.checkpoints import config_file
 from weft.checkpoints.config_file import has_prefix, read_prefix
@@ -19,13 +20,67 @@ from weft.errors import CheckpointError
 from weft.options import validate
 
 if TYPE_CHECKING:
+    from weft.algorithms.base import Output
+    from weft.data.sample import SequenceSample
     from weft.data.tokenizer import Tokenizer
-    from weft.engine.base import Engine
+    from weft.engine.base import Engine, Request
+    from weft.engine.spec import GenerationSpec
 
 SCORED = (
     *config_file.SCORE_ARCHITECTURES,
     "ForTokenClassification",
 )  # architectures that give scores, not text
+
+
+class AnsweredToken(Protocol):
+    """Token of a generated continuation; `finish` is not None for the last one."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def finish(self) -> str | None: ...
+
+
+class AnswerGenerator(Protocol):
+    """The methods of `engine.base.Generator` that evaluation tasks need."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def step(self) -> Sequence[AnsweredToken]: ...
+    @property
+    def idle(self) -> bool: ...
+
+
+class AnsweringEngine(Protocol):
+    """The methods of `engine.base.Engine` that evaluation tasks need.
+
+    An engine of this process has them, and so has the stand-in for the engines of a run.
+    """
+
+    def forward(
+        self, batch: SequenceSample, want: frozenset[Output], *, max_tokens: int = ...
+    ) -> SequenceSample: ...
+    def generating(self, spec: GenerationSpec) -> AbstractContextManager[AnswerGenerator]: ...
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+
+
+class EvaluatedModel(Protocol):
+    """Model that can be evaluated on tasks; the attributes are those of `OpenedModel`."""
+
+    @property
+    def engine(self) -> AnsweringEngine: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def context(self) -> int | None: ...
+    @property
+    def adapter(self) -> Path | None: ...
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import hashlib
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ import numpy as np
 
 from weft.errors import ConfigError, DataError, UserError
 from weft.evaluation.catalogue import silence_logs
-from weft.evaluation.models import OpenedModel
+from weft.evaluation.models import EvaluatedModel
 from weft.evaluation.sampling import add_intervals
+from weft.evaluation.suite_tasks import LoadedTasks
 
 MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
 OWN_SEED = 1234  # the harness' default seed of numpy, torch and the choice of examples
@@ -70,6 +70,11 @@ class SuiteOptions:
     max_tokens: int = MAX_TOKENS
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def chosen_seed(self) -> int:
+        """Seed of sampling and of the choice of examples."""
+        return OWN_SEED if self.seed is None else self.seed
+
 
 @dataclass(frozen=True)
 class TaskFigure:
@@ -88,9 +93,8 @@ class TaskFigure:
 
 
 def evaluate(
-    opened: OpenedModel,
-    manager: Any,
-    tasks: Sequence[Any],
+    opened: EvaluatedModel,
+    loaded: LoadedTasks,
     options: SuiteOptions,
     folder: Path,
     progress: Progress | None = None,
@@ -99,26 +103,19 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Path]]:
     """Evaluate a model on tasks and write the result files to `folder`.
 
-    `manager` and `tasks` come from `weft.evaluation.suite_tasks`. Returns (results of the harness,
-    files); with `keep_samples`, the results contain the items of each task. Raises `UserError` for
-    options that a task or the model does not allow.
+    Returns (results of the harness, files); with `keep_samples`, the results contain the items of
+    each task. The harness may print to standard output. Raises `UserError` for options that a task
+    or the model does not allow.
     """
     from lm_eval import evaluator
     from lm_eval.loggers import EvaluationTracker
 
-    from weft.evaluation.harness import WeftLM
-
-    seed = OWN_SEED if options.seed is None else options.seed
-    model = WeftLM(opened, max_tokens=options.max_tokens, seed=seed, progress=progress)
-    if options.apply_chat_template:
-        opened.tokenizer.require_chat_template()
-    _check_generation(model, manager, tasks, options)
-    _check_shots(manager, tasks, options.num_fewshot)
+    model = check_tasks(opened, loaded, options, progress)
+    seed = options.chosen_seed
     limit = options.limit
     tracker = EvaluationTracker(output_path=str(folder / f"{RESULTS}.json"))
     with (
         silence_logs(),
-        redirect_stdout(sys.stderr),
         _keep_random_states(),
         _explain_template_errors(),
         mock.patch.object(evaluator, "get_git_commit_hash", _read_git_commit),
@@ -126,7 +123,7 @@ def evaluate(
         results = evaluator.simple_evaluate(
             model=model,
             model_args={"pretrained": opened.name, **options.model_arguments},
-            tasks=list(tasks),
+            tasks=list(loaded.tasks),
             num_fewshot=options.num_fewshot,
             use_cache=name_cache(opened, options),
             limit=int(limit) if limit is not None and limit >= 1 else limit,
@@ -137,7 +134,7 @@ def evaluate(
             apply_chat_template=options.apply_chat_template,
             fewshot_as_multiturn=options.fewshot_as_multiturn,
             gen_kwargs=dict(options.gen_kwargs) or None,
-            task_manager=manager,
+            task_manager=loaded.manager,
             random_seed=0 if options.seed is None else seed,
             numpy_random_seed=seed,
             torch_random_seed=seed,
@@ -148,6 +145,28 @@ def evaluate(
     samples = results.pop("samples", None) or {}
     files = _write(results, samples, tracker, folder)
     return {**results, **({"samples": samples} if keep_samples else {})}, files
+
+
+def check_tasks(
+    opened: EvaluatedModel,
+    loaded: LoadedTasks,
+    options: SuiteOptions,
+    progress: Progress | None = None,
+) -> Any:
+    """Return a model as a model of lm_eval, after all checks that do not need its weights.
+
+    Raises `UserError` for options that a task or the model does not allow.
+    """
+    from weft.evaluation.harness import WeftLM
+
+    model = WeftLM(
+        opened, max_tokens=options.max_tokens, seed=options.chosen_seed, progress=progress
+    )
+    if options.apply_chat_template:
+        opened.tokenizer.require_chat_template()
+    _check_generation(model, loaded.manager, loaded.tasks, options)
+    _check_shots(loaded.manager, loaded.tasks, options.num_fewshot)
+    return model
 
 
 def _check_generation(
@@ -254,7 +273,7 @@ def choose_folder(path: str, output: Path | None, name: str) -> Path:
     return own / FOLDER if own.is_dir() else OUTSIDE / name
 
 
-def name_cache(opened: OpenedModel, options: SuiteOptions) -> str | None:
+def name_cache(opened: EvaluatedModel, options: SuiteOptions) -> str | None:
     """Return the path prefix of a model's cache; other weights or settings have another.
 
     The harness identifies cached answers only by their requests.
@@ -275,13 +294,21 @@ def name_cache(opened: OpenedModel, options: SuiteOptions) -> str | None:
 @contextmanager
 def _keep_random_states() -> Iterator[None]:
     """Restore the states of random generators, which the harness seeds."""
+    import torch
+
     own = random.getstate()
     array = np.random.get_state()
+    tensors = torch.get_rng_state()
+    # CUDA's generators are seeded with torch's; before CUDA is used, the seed is only kept for it
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         random.setstate(own)
         np.random.set_state(array)
+        torch.set_rng_state(tensors)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
 
 
 def _read_git_commit() -> str | None:

@@ -25,7 +25,12 @@ from jinja2 import TemplateError
 
 from weft import extras
 from weft.errors import ConfigError, DataError, build_unknown_name_error, find_nearest
-from weft.evaluation.catalogue import list_names, silence_logs
+from weft.evaluation.catalogue import (
+    CatalogueOptions,
+    list_names,
+    resolve_tasks,
+    silence_logs,
+)
 from weft.evaluation.task_scoring import score_program
 from weft.reading import refuse_url
 from weft.writing import write
@@ -53,8 +58,16 @@ class TaskSelection:
     copies: Path = Path(COPIES)
 
 
-def require_harness() -> None:
-    """Raise `ConfigError` if lm-evaluation-harness is missing or too old."""
+@dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks and groups of lm_eval with their data, and the task manager that knows their names."""
+
+    manager: Any
+    tasks: Sequence[Any]
+
+
+def require_harness(what: str = "weft eval suite") -> None:
+    """Raise `ConfigError` if lm-evaluation-harness, which `what` needs, is missing or too old."""
     least = ".".join(map(str, LEAST_VERSION))
     try:
         installed = version(LIBRARY) if importlib.util.find_spec(LIBRARY) else ""
@@ -64,8 +77,22 @@ def require_harness() -> None:
     if not installed or numbers < LEAST_VERSION:
         has = f"version {installed} is installed" if installed else "it is not installed"
         raise ConfigError(
-            f"weft eval suite needs lm_eval {least} or newer, and {has}; {extras.install('eval')}"
+            f"{what} needs lm_eval {least} or newer, and {has}; {extras.install('eval')}"
         )
+
+
+def load_named_tasks(names: Sequence[str], options: CatalogueOptions) -> LoadedTasks:
+    """Return tasks of weft's catalogue and of lm_eval by name, ready to be run.
+
+    Everything is checked that needs no model: see `catalogue.resolve_tasks`, `open_manager` and
+    `load_tasks` for the errors.
+    """
+    built, others = resolve_tasks(names, options)
+    if not others and built:
+        return LoadedTasks(open_empty_manager(), built)
+    manager, found = open_manager(TaskSelection(others, options.include_path))
+    built += load_tasks(manager, found, options.folder, allow_code=options.allow_code)
+    return LoadedTasks(manager, built)
 
 
 def open_manager(selection: TaskSelection) -> tuple[Any, list[str]]:

@@ -30,6 +30,9 @@ DEFAULT_BATCH = 32
 
 # The graph for the option `eval_prompts`, whose only node answers these prompts
 PROMPTS_NODE = "eval_prompts"
+# The calls of the graph for the option `eval_suite`
+SUITE_SCORE = "suite_score"
+SUITE_GENERATE = "suite_generate"
 NEW_TOKENS = 128  # default answer length in a run that samples nothing else
 COPIED_OPTIONS = ("stop", "stop_ids", "kv_cache_gb")  # those of the run's own sampling
 
@@ -115,7 +118,11 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
     # Place the calls on devices.
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place_calls(experiment, config, plan.roles)
-    experiment = replace(experiment, fixed_prompts=_build_fixed_prompts(config, experiment))
+    experiment = replace(
+        experiment,
+        fixed_prompts=_build_fixed_prompts(config, experiment),
+        eval_suite=_build_suite(config, experiment),
+    )
     placement = {}
     for node in experiment.graph.list_model_calls():
         placement[node.name] = experiment.call_meshes[node.name].layout
@@ -278,21 +285,24 @@ def _check_sizes(config: RunConfig, plan: ExperimentParts) -> None:
 def _build_control(config: RunConfig, dataset: DatasetSpec) -> Control:
     """Return the run options as a `Control` object, which the runtime reads.
 
-    Raises `ConfigError` if evaluation is requested, but there are no validation rows, no
+    Raises `ConfigError` if evaluation is requested, but there are no validation rows, no tasks, no
     `eval_prompts` and no metric `save_best`.
     """
-    has_rows = has_validation(dataset)
+    has_data = has_validation(dataset) or bool(config.eval_suite.tasks)
     options = []
     for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs"):
         if getattr(config, n) is not None:
             options.append(n)
-    needed = "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside"
-    if options and config.eval_prompts is None and config.save_best is None and not has_rows:
+    needed = (
+        "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or "
+        "eval_suite.tasks"
+    )
+    if options and config.eval_prompts is None and config.save_best is None and not has_data:
         raise ConfigError(
             f"{options[0]}={getattr(config, options[0])}: there is nothing to evaluate on; "
             f"{needed}, or eval_prompts"
         )
-    if config.eval_at_start and not has_rows:
+    if config.eval_at_start and not has_data:
         raise ConfigError(f"eval_at_start=true: there is nothing to evaluate on; {needed}")
     return config.control()
 
@@ -362,7 +372,8 @@ def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluatio
             )
         return None
     # Choose the length of answers.
-    own, role = _find_sampler(config, experiment, path)
+    instead = "give the prompts as dataset.path"
+    own, role = _find_sampler(config, experiment, f"eval_prompts={path}", instead)
     given = dict(own.args) if own is not None else {}
     spec = experiment.roles[role]
     context = read_model_context(spec)
@@ -397,13 +408,54 @@ def _build_fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluatio
     return Evaluation(DataflowGraph([call], ("prompt",)), 0)
 
 
+def _build_suite(config: RunConfig, experiment: Experiment) -> Evaluation | None:
+    """Return the graph whose calls answer the requests of the tasks in `eval_suite`.
+
+    One call scores given texts with the role's own layout. The other one generates, with the layout
+    and devices of the run's own sampling if there is one. Returns None if the option is not set.
+    Raises `ConfigError` if the run trains no model that generates text.
+    """
+    spec = config.eval_suite
+    spec.check()
+    if not spec.tasks:
+        return None
+    option_text = f"eval_suite.tasks=[{','.join(spec.tasks)}]"
+    own, role = _find_sampler(config, experiment, option_text, "use weft eval suite")
+    hooks = (Offload("weights"),) if experiment.roles[role].offload else ()
+    score = MFCDef(
+        SUITE_SCORE,
+        role,
+        "task_requests",
+        "inference",
+        0,
+        input_keys=("prompt", "completion"),
+        output_keys=("logprobs", "top1"),
+        post_hooks=hooks,
+    )
+    generate = MFCDef(
+        SUITE_GENERATE,
+        role,
+        "task_requests",
+        "generate",
+        0,
+        input_keys=("prompt",),
+        output_keys=("answer",),
+        args={} if own is None else {"kv_cache_gb": own.args.get("kv_cache_gb")},
+        layout=None if own is None else own.layout,
+        device_mesh=None if own is None else own.device_mesh,
+        post_hooks=hooks,
+    )
+    return Evaluation(DataflowGraph([score, generate], ("prompt", "completion")), 0)
+
+
 def _find_sampler(
-    config: RunConfig, experiment: Experiment, path: str
+    config: RunConfig, experiment: Experiment, option_text: str, instead: str
 ) -> tuple[MFCDef | None, str]:
     """Return the run's call that samples with the trained policy, and the policy's role.
 
-    The call is None if the run does not sample. `path` is the value of `eval_prompts`, for
-    messages. Raises `ConfigError` if the run trains no model that generates text.
+    The call is None if the run does not sample. `option_text` is the option that needs the policy,
+    with its value, and `instead` what to do in a run that trains no model, for messages. Raises
+    `ConfigError` if the run trains no model that generates text.
     """
     calls = experiment.graph.list_model_calls()
     trained = []
@@ -412,14 +464,12 @@ def _find_sampler(
             trained.append(call.role)
     if not trained and any(call.trains for call in calls):
         raise ConfigError(
-            f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores "
-            "texts but cannot generate any; leave eval_prompts out, or set it in a run that "
-            "trains a policy (sft, dpo, ppo, grpo, ...)"
+            f"{option_text}: {config.algorithm or 'this run'} trains a model that scores "
+            "texts but cannot generate any; leave it out, or set it in a run that trains a policy "
+            "(sft, dpo, ppo, grpo, ...)"
         )
     if not trained:
-        raise ConfigError(
-            f"eval_prompts={path}: this run trains no model; give the prompts as dataset.path"
-        )
+        raise ConfigError(f"{option_text}: this run trains no model; {instead}")
     own = next(
         (call for call in calls if call.role == trained[0] and call.method == "generate"), None
     )

@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any, ClassVar, Protocol
 
 from weft.data.spec import DatasetSpec
+from weft.data.suite_spec import EvalSuiteSpec
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import FLASH, ModelSpec
 from weft.errors import ConfigError
@@ -326,6 +327,9 @@ class RunConfig(ABC):
         "maximum tokens of each of these answers; absent: the algorithm's gen.max_new_tokens, or "
         "if it samples nothing 128, but at most half of the model's context",
         at_least=1,
+    )
+    eval_suite: EvalSuiteSpec = option(
+        EvalSuiteSpec(), "tasks on which the trained model is evaluated at every evaluation"
     )
     log_freq_steps: int = option(
         1,

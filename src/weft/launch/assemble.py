@@ -14,6 +14,8 @@ from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
 from weft.engine.device import format_hardware
+from weft.evaluation.run_suite import RunEngine, RunSuite
+from weft.evaluation.suite import FOLDER
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.facts import forecast, make_peak_formatter
@@ -107,6 +109,7 @@ def assemble(
         fixed_prompts=_build_fixed_prompts(
             experiment, group, data.fixed_prompts, tokenizers, directory, hosts
         ),
+        eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
         hosts=hosts,
     )
@@ -137,6 +140,20 @@ def _build_fixed_prompts(
     return FixedPrompts(
         experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path, hosts
     )
+
+
+def _build_suite(
+    run: ResolvedRun,
+    data: RunData,
+    group: WorkerGroup,
+    directory: RunDirectory,
+    hosts: HostGroup | None,
+) -> RunSuite | None:
+    if data.eval_suite is None:
+        return None
+    engine = RunEngine(run.experiment, group, run.tokenizers, hosts)
+    name = find_run_place(run.experiment.control)
+    return RunSuite(data.eval_suite, engine, directory.path / FOLDER, name)
 
 
 def _build_evaluator(

@@ -8,7 +8,7 @@ the only place in which they read rows, which determine the length of the run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,11 +36,13 @@ from weft.engine.spec import TPU
 from weft.engine.torch.engine import DTYPES, choose_dtype
 from weft.engine.torch.network_source import check_layout
 from weft.errors import ConfigError, GraphError, UnknownName, find_nearest
+from weft.evaluation.run_suite import PreparedSuite, prepare_suite
 from weft.experiment import Experiment, parse_step_range
 from weft.experiments.models import find_option_role, read_model_context
 from weft.graph.mfc import HOOKS, Call, MFCDef
 from weft.launch.cluster import get_device_kind
 from weft.models.network.config import TransformerConfig
+from weft.observe.metrics import EVAL
 from weft.planner.lengths import RunLength
 from weft.registry import backends, functions, interfaces
 from weft.runtime.calls import implements_method
@@ -125,11 +127,13 @@ class RunData:
         loaded: The training and validation rows.
         horizon: Length of the run.
         fixed_prompts: The tokenized prompts of the file `eval_prompts`, or None if there is none.
+        eval_suite: The tasks of the option `eval_suite`, or None if there are none.
     """
 
     loaded: LoadedData
     horizon: RunLength
     fixed_prompts: SequenceSample | None
+    eval_suite: PreparedSuite | None = None
 
     def find_longest(self, experiment: Experiment) -> int | None:
         """Return the number of tokens of the longest sequence, or None if rows are not counted.
@@ -163,13 +167,15 @@ def read_data(run: ResolvedRun, *, progress: bool | None = None, ahead: bool = F
     )
     try:
         fixed_prompts = load_fixed_prompts(experiment, run.tokenizers)
+        eval_suite = prepare_suite(experiment, run.tokenizers)
+        check_suite_names(control.save_best, eval_suite, loaded.valid)
         loaded.check_max_seqlen(partial(check_longest_sequence, run))
         horizon = RunLength.from_experiment(experiment, loaded.train)
         check_steps(control.profile_steps, horizon.steps)
     except BaseException:
         loaded.close()
         raise
-    return RunData(loaded, horizon, fixed_prompts)
+    return RunData(loaded, horizon, fixed_prompts, eval_suite)
 
 
 # -- calls
@@ -182,7 +188,7 @@ def check_calls(experiment: Experiment) -> None:
     node's arguments, or if a function or hook is unknown.
     """
     beside = []
-    for each in (experiment.evaluation, experiment.fixed_prompts):
+    for each in (experiment.evaluation, experiment.fixed_prompts, experiment.eval_suite):
         if each is not None:
             beside.append(each.graph)
     for graph in (experiment.graph, *beside):
@@ -491,6 +497,35 @@ def load_fixed_prompts(
     else:
         most = context - int(call.args["max_new_tokens"])
     return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
+
+
+def check_suite_names(
+    metric: str | None, eval_suite: PreparedSuite | None, sources: Collection[str]
+) -> None:
+    """Check the names of the tasks of `eval_suite`, which are parts of the names of metrics.
+
+    `metric` is the option `save_best`, and `sources` are the names of the validation sources.
+    Raises `ConfigError` if a task has the name of a source, and if the metric is neither one of a
+    task nor one of the sources.
+    """
+    if eval_suite is None:
+        return
+    names = eval_suite.list_names()
+    for name in names:
+        if name in sources:
+            raise ConfigError(
+                f"eval_suite.tasks: {name!r} is also the name of validation rows, so their metrics "
+                f"would have equal names; rename one of them"
+            )
+    if metric is None or not metric.startswith(EVAL) or sources:
+        return
+    task, _, rest = metric.removeprefix(EVAL).partition("/")
+    if task not in names or not rest:
+        examples = [f"{EVAL}{name}/acc" for name in find_nearest(task, names) or names[:3]]
+        raise ConfigError(
+            f"save_best={metric}: the run evaluates on tasks only; write eval/TASK/METRIC, such as "
+            f"{' or '.join(examples)}"
+        )
 
 
 def check_steps(steps: str | None, total: int) -> None:

@@ -150,7 +150,8 @@ def check_metric_name(metric: str, nodes: Collection[str], *, evaluates: bool) -
             return
         raise ConfigError(
             f"save_best={metric}: there is nothing to evaluate on; set dataset.valid_path, or "
-            f"dataset.valid_split=0.05 to set training rows aside, or name a metric of a step"
+            f"dataset.valid_split=0.05 to set training rows aside, or eval_suite.tasks, or name a "
+            f"metric of a step"
         )
     if node in nodes and rest:
         return

@@ -70,7 +70,7 @@ UNRELATED = frozenset(
         *("device", "ray_address", "n_nodes", "n_gpus_per_node", "allocation_mode", "imports"),
         *("recover_mode", "recover_freq_steps", "resume_from", "profile_steps"),
         *("progress", "log_freq_steps", "logger", "loggers"),
-        *("eval_at_start", "eval_prompts", "eval_prompts_max_new_tokens"),
+        *("eval_at_start", "eval_prompts", "eval_prompts_max_new_tokens", "eval_suite"),
     )
 )
 # Last parts of options that place a role or a call on devices.

@@ -185,6 +185,7 @@ FREE = (
     "eval_at_start",
     "eval_prompts",
     "eval_prompts_max_new_tokens",
+    "eval_suite",
     "logger",
     "fileroot",
     "imports",

@@ -1,4 +1,4 @@
-"""Evaluation between steps: metrics on validation data, and completions of a few fixed prompts."""
+"""Evaluation between steps: metrics on validation data, tasks, completions of fixed prompts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class ValidationSource(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> SequenceSample: ...
+
+
+class TaskEvaluator(Protocol):
+    """Evaluation of the current weights on tasks, the option `eval_suite`."""
+
+    def run(self, step: int) -> tuple[dict[str, float], str]:
+        """Return the metrics after `step` completed train steps, and a line that shows some."""
+        ...
+
+    def truncate(self, step: int) -> None:
+        """Remove the results of evaluations after step `step`."""
+        ...
 
 
 class Evaluator:

@@ -31,7 +31,7 @@ from weft.runtime.checkpoints import (
     find_named_point,
 )
 from weft.runtime.directory import COPIES, RunDirectory, Status, record_process, write_text
-from weft.runtime.evaluate import Evaluator, FixedPrompts
+from weft.runtime.evaluate import Evaluator, FixedPrompts, TaskEvaluator
 from weft.runtime.firings import FiringRecorder
 from weft.runtime.hosts import HostGroup, agree_on_point
 from weft.runtime.master import NUMERICS_KEY, Master, StepResult
@@ -64,6 +64,7 @@ class SessionParts:
         hardware: Description of the device, for the report.
         plan_shown: True if the plan was already shown before the session was created.
         fixed_prompts: Recorder of completions of fixed prompts, or None.
+        eval_suite: Evaluation on tasks, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
         hosts: Hosts that run this experiment together, or None for one host.
         mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
@@ -82,6 +83,7 @@ class SessionParts:
     hardware: str = ""  # description of the device, for the report
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
+    eval_suite: TaskEvaluator | None = None
     data: LoadedData | None = None
     hosts: HostGroup | None = None
     mirror: RunMirror | None = None
@@ -106,8 +108,8 @@ class Session:
         self._checkpoints = CheckpointStore(parts.directory, roles, parts.group, limit)
         folder = parts.directory.checkpoints_folder
         self._best = BestTracker(self._control, folder, roles, parts.hosts)
-        compares = self._control.save_best is not None
-        evaluates = parts.evaluator is not None or parts.fixed_prompts is not None or compares
+        evaluations = (parts.evaluator, parts.fixed_prompts, parts.eval_suite)
+        evaluates = any(each is not None for each in (*evaluations, self._control.save_best))
         self._frequencies = build_frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
         self._running_step = 0  # running step, or step whose metrics are being written
@@ -280,6 +282,8 @@ class Session:
         self._recorder.truncate(self.step)
         if parts.fixed_prompts is not None:
             parts.fixed_prompts.truncate(self.step)
+        if parts.eval_suite is not None:
+            parts.eval_suite.truncate(self.step)
         if plan:
             for line in self.plan.format_whole():
                 observer.log(line)
@@ -430,12 +434,19 @@ class Session:
         return self._measure()
 
     def _measure(self) -> dict[str, float]:
-        """Return the metrics of an evaluation with the current weights."""
-        if self._parts.evaluator is None:
-            return {}
-        self._master.wait_until_idle()
-        with self._open_span("evaluate"):
-            return self._parts.evaluator.run(self.step)
+        """Return the metrics of an evaluation with the current weights, on rows and on tasks."""
+        metrics: dict[str, float] = {}
+        if self._parts.evaluator is not None:
+            self._master.wait_until_idle()
+            with self._open_span("evaluate"):
+                metrics |= self._parts.evaluator.run(self.step)
+        if self._parts.eval_suite is not None:
+            self._master.wait_until_idle()
+            with self._open_span("eval_suite"):
+                measured, line = self._parts.eval_suite.run(self.step)
+            self._tell(line)
+            metrics |= measured
+        return metrics
 
     def _write_fixed_completions(self) -> None:
         if self._parts.fixed_prompts is not None:
