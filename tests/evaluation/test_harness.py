@@ -104,7 +104,7 @@ def test_five_tasks_equal_hf(
 ) -> None:
     """One task of each kind; with `chat`, examples are turns of a conversation."""
     from weft.evaluation.suite import SuiteOptions, evaluate
-    from weft.evaluation.suite_tasks import TaskSelection, load_tasks, open_manager
+    from weft.evaluation.suite_tasks import LoadedTasks, TaskSelection, load_tasks, open_manager
 
     folder = write_tasks(tmp_path / "tasks")
     monkeypatch.chdir(folder)  # the harness itself reads relative paths from here
@@ -118,8 +118,8 @@ def test_five_tasks_equal_hf(
     options = SuiteOptions(
         apply_chat_template=chat, fewshot_as_multiturn=chat, bootstrap_iters=0, **told
     )
-    tasks = load_tasks(manager, found, tmp_path)
-    ours, files = evaluate(opened, manager, tasks, options, tmp_path / "out", keep_samples=True)
+    tasks = LoadedTasks(manager, load_tasks(manager, found, tmp_path))
+    ours, files = evaluate(opened, tasks, options, tmp_path / "out", keep_samples=True)
     assert len(files) == 1 + len(names)
     for name in names:
         compare_samples(name, ours["samples"][name], theirs["samples"][name])

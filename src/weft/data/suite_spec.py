@@ -95,3 +95,18 @@ class EvalSuiteSpec:
                 "eval_suite.fewshot_as_multiturn=true: needs eval_suite.apply_chat_template=true; "
                 "set that too"
             )
+
+    def describe(self) -> list[str]:
+        """Return a line for the plan of a run, or an empty list if there are no tasks."""
+        if not self.tasks:
+            return []
+        parts = [", ".join(self.tasks)]
+        if self.limit is not None and self.limit < 1:
+            parts.append(f"the first {self.limit:.3g} of the items of each task")
+        elif self.limit is not None:
+            parts.append(f"at most {self.limit:,.0f} items of each task")
+        if self.num_fewshot is not None:
+            parts.append(f"{self.num_fewshot} examples in each prompt")
+        if self.apply_chat_template:
+            parts.append("asked in conversations")
+        return [f"eval_suite: {'; '.join(parts)}"]

@@ -60,7 +60,7 @@ class ContinuationScorer:
         """
         sequences = dict[TokenSequence, list[int]]()  # indices of the pairs of each sequence
         for index, pair in enumerate(pairs):
-            sequences.setdefault(self._cut(pair), []).append(index)
+            sequences.setdefault(self.cut(pair), []).append(index)
         results: list[Score] = [(0.0, True)] * len(pairs)
         done = 0
         for batch in split_by_shared_tokens(sorted(sequences), self._max_tokens):
@@ -72,10 +72,11 @@ class ContinuationScorer:
             progress(done, len(sequences))
         return results
 
-    def _cut(self, pair: ScoredPair) -> TokenSequence:
+    def cut(self, pair: ScoredPair) -> TokenSequence:
         """Return the tokens of a pair that the model's context has room for, the last ones.
 
-        The last token is only a label, for which the context needs no room.
+        The last token is only a label, for which the context needs no room. Raises `DataError` for
+        a continuation without tokens, or one that exceeds the model's context.
         """
         count = len(pair.continuation)
         if not 1 <= count <= self._max_length:

@@ -246,6 +246,12 @@ class WeftLM(TemplateLM):
 
         return self._scorer.score(pairs, keep, lambda done, total: self._show(kind, done, total))
 
+    def check_requests(self, requests: Sequence[Any]) -> None:
+        """Raise `DataError` if the model cannot score one of these requests, of any kind."""
+        texts = [each.args for each in requests if each.request_type == "loglikelihood"]
+        for pair in self._encode_pairs(texts):
+            self._scorer.cut(pair)
+
     # -- generation
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

@@ -127,7 +127,8 @@ def prepare_suite(
         )
         engine = cast(AnsweringEngine, None)  # only tokens and options are checked
         model = RunModel(engine, prepared.tokenizer, role, prepared.context)
-        suite.check_tasks(model, loaded, prepared.options)
+        checked = suite.check_tasks(model, loaded, prepared.options)
+        suite.check_items(checked, loaded, prepared.options)
     return prepared
 
 
@@ -191,16 +192,19 @@ def spell_run_options(text: str, role: str) -> str:
     For example, `--num_fewshot 5` becomes `eval_suite.num_fewshot=5`. `role` is the evaluated role.
     """
     text = text.replace("--chat-template", f"{role}.tokenizer.chat_template")
+    text = re.sub(r"^unknown task", "eval_suite.tasks: unknown task", text)
+    # options that take a list
     text = re.sub(r"--tasks (\S+,[^\s;:]+)", r"eval_suite.tasks=[\1]", text)
+    text = re.sub(r"--include_path (\S+):", r"eval_suite.include_path=[\1]:", text)
     text = re.sub(rf"--({'|'.join(FLAGS)})\b", r"eval_suite.\1=true", text)
-    # mappings: --data gsm8k=PATH, --gen_kwargs do_sample=true,temperature=1
+    # mappings, such as --data gsm8k=PATH or --gen_kwargs do_sample=true,temperature=1
     text = re.sub(
-        r"--(data|gen_kwargs) ([\w.]+=[^\s;]+)",
-        lambda match: f"eval_suite.{match[1]}.{match[2].replace(',', f' eval_suite.{match[1]}.')}",
+        r"--(data|gen_kwargs) (\w+=[^\s;,]+(?:,\w+=[^\s;,]+)*)",
+        lambda found: " ".join(f"eval_suite.{found[1]}.{each}" for each in found[2].split(",")),
         text,
     )
-    # an option with its value, which is a number, a path or a word in capitals
-    text = re.sub(r"--(\w+) ([A-Z]+\b|[\d.]+\b|[~./]\S*)", r"eval_suite.\1=\2", text)
+    # options with a number or a word in capitals, and options without a value
+    text = re.sub(r"--(\w+) ([A-Z]+\b|[\d.]+\b)", r"eval_suite.\1=\2", text)
     return re.sub(r"--(\w+)", r"eval_suite.\1", text)
 
 

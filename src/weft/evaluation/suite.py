@@ -209,6 +209,35 @@ def _check_shots(manager: Any, tasks: Sequence[Any], count: int | None) -> None:
             )
 
 
+def check_items(model: Any, loaded: LoadedTasks, options: SuiteOptions) -> None:
+    """Check all items that an evaluation would use, as it would use them.
+
+    `model` is the result of `check_tasks`; its weights are not needed. Raises `DataError` if a
+    template cannot render an item, or if the model's context is too short for an answer.
+    """
+    from lm_eval.evaluator_utils import get_sample_size
+
+    with silence_logs(), _keep_random_states(), _explain_template_errors():
+        for name, task in loaded.manager.load(list(loaded.tasks))["tasks"].items():
+            # The settings of `simple_evaluate`, which makes them again at each evaluation.
+            if options.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+                task.set_config(key="num_fewshot", value=options.num_fewshot)
+            task.set_fewshot_seed(seed=options.chosen_seed)
+            try:
+                task.build_all_requests(
+                    limit=get_sample_size(task, options.limit),
+                    system_instruction=options.system_instruction,
+                    apply_chat_template=options.apply_chat_template,
+                    fewshot_as_multiturn=options.fewshot_as_multiturn,
+                    chat_template=model.apply_chat_template
+                    if options.apply_chat_template
+                    else None,
+                )
+                model.check_requests(task.instances)
+            except (DataError, ValueError) as error:
+                raise DataError(f"task {name!r}: {error}") from error
+
+
 @contextmanager
 def _explain_template_errors() -> Iterator[None]:
     """Raise `DataError` if a task's template cannot render an item; the first one is checked before.

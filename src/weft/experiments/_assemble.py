@@ -112,7 +112,12 @@ def assemble(config: RunConfig, plan: ExperimentParts) -> Experiment:
         config=options,
         steps_follow=plan.steps_follow,
         updates_per_firing=plan.updates_per_firing,
-        plan_notes=(*model_notes, *plan.notes, *_build_allocation_notes(config)),
+        plan_notes=(
+            *model_notes,
+            *plan.notes,
+            *_build_allocation_notes(config),
+            *config.eval_suite.describe(),
+        ),
     )
     experiment = _with_options(experiment, config)
     # Place the calls on devices.
