@@ -109,6 +109,10 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
             "actor_train.post_hooks: unknown host function 'napp'",
         ),
         ("{imports: [mine.py]}", "mine.py"),
+        (
+            "{eval_suite: {tasks: [a], include_path: [nowhere]}}",
+            r"eval_suite.include_path=[nowhere]: there is no such folder",
+        ),
         ("{eval_prompts: asked.txt}", "eval_prompts='asked.txt': there is no such file"),
     ],
 )

@@ -23,7 +23,9 @@ from weft.evaluation.suite_tasks import LoadedTasks
 CONTEXT = 128
 SHARED = [7 + token % 30 for token in range(20)]
 OPTIONS = SuiteOptions(max_tokens=96)  # several batches
-LOADED = LoadedTasks(SimpleNamespace(load=lambda tasks: {"groups": {}, "tasks": {"quiz": None}}), [])
+LOADED = LoadedTasks(
+    SimpleNamespace(load=lambda tasks: {"groups": {}, "tasks": {"quiz": None}}), []
+)
 
 
 def evaluate(

@@ -135,7 +135,10 @@ def test_names_of_other_metrics_and_sources_are_refused(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("unknown task 'a'; did you mean b?", "eval_suite.tasks: unknown task 'a'; did you mean b?"),
+        (
+            "unknown task 'a'; did you mean b?",
+            "eval_suite.tasks: unknown task 'a'; did you mean b?",
+        ),
         ("name one, as in --tasks a,b", "name one, as in eval_suite.tasks=[a,b]"),
         ("--include_path x/y: there is none", "eval_suite.include_path=[x/y]: there is none"),
         ("--num_fewshot 5: too many", "eval_suite.num_fewshot=5: too many"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.evaluation.stand_in_suite import read_figures, use_stand_in
 from tests.evaluation.test_run_suite import small
-from tests.launch.cases import grpo, prepare
+from tests.launch.cases import ppo, prepare
 from weft.launch import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_devices")]
@@ -22,12 +22,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["d2", "d2t2"])
-def test_layouts(layout: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_and_tensor_parallel(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_in(monkeypatch)
-    expected = read_figures(run(small(root, f"one-{layout}")).metrics)
-    config = small(root, layout)
-    config.model.layout = layout
+    expected = read_figures(run(small(root, "one")).metrics)
+    config = small(root, "four")
+    config.model.layout = "d2t2"
     assert read_figures(run(config).metrics) == {
         step: pytest.approx(figures, rel=BOUND) for step, figures in expected.items()
     }
@@ -38,7 +37,7 @@ def test_samplers_on_other_devices(root: Path, monkeypatch: pytest.MonkeyPatch) 
     use_stand_in(monkeypatch)
     found = []
     for place in ("0", "1"):
-        config = grpo(root, f"grpo-{place}")
+        config = ppo(root, f"ppo-{place}")
         config.eval_suite.tasks, config.eval_at_start = ["quiz"], True
         config.eval_freq_steps, config.max_steps, config.actor.dtype = 1, 2, "float64"
         config.actor.optimizer.lr = 1e-2

@@ -412,6 +412,9 @@ def _check_named_objects(config: RunConfig) -> None:
                 check_dataset(value)
     if config.eval_prompts is not None and (problem := find_file_problem(config.eval_prompts)):
         raise ConfigError(f"eval_prompts={config.eval_prompts!r}: {problem}")
+    for folder in config.eval_suite.include_path:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(f"eval_suite.include_path=[{folder}]: there is no such folder")
     reward = getattr(config, "reward", None)
     for part in parse_reward(reward) if reward is not None else ():
         locate(part)
