@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,14 @@ def test_names_of_other_metrics_and_sources_are_refused(
     with pytest.raises(UserError, match="'quiz' is also the name of validation rows"):
         run(config)
     assert not (root / "named").exists()
+
+
+def test_without_lm_eval_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr("weft.evaluation.suite_tasks.importlib", SimpleNamespace(util=absent))
+    with pytest.raises(UserError, match=r"eval_suite needs lm_eval .* is not installed; .*\[eval\]"):
+        run(small(root, "absent"))
+    assert not (root / "absent").exists()
 
 
 # -- parts

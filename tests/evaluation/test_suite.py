@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 from jinja2 import StrictUndefined, Template
 
 from weft.errors import ConfigError, DataError
@@ -73,6 +76,24 @@ def test_outside_a_repository_git_says_nothing(
     monkeypatch.chdir(tmp_path)
     assert suite._read_git_commit() is None
     assert capfd.readouterr() == ("", "")
+
+
+def test_seeds_of_the_harness_do_not_stay() -> None:
+    """A run that evaluates draws the same numbers afterwards as one that does not."""
+
+    def draw() -> tuple[Any, ...]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    expected = draw()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    with suite._keep_random_states():
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(4)
+        draw()
+    assert draw() == expected
 
 
 def test_figures_of_tasks_and_groups() -> None:

@@ -112,8 +112,6 @@ def prepare_suite(
     """
     if experiment.eval_suite is None:
         return None
-    # Bars of lm_eval; it has an effect if tqdm is not imported yet.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     require_harness("eval_suite")
     spec = experiment.control.eval_suite
     role = _get_role(experiment)

@@ -328,7 +328,6 @@ def _keep_random_states() -> Iterator[None]:
     own = random.getstate()
     array = np.random.get_state()
     tensors = torch.get_rng_state()
-    # CUDA's generators are seeded with torch's; before CUDA is used, the seed is only kept for it
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
