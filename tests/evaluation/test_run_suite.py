@@ -20,7 +20,13 @@ from weft.engine.spec import ModelSpec
 from weft.errors import UserError
 from weft.evaluation import run_suite
 from weft.evaluation.models import open_policy
-from weft.evaluation.run_suite import format_figures, mute_thread, name_metric, spell_run_options
+from weft.evaluation.run_suite import (
+    RunEngine,
+    format_figures,
+    mute_thread,
+    name_metric,
+    spell_run_options,
+)
 from weft.evaluation.suite import TaskFigure
 from weft.experiments import SFTConfig
 from weft.launch import run
@@ -46,7 +52,17 @@ def small(root: Path, folder: str, **more: Any) -> SFTConfig:
 
 def test_figures_are_those_of_the_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_in(monkeypatch)
+    groups = []
+    build = RunEngine
+
+    def keep_group(experiment: Any, group: Any, *others: Any) -> RunEngine:
+        groups.append(group)
+        return build(experiment, group, *others)
+
+    monkeypatch.setattr("weft.launch.assemble.RunEngine", keep_group)
     result = run(small(root, "whole", save_freq_steps=1))
+    for id in ("eval/suite_score/0", "eval/suite_generate/0"):
+        assert id not in groups[0]._store, "recovery points would hold the requests"
     figures = read_figures(result.metrics)
     assert sorted(figures) == [0, 2, 3]
     assert figures[0] != figures[2] != figures[3], "at this rate the model has changed"

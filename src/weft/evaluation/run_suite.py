@@ -173,7 +173,7 @@ def _build_options(experiment: Experiment) -> SuiteOptions:
 def _name_run_options(role: str) -> Iterator[None]:
     """Replace flags of `weft eval suite` in messages by the options of the run.
 
-    The kind of an error is kept.
+    Errors of data stay errors of data.
     """
     try:
         yield
@@ -226,7 +226,7 @@ class _MutedStream:
 def mute_thread() -> Iterator[None]:
     """Ignore what this thread prints: bars and messages of lm_eval.
 
-    The run's own display is drawn by another thread meanwhile.
+    The run's own display is drawn by another thread meanwhile, which must find the real stream.
     """
     thread = threading.get_ident()
     out = cast(TextIO, _MutedStream(sys.stdout, thread))
@@ -293,7 +293,7 @@ class RunEngine:
 
     def _run(self, call: MFCDef, batch: SequenceSample, keys: Sequence[str]) -> SequenceSample:
         """Run a call on a batch and return its outputs."""
-        # ids of the run's own rows must not be affected
+        # with a prefix, since the run's own rows can have the same ids
         ids = tuple(f"{EVALUATION}{call.name}/{id}" for id in batch.ids)
         metas = TensorStore()
         metas.put(self._group.put(replace(batch, ids=ids)))
@@ -372,7 +372,7 @@ class RunSuite:
             found, _ = suite.evaluate(model, prepared.loaded, prepared.options, folder)
             results.update(found)
 
-        # Processes of its own would be copies of this process with everything that it holds.
+        # lm_eval must not fork this process, which holds models, for its resamples.
         in_process = mock.patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
         with _name_run_options(self._engine.role), mute_thread(), in_process:
             write_directory(self._folder / f"step{step}", evaluate)
