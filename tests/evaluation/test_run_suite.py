@@ -23,9 +23,9 @@ from weft.evaluation.models import open_policy
 from weft.evaluation.run_suite import (
     RunEngine,
     format_figures,
-    mute_thread,
+    silence_thread,
     name_metric,
-    spell_run_options,
+    replace_flags,
 )
 from weft.evaluation.suite import TaskFigure
 from weft.experiments import SFTConfig
@@ -149,7 +149,9 @@ def test_names_of_other_metrics_and_sources_are_refused(
 def test_without_lm_eval_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = SimpleNamespace(find_spec=lambda name: None)
     monkeypatch.setattr("weft.evaluation.suite_tasks.importlib", SimpleNamespace(util=absent))
-    with pytest.raises(UserError, match=r"eval_suite needs lm_eval .* is not installed; .*\[eval\]"):
+    with pytest.raises(
+        UserError, match=r"eval_suite needs lm_eval .* is not installed; .*\[eval\]"
+    ):
         run(small(root, "absent"))
     assert not (root / "absent").exists()
 
@@ -185,7 +187,7 @@ def test_without_lm_eval_the_extra_is_named(root: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_messages_name_the_options_of_the_run(text: str, expected: str) -> None:
-    assert spell_run_options(text, "actor") == expected
+    assert replace_flags(text, "actor") == expected
 
 
 def test_names_and_the_line_of_figures() -> None:
@@ -203,7 +205,7 @@ def test_names_and_the_line_of_figures() -> None:
 
 def test_only_this_thread_is_muted(capsys: pytest.CaptureFixture[str]) -> None:
     """The terminal view is drawn by another one."""
-    with mute_thread():
+    with silence_thread():
         print("bar"), print("bar", file=sys.stderr)
         view = threading.Thread(target=lambda: print("view"))
         view.start()

@@ -71,7 +71,7 @@ class WeftLM(TemplateLM):
         self.max_length = opened.context or resolve_max_length(None, self.tokenizer)
         self._scorer = ContinuationScorer(opened, self.max_length, max_tokens)
         self._seed = seed
-        self._progress = progress
+        self._show = progress or (lambda kind, done, total: None)
 
     # -- tokens
 
@@ -349,10 +349,6 @@ class WeftLM(TemplateLM):
             "model_revision": "",
             "model_sha": "",
         }
-
-    def _show(self, kind: str, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(kind, done, total)
 
 
 def _normalize_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def prepare_suite(
     require_harness("eval_suite")
     spec = experiment.control.eval_suite
     role = _get_role(experiment)
-    with _name_run_options(role), mute_thread():
+    with _name_run_options(role), silence_thread():
         loaded = load_named_tasks(spec.tasks, _build_catalogue_options(spec))
         prepared = PreparedSuite(
             loaded,
@@ -178,13 +178,13 @@ def _name_run_options(role: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text = spell_run_options(str(error), role)
+        text = replace_flags(str(error), role)
         if text == str(error):
             raise
         raise (DataError if isinstance(error, DataError) else ConfigError)(text) from error
 
 
-def spell_run_options(text: str, role: str) -> str:
+def replace_flags(text: str, role: str) -> str:
     """Return a message about flags of `weft eval suite` with the options of a run in their place.
 
     For example, `--num_fewshot 5` becomes `eval_suite.num_fewshot=5`. `role` is the evaluated role.
@@ -198,7 +198,7 @@ def spell_run_options(text: str, role: str) -> str:
     # mappings, such as --data gsm8k=PATH or --gen_kwargs do_sample=true,temperature=1
     text = re.sub(
         r"--(data|gen_kwargs) (\w+=[^\s;,]+(?:,\w+=[^\s;,]+)*)",
-        lambda found: " ".join(f"eval_suite.{found[1]}.{each}" for each in found[2].split(",")),
+        lambda flag: " ".join(f"eval_suite.{flag[1]}.{each}" for each in flag[2].split(",")),
         text,
     )
     # options with a number or a word in capitals, and options without a value
@@ -206,7 +206,7 @@ def spell_run_options(text: str, role: str) -> str:
     return re.sub(r"--(\w+)", r"eval_suite.\1", text)
 
 
-class _MutedStream:
+class _SilencedStream:
     """Output stream that ignores what one thread writes, and passes on everything else."""
 
     def __init__(self, stream: TextIO, thread: int) -> None:
@@ -223,14 +223,14 @@ class _MutedStream:
 
 
 @contextmanager
-def mute_thread() -> Iterator[None]:
+def silence_thread() -> Iterator[None]:
     """Ignore what this thread prints: bars and messages of lm_eval.
 
     The run's own display is drawn by another thread meanwhile, which must find the real stream.
     """
     thread = threading.get_ident()
-    out = cast(TextIO, _MutedStream(sys.stdout, thread))
-    err = cast(TextIO, _MutedStream(sys.stderr, thread))
+    out = cast(TextIO, _SilencedStream(sys.stdout, thread))
+    err = cast(TextIO, _SilencedStream(sys.stderr, thread))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
@@ -305,7 +305,7 @@ class RunEngine:
             self._group.discard(ids)
 
 
-class _AnsweredToken(NamedTuple):
+class _RunToken(NamedTuple):
     id: str
     token: int
     finish: str | None
@@ -326,15 +326,15 @@ class _RunGenerator:
     def submit(self, requests: Sequence[Request]) -> None:
         self._requests += requests
 
-    def step(self) -> list[_AnsweredToken]:
+    def step(self) -> list[_RunToken]:
         requests = self._requests
         self._requests = []
         events = []
         answers = self._engine.generate(requests, self._spec)
         for request, tokens in zip(requests, answers, strict=True):
             for token in tokens[:-1]:
-                events.append(_AnsweredToken(request.id, token, None))
-            events.append(_AnsweredToken(request.id, tokens[-1], "stop"))
+                events.append(_RunToken(request.id, token, None))
+            events.append(_RunToken(request.id, tokens[-1], "stop"))
         return events
 
 
@@ -353,9 +353,10 @@ class RunSuite:
         self._engine = engine
         self._folder = folder
         self._name = name
+        self._figures: list[TaskFigure] = []  # of the last evaluation
 
-    def run(self, step: int) -> tuple[dict[str, float], str]:
-        """Evaluate on all tasks. Returns (metrics, a line that shows some of them).
+    def run(self, step: int) -> dict[str, float]:
+        """Evaluate on all tasks, and return the metrics.
 
         `step` is the number of completed train steps. Results of an earlier evaluation of this step
         are replaced. The metrics are `eval/TASK/METRIC` or, for metrics after a filter with a name,
@@ -369,16 +370,18 @@ class RunSuite:
         results: dict[str, Any] = {}
 
         def evaluate(folder: Path) -> None:
-            found, _ = suite.evaluate(model, prepared.loaded, prepared.options, folder)
-            results.update(found)
+            results.update(suite.evaluate(model, prepared.loaded, prepared.options, folder)[0])
 
         # lm_eval must not fork this process, which holds models, for its resamples.
         in_process = mock.patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"})
-        with _name_run_options(self._engine.role), mute_thread(), in_process:
+        with _name_run_options(self._engine.role), silence_thread(), in_process:
             write_directory(self._folder / f"step{step}", evaluate)
-        figures = suite.list_figures(results)
-        metrics = {name_metric(figure): figure.value for figure in figures}
-        return metrics, f"eval_suite, step {step}: {format_figures(figures)}"
+        self._figures = suite.list_figures(results)
+        return {name_metric(figure): figure.value for figure in self._figures}
+
+    def describe(self) -> str:
+        """Return a line that shows figures of the last evaluation."""
+        return f"eval_suite, step {self._engine.step}: {format_figures(self._figures)}"
 
     def truncate(self, step: int) -> None:
         """Remove the results of evaluations after step `step`, and unfinished results."""

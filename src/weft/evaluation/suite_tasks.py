@@ -90,8 +90,8 @@ def load_named_tasks(names: Sequence[str], options: CatalogueOptions) -> LoadedT
     built, others = resolve_tasks(names, options)
     if not others and built:
         return LoadedTasks(open_empty_manager(), built)
-    manager, found = open_manager(TaskSelection(others, options.include_path))
-    built += load_tasks(manager, found, options.folder, allow_code=options.allow_code)
+    manager, expanded_names = open_manager(TaskSelection(others, options.include_path))
+    built += load_tasks(manager, expanded_names, options.folder, allow_code=options.allow_code)
     return LoadedTasks(manager, built)
 
 

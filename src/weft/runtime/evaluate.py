@@ -32,8 +32,12 @@ class ValidationSource(Protocol):
 class TaskEvaluator(Protocol):
     """Evaluation of the current weights on tasks, the option `eval_suite`."""
 
-    def run(self, step: int) -> tuple[dict[str, float], str]:
-        """Return the metrics after `step` completed train steps, and a line that shows some."""
+    def run(self, step: int) -> dict[str, float]:
+        """Evaluate after `step` completed train steps, and return the metrics."""
+        ...
+
+    def describe(self) -> str:
+        """Return a line that shows some metrics of the last evaluation."""
         ...
 
     def truncate(self, step: int) -> None:

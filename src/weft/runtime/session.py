@@ -247,10 +247,7 @@ class Session:
         return self._points.find_newest(self._notes.append)
 
     def _restore_point(self, point: RecoveryPoint) -> None:
-        """Restore a recovery point.
-
-        A warning is shown if numerical settings differ from the saved ones.
-        """
+        """Restore a recovery point, with a warning if numerical settings differ from its own."""
         state = self._master.load(point.directory)
         for name, every in self._frequencies.items():
             every.load_state_dict(state["due"][name])
@@ -280,10 +277,9 @@ class Session:
             parts.experiment, parts.samples, self._directory.path, observer
         )
         self._recorder.truncate(self.step)
-        if parts.fixed_prompts is not None:
-            parts.fixed_prompts.truncate(self.step)
-        if parts.eval_suite is not None:
-            parts.eval_suite.truncate(self.step)
+        for evaluation in (parts.fixed_prompts, parts.eval_suite):
+            if evaluation is not None:
+                evaluation.truncate(self.step)
         if plan:
             for line in self.plan.format_whole():
                 observer.log(line)
@@ -436,16 +432,14 @@ class Session:
     def _measure(self) -> dict[str, float]:
         """Return the metrics of an evaluation with the current weights, on rows and on tasks."""
         metrics: dict[str, float] = {}
-        if self._parts.evaluator is not None:
-            self._master.wait_until_idle()
-            with self._open_span("evaluate"):
-                metrics |= self._parts.evaluator.run(self.step)
+        evaluations = {"evaluate": self._parts.evaluator, "eval_suite": self._parts.eval_suite}
+        for name, evaluation in evaluations.items():
+            if evaluation is not None:
+                self._master.wait_until_idle()
+                with self._open_span(name):
+                    metrics |= evaluation.run(self.step)
         if self._parts.eval_suite is not None:
-            self._master.wait_until_idle()
-            with self._open_span("eval_suite"):
-                measured, line = self._parts.eval_suite.run(self.step)
-            self._tell(line)
-            metrics |= measured
+            self._tell(self._parts.eval_suite.describe())
         return metrics
 
     def _write_fixed_completions(self) -> None:
