@@ -138,13 +138,9 @@ class WeftLM(TemplateLM):
             ) from error
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return str(text)
+        ends = {"add_generation_prompt": add_generation_prompt}
+        ends["continue_final_message"] = not add_generation_prompt
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ends))
 
     # -- log-likelihoods
 
