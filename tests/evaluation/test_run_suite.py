@@ -23,9 +23,9 @@ from weft.evaluation.models import open_policy
 from weft.evaluation.run_suite import (
     RunEngine,
     format_figures,
-    silence_thread,
     name_metric,
     replace_flags,
+    silence_thread,
 )
 from weft.evaluation.suite import TaskFigure
 from weft.experiments import SFTConfig
