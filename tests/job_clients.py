@@ -1,4 +1,4 @@
-"""Stand-ins for beaker, sbatch, ray and sinfo: they note their arguments and answer as they are told.
+"""Stand-ins for beaker, sbatch, ray and sinfo: they note their arguments and answer as told.
 
 clients = StandInClients(tmp_path / "clients", "sbatch")
 monkeypatch.setenv("PATH", clients.path)            # nothing else is on it

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.job_clients import DATASET, StandInClients
+from weft.cli import dialects
 from weft.cli.main import main
 
 TUNED = ["--allow_code", "--judge", "https://api.openai.com/v1", "--judge_model", "gpt-4o-mini"]
@@ -89,7 +90,7 @@ def test_the_host_reads_a_folder_that_is_not_uploaded(clients: StandInClients) -
         ),
         (
             ["--tasks", "humaneval", "--", "--allow_code", "--limit", "5"],
-            ["--allow_code", "--limit", "5"],
+            ["--allow_code", "--allow_code", "--limit", "5"],
             [],
         ),
     ],
@@ -150,7 +151,9 @@ def test_a_folder_that_is_not_here(
         (["--data_dir", "dat"], "--data_dir dat: there is no such folder"),
         (["--template", "none"], "--template none: there is no such file"),
         (["--template", "bad.jinja"], "bad.jinja:2: unknown placeholder {{ modle }}; did you mean"),
-        (["--", "--api_key=abcdef"], "contain a secret: '--api_key=***'"),
+        (["--", "--limt", "5"], "unrecognized arguments: --limt 5; did you mean --limit?"),
+        (["--", "--limit", "x"], "argument --limit: invalid"),
+        (["--", "--use_cache=http://u:abcdef@h/"], "contain a secret: '--use_cache=http://***@h/'"),
         (["--secret", "A B"], "--secret: takes the name of a secret"),
     ],
 )
@@ -194,6 +197,49 @@ def test_a_secret_in_the_environment_is_not_passed_on_as_a_word(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-abcdef")
     assert submit("--", "--system_instruction", "sk-abcdef") == 2
     assert "sk-abcdef" not in capsys.readouterr().err and list_files() == []
+
+
+def test_the_checkpoint_of_a_run_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Path("runs/e/t/checkpoints/actor/step4")
+    step.mkdir(parents=True)
+    (step / "config.json").write_text("{}")
+    assert submit("--tasks", "arc_easy", "--print", location="runs/e/t") == 0
+    read = capsys.readouterr()
+    assert f"the newest checkpoint of actor, {step}" in read.err
+    assert f"eval suite {step.absolute()} --tasks arc_easy" in read.out
+
+
+def test_what_a_job_may_lack_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    monkeypatch.setattr("weft.cli.eval_submit.find_spec", lambda name: None)
+    tasks = ["--tasks", "gsm_cot,gsm_direct,ifeval", "--print"]
+    assert submit(*tasks) == 0
+    err = capsys.readouterr().err
+    assert "the job looks for gsm8k, ifeval in ~/.cache/weft/eval; name the folder" in err
+    assert "the job needs lm_eval, which is not installed: python -m pip install" in err
+    Path(".cache/weft/eval/gsm8k").mkdir(parents=True)
+    assert submit(*tasks) == 0
+    assert "the job looks for ifeval in" in capsys.readouterr().err
+    assert submit("--system", "ray", *tasks) == 0
+    assert "the job looks for gsm8k, ifeval in" in capsys.readouterr().err
+    for more in (["--data_dir", "m"], ["--", "--data", "gsm8k=m"]):
+        assert submit(*tasks, *more) == 0
+        assert "the job looks for" not in capsys.readouterr().err
+    Path("m/adapter_config.json").write_text("{}")
+    assert submit("--workspace", "o/w", "--print") == 0
+    assert "m is an adapter, and the job needs its base model too" in capsys.readouterr().err
+
+
+def test_without_the_dialect_no_checkpoint_is_converted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dialects, "find", lambda name: None)
+    words = ["--model_name", "t", "--from-easylm", "x", "--model_size", "7b"]
+    assert main(["eval", "submit", *words, "--tokenizer_path", "m"]) == 2
+    assert "this installation of weft lacks the package" in capsys.readouterr().err
+    assert list_files() == []
 
 
 def test_the_exit_code_is_the_client_s(clients: StandInClients) -> None:

@@ -145,7 +145,7 @@ def test_a_template_is_written_for_editing_once(system: str, tmp_path: Path) -> 
 
 
 def test_a_template_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--template .*x: there is no such file"):
+    with pytest.raises(ConfigError, match=r"--template .*x: there is no such file"):
         read_template("slurm", tmp_path / "x")
 
 

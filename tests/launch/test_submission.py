@@ -1,4 +1,4 @@
-"""Submissions with stand-ins for the systems' clients: which commands run, and how failures read."""
+"""Submissions with stand-ins for the clients: which commands run, and how failures read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.launch.eval_job import UNKNOWN_DATASET, EvalJob, ModelPlace
 from weft.launch.job_steps import StepRecord
 from weft.launch.job_template import JobTemplate, read_template
-from weft.launch.submission import Submission, check_partitions
+from weft.launch.submission import JobSubmission, check_partitions
 
 FOLDER = Path("eval-jobs/tulu")
 SLURM = EvalJob("tulu", "slurm", ModelPlace("folder", "m"), FOLDER)
@@ -52,7 +52,7 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInClients:
 
 def submit(job: EvalJob, *, resubmit: bool = False, template: JobTemplate | None = None) -> int:
     """Submit as a command of its own does."""
-    made = Submission(
+    made = JobSubmission(
         job, template or read_template(job.system, None), StepRecord.read(job.folder), resubmit
     )
     made.check()
@@ -134,7 +134,7 @@ def test_a_failed_submission_is_repeated_alone(clients: StandInClients) -> None:
 
 def test_an_upload_that_was_killed_is_repeated(clients: StandInClients) -> None:
     record = StepRecord.read(FOLDER)
-    submission = Submission(BEAKER, read_template("beaker", None), record)
+    submission = JobSubmission(BEAKER, read_template("beaker", None), record)
     record.begin("upload", submission._list_upload_inputs())
     assert submit(BEAKER) == 0
     assert clients.calls == [UPLOAD, SUBMIT["beaker"]]
@@ -244,7 +244,7 @@ def test_a_plan_runs_and_writes_nothing(
 ) -> None:
     def plan() -> str:
         template = read_template(job.system, None)
-        Submission(job, template, StepRecord.read(FOLDER)).print_plan()
+        JobSubmission(job, template, StepRecord.read(FOLDER)).print_plan()
         return capsys.readouterr().out
 
     first = plan()

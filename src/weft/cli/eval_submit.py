@@ -14,12 +14,17 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from weft.cli import dialects
+from weft.checkpoints.names import ADAPTER
+from weft.cli import eval_suite
+from weft.cli.eval_export import TOKENIZER, build_export
 from weft.cli.model_arguments import print_note
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError, build_unknown_name_error
+from weft.evaluation.task_data import FOLDER, find_data
+from weft.extras import install
 from weft.launch.eval_job import (
     CLIENTS,
     IMAGE,
@@ -31,11 +36,10 @@ from weft.launch.eval_job import (
     split_tasks,
 )
 from weft.launch.gcloud import mask_environment
-from weft.launch.job_steps import StepRecord, describe_files
+from weft.launch.job_steps import StepRecord
 from weft.launch.job_template import SYSTEMS, read_template, write_template
-from weft.launch.submission import Submission, check_partitions
+from weft.launch.submission import JobSubmission, check_partitions
 from weft.redaction import mask_words
-from weft.storage.buckets import is_remote
 
 HELP = "evaluate a model in a job on Slurm, Ray or Beaker"
 SUITE = "open-instruct"
@@ -44,9 +48,7 @@ OUTPUT = Path("eval-jobs")
 JUDGE = "https://api.openai.com/v1"
 JUDGE_MODEL = "gpt-4o-mini"
 JUDGE_KEY = "OPENAI_API_KEY"
-CONVERT = "convert"
-MODEL_FOLDER = "model"
-TOKENIZER = Path("tokenizer.model")
+HARNESS = "lm_eval"
 EPILOG = """examples:
   weft eval submit --model_name tulu-7b --location runs/E/T --is_tuned --print
   weft eval submit --model_name tulu-7b --location runs/E/T --cluster gpu --data_dir data
@@ -212,16 +214,22 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--model_name is missing: it names the job, its file and its results")
     folder = given.output / given.model_name
     export = build_export(given, folder)
-    job = build_job(given, system, folder, export)
+    if export is None:
+        place = locate_model_place(given, system)
+    else:
+        place = ModelPlace("folder", str(export.output))
+    shares, needs = plan_tasks(given)
+    job = build_job(given, system, place, shares, needs)
+    job.check()
     record = StepRecord.read(folder)
-    submission = Submission(job, read_template(system, given.template), record, given.resubmit)
+    submission = JobSubmission(job, read_template(system, given.template), record, given.resubmit)
     submission.check()
     if export is not None:
         export.check(record)
         submission.identity = export.identify(copy=not given.print_only)
     if not given.print_only:
         check_cluster(job)
-    for note in list_notes(job):
+    for note in list_notes(job, needs):
         print_note(f"note: {note}")
     if given.print_only:
         if export is not None:
@@ -245,35 +253,40 @@ def choose_system(given: argparse.Namespace) -> str:
 # -- the job
 
 
+def locate_model_place(given: argparse.Namespace, system: str) -> ModelPlace:
+    """Return the place of `--location`. Raises `UserError` if it is missing or has no model."""
+    if given.location is None:
+        raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
+    place = locate_place(given.location, system)
+    if place.kind == "folder" and system == "beaker" and not given.upload:
+        return ModelPlace("host", str(Path(place.text).absolute()))
+    return place
+
+
 def build_job(
-    given: argparse.Namespace, system: str, folder: Path, export: EasyLMExport | None
+    given: argparse.Namespace,
+    system: str,
+    place: ModelPlace,
+    shares: Sequence[str],
+    needs: TaskNeeds,
 ) -> EvalJob:
     """Return the job for the command line. Raises `UserError` for unusable options."""
-    if export is not None:
-        place = ModelPlace("folder", str(export.output))
-    elif given.location is None:
-        raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
-    else:
-        place = locate_place(given.location, system)
-    if place.kind == "folder" and system == "beaker" and not given.upload:
-        place = ModelPlace("host", str(Path(place.text).absolute()))
-    shares, needs = plan_tasks(given)
     extra = list(given.words)
+    check_suite_words(extra)
     masked = mask_words(extra)
     if masked != extra or any(mask_environment(word) != word for word in extra):
         raise ConfigError(
             f"the words after -- are written into the job file, and contain a secret: "
             f"{mask_environment(shlex.join(masked))}; name the variable by --secret NAME instead"
         )
-    secrets = list(dict.fromkeys([*given.secret, *needs.secrets]))
-    job = EvalJob(
+    return EvalJob(
         model_name=given.model_name,
         system=system,
         place=place,
-        folder=folder,
+        folder=given.output / given.model_name,
         tasks=given.tasks,
         shares=shares,
-        words=[*(word for word in needs.words if word not in extra), *extra],
+        words=[*needs.words, *extra],
         subfolder=given.subfolder.strip("/"),
         is_tuned=given.is_tuned,
         data=None if given.data_dir is None else locate_data(given.data_dir, system),
@@ -281,17 +294,23 @@ def build_job(
         workspace=given.workspace,
         clusters=given.cluster,
         priority=given.priority,
-        secrets=secrets,
+        secrets=list(dict.fromkeys([*given.secret, *needs.secrets])),
         image=given.image,
     )
-    job.check()
-    return job
+
+
+def check_suite_words(words: Sequence[str]) -> None:
+    """Raise `ConfigError` if `weft eval suite`, which gets these words, does not know them."""
+    parser = CommandParser(prog="weft eval")
+    eval_suite.add_parser(parser.add_subparsers())
+    parser.parse_args(["suite", "MODEL", "--tasks", SUITE, *words])
 
 
 @dataclass(frozen=True)
 class TaskNeeds:
-    """What the tasks need: words of `weft eval suite`, and names of secrets."""
+    """Needs of tasks: data sets by name, words of `weft eval suite`, and names of secrets."""
 
+    data: Sequence[str] = ()
     words: Sequence[str] = ()
     secrets: Sequence[str] = ()
 
@@ -313,6 +332,7 @@ def plan_tasks(given: argparse.Namespace) -> tuple[list[str], TaskNeeds]:
     else:
         shares = [",".join(names)]
     blocks = [catalogue[name][0] for name in members if name in catalogue]
+    data = list(dict.fromkeys(block.data for block in blocks))
     words = ["--allow_code"] if any(block.code for block in blocks) else []
     if given.judge_model is None and given.judge not in (None, JUDGE):
         raise ConfigError(f"--judge {given.judge}: name its model too, by --judge_model")
@@ -320,14 +340,17 @@ def plan_tasks(given: argparse.Namespace) -> tuple[list[str], TaskNeeds]:
     if not is_judged and (given.judge is not None or given.judge_model is not None):
         raise ConfigError("--judge: none of the tasks has a judge; leave it out")
     if not is_judged:
-        return shares, TaskNeeds(words)
+        return shares, TaskNeeds(data, words)
     url = given.judge or JUDGE
     words += ["--judge", url, "--judge_model", given.judge_model or JUDGE_MODEL]
-    return shares, TaskNeeds(words, [JUDGE_KEY] if url == JUDGE else [])
+    return shares, TaskNeeds(data, words, [JUDGE_KEY] if url == JUDGE else [])
 
 
 def check_cluster(job: EvalJob) -> None:
-    """Raise `ConfigError` if sbatch, whose jobs have this machine's files, could not run the job."""
+    """Raise `ConfigError` if sbatch is installed and could not run the job.
+
+    The jobs of this machine's Slurm read this machine's files.
+    """
     if job.system != "slurm" or shutil.which(CLIENTS["slurm"]) is None:
         return
     if job.place.kind == "host":
@@ -335,127 +358,41 @@ def check_cluster(job: EvalJob) -> None:
     check_partitions(job)
 
 
-def list_notes(job: EvalJob) -> list[str]:
-    """Return what the user may not expect of the job."""
-    notes = []
-    if job.place.kind == "host" and not Path(job.place.text).exists():
+def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
+    """Return what the user may not expect of the job, or may have forgotten."""
+    notes = [job.place.note] if job.place.note else []
+    place = Path(job.place.text)
+    if job.place.kind == "host" and not place.exists():
+        notes.append(f"{place} is not on this machine; the machine of the job must have it")
+    if job.needs_upload and (place / ADAPTER).is_file():
         notes.append(
-            f"{job.place.text} is not on this machine; the machine of the job must have it"
+            f"{place} is an adapter, and the job needs its base model too: use a base model on the "
+            f"hub, or upload a merged model (weft convert merge)"
         )
-    if "--allow_code" in job.words:
+    missing = list_missing_data(job, needs)
+    if missing:
+        notes.append(
+            f"the job looks for {', '.join(missing)} in {FOLDER}; name the folder of the tasks' "
+            f"data by --data_dir"
+        )
+    if "--allow_code" in needs.words:
         notes.append("some tasks run programs that the model writes, in weft's sandbox")
     if job.system == "slurm":
         for name in job.secrets:
             if name not in os.environ:
                 notes.append(f"{name} is not set in this shell, from which sbatch passes it on")
+        if find_spec(HARNESS) is None:
+            notes.append(f"the job needs {HARNESS}, which is not installed: {install('eval')}")
     return notes
 
 
-# -- a checkpoint of EasyLM
+def list_missing_data(job: EvalJob, needs: TaskNeeds) -> list[str]:
+    """Return the data sets that the job would look up in a folder of its machine.
 
-
-@dataclass(frozen=True)
-class EasyLMExport:
-    """Conversion of a checkpoint of EasyLM to the Hugging Face directory `output`."""
-
-    checkpoint: str
-    size: str
-    update: str
-    tokenizer: str
-    output: Path
-
-    def build_words(self) -> list[str]:
-        """Return the words of the conversion after `weft easylm`."""
-        return [
-            "convert_easylm_to_hf",
-            f"--load_checkpoint={self.checkpoint}",
-            f"--tokenizer_path={self.tokenizer}",
-            f"--model_size={self.size}",
-            *([f"--update_llama_config={self.update}"] if self.update else []),
-            f"--output_dir={self.output}",
-        ]
-
-    def check(self, record: StepRecord) -> None:
-        """Raise `UserError` if the checkpoint cannot be converted, or `output` is not weft's."""
-        easylm = dialects.load("easylm")
-        easylm.check_export(self.checkpoint, self.size, self.update, self.tokenizer)
-        if self.output.exists() and not (record.was_begun(CONVERT) or record.is_damaged):
-            raise ConfigError(
-                f"{self.output}: exists already, and was not made by this command; name another "
-                f"folder by --output"
-            )
-
-    def is_finished(self, record: StepRecord, inputs: str) -> bool:
-        """Return whether `output` is complete and made of these inputs."""
-        step = record.find_finished(CONVERT, inputs)
-        if step is None or not self.output.is_dir():
-            return False
-        return bool(step.get("files") == describe_files(self.output))
-
-    def identify(self, *, copy: bool) -> str:
-        """Return a name for the contents of the model.
-
-        A checkpoint in a bucket has no name, "", unless `copy` allows to copy it to this machine.
-        """
-        if not copy and is_remote(self.checkpoint.rpartition("::")[2]):
-            return ""
-        easylm = dialects.load("easylm")
-        words = (self.checkpoint, self.size, self.update, self.tokenizer)
-        return str(easylm.identify_export(*words))
-
-    def print_plan(self, record: StepRecord, inputs: str) -> None:
-        """Print the conversion, or that it is finished."""
-        if self.is_finished(record, inputs):
-            print(f"{CONVERT}: finished, {self.output} is complete")
-        else:
-            print(f"$ {shlex.join(['weft', 'easylm', *self.build_words()])}")
-
-    def run(self, record: StepRecord, inputs: str) -> None:
-        """Convert the checkpoint, unless that was finished."""
-        if self.is_finished(record, inputs):
-            print(f"{CONVERT}: skipped, {self.output} is complete")
-            return
-        if record.was_begun(CONVERT):
-            print(f"{CONVERT}: repeated, {self.output} is incomplete, changed or of another model")
-        record.begin(CONVERT, inputs)
-        # Remove the incomplete model, and what a killed conversion has left beside it.
-        for old in (self.output, *self.output.parent.glob(f".{self.output.name}.*.tmp")):
-            if old.is_dir():
-                shutil.rmtree(old)
-        print(f"$ {shlex.join(['weft', 'easylm', *self.build_words()])}", flush=True)
-        dialects.load("easylm").main(self.build_words())
-        record.finish(CONVERT, files=describe_files(self.output))
-
-
-def build_export(given: argparse.Namespace, folder: Path) -> EasyLMExport | None:
-    """Return the conversion that the command line asks for, or None.
-
-    Raises `ConfigError` for options of a conversion without one, and for missing ones.
+    Of Slurm's jobs, which have this machine's files, only those that are not there.
     """
-    if given.from_easylm is None:
-        for option in ("model_size", "update_llama_config", "tokenizer_path"):
-            if getattr(given, option) is not None:
-                raise ConfigError(f"--{option}: belongs to --from-easylm PATH; add it")
-        return None
-    if given.location is not None:
-        raise ConfigError(
-            "--location and --from-easylm exclude each other: name a model, or a checkpoint of "
-            "EasyLM to convert"
-        )
-    if not given.model_size:
-        raise ConfigError("--model_size is missing: --from-easylm needs it, such as 7b")
-    tokenizer = given.tokenizer_path
-    if tokenizer is None:
-        if not TOKENIZER.is_file():
-            raise ConfigError(
-                f"--tokenizer_path is missing, and this folder has no {TOKENIZER}; copy the "
-                f"checkpoint's tokenizer here, or name it"
-            )
-        tokenizer = str(TOKENIZER)
-    return EasyLMExport(
-        checkpoint=given.from_easylm,
-        size=given.model_size,
-        update=given.update_llama_config or "",
-        tokenizer=tokenizer,
-        output=folder / MODEL_FOLDER,
-    )
+    if job.data is not None or "--data" in job.words or "--data_dir" in job.words:
+        return []
+    if job.system != "slurm":
+        return list(needs.data)
+    return [name for name in needs.data if find_data(name, {}, FOLDER) is None]

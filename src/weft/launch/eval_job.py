@@ -51,10 +51,12 @@ class ModelPlace:
     """Place of a model: `kind` is folder, host, url or dataset.
 
     A folder is on this machine, a host folder only on the cluster's, and a dataset on Beaker.
+    `note` tells the user which checkpoint of a run it is, or is "".
     """
 
     kind: str
     text: str
+    note: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class EvalJob:
 
     @property
     def needs_upload(self) -> bool:
-        """Whether the model must be uploaded before the job can read it."""
+        """Return whether the model must be uploaded before the job can read it."""
         return self.system == "beaker" and self.place.kind == "folder"
 
     def with_dataset(self, dataset: str) -> EvalJob:
@@ -155,7 +157,8 @@ class EvalJob:
         for option in ("workspace", "priority"):
             if getattr(self, option) is not None:
                 raise ConfigError(
-                    f"--{option} {getattr(self, option)}: Ray has nothing of this kind; leave it out"
+                    f"--{option} {getattr(self, option)}: Ray has nothing of this kind; leave it "
+                    f"out"
                 )
 
     def build_values(self) -> dict[str, Any]:
@@ -272,10 +275,10 @@ def locate_place(text: str, system: str, option: str = "--location") -> ModelPla
         return ModelPlace("host", str(path))
     if path.exists() or "@" in text:
         model = locate_model(text, ModelQuery(option))
-        found = Path(model.path).expanduser()
-        if not found.is_dir():
+        folder = Path(model.path).expanduser()
+        if not folder.is_dir():
             raise ConfigError(f"{option} {text}: is no model directory{_suggest(path)}")
-        return ModelPlace("folder", str(found))
+        return ModelPlace("folder", str(folder), model.note)
     if system == "beaker" and DATASET.fullmatch(text) and not Path(path.parts[0]).is_dir():
         return ModelPlace("dataset", text)
     raise ConfigError(

@@ -48,7 +48,7 @@ class StepRecord:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the folder has a record that says nothing."""
+        """Return whether the folder has a record that says nothing."""
         return (self.folder / RECORD).is_file() and not self.steps and not self.submissions
 
     def find_finished(self, name: str, inputs: object) -> Mapping[str, Any] | None:
@@ -74,10 +74,10 @@ class StepRecord:
 
     def find_submission(self, file: Path, digest: str) -> Mapping[str, Any] | None:
         """Return the submission of a job file with these contents, or None."""
+        wanted = (file.name, digest)
         for each in self.submissions:
-            if isinstance(each, dict) and each.get("file") == file.name:
-                if each.get("sha256") == digest:
-                    return each
+            if isinstance(each, dict) and (each.get("file"), each.get("sha256")) == wanted:
+                return each
         return None
 
     def add_submission(self, file: Path, digest: str, job: str) -> None:

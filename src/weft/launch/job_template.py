@@ -103,7 +103,8 @@ def write_template(system: str, path: Path) -> None:
     """Write the default template of a system for editing. Raises `ConfigError` if `path` exists."""
     if path.exists() or path.is_symlink():
         raise ConfigError(
-            f"--write_template {path}: exists already, and nothing is overwritten; name another file"
+            f"--write_template {path}: exists already, and nothing is overwritten; name another "
+            "file"
         )
     make_folder(path.parent, f"--write_template {path}", ConfigError)
     write(path, read_template(system, None).text)
@@ -119,12 +120,12 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.filters["yaml"] = lambda value: json.dumps(value, ensure_ascii=False)
-    environment.filters["sbatch"] = _quote_directive
+    environment.filters["sbatch"] = _format_directive
     return environment
 
 
-def _quote_directive(value: object) -> str:
-    """Quote the value of an option after `#SBATCH`."""
+def _format_directive(value: object) -> str:
+    """Return the value of an option after `#SBATCH`, in quotes if it has blanks."""
     text = str(value)
     if any(character in text for character in "\n\"'\\"):
         raise ValueError(

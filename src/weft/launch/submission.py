@@ -61,7 +61,7 @@ class JobFile:
 
 
 @dataclass
-class Submission:
+class JobSubmission:
     """A job, its template and the record of its steps.
 
     With `resubmit`, a submitted job is submitted again. `identity` identifies the contents of a

@@ -138,9 +138,9 @@ def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: 
     from weft.compat.easylm.streams import TensorStream, find_source
 
     config = load_llama_config(model_size, update, "--model_size")
-    if not is_remote(tokenizer) and TOKENIZER_PATH.match(tokenizer):
-        if not Path(tokenizer).expanduser().exists():
-            raise ConfigError(f"--tokenizer_path {tokenizer}: there is no such file or folder")
+    is_path = TOKENIZER_PATH.match(tokenizer) is not None and not is_remote(tokenizer)
+    if is_path and not Path(tokenizer).expanduser().exists():
+        raise ConfigError(f"--tokenizer_path {tokenizer}: there is no such file or folder")
     if is_remote(load_checkpoint.rpartition("::")[2]):
         return
     check_weights(TensorStream(find_source(load_checkpoint, "--from-easylm")), config, "lm")

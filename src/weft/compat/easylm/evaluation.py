@@ -1,6 +1,6 @@
 """EasyLM's script `submit_open_instruct_eval.py`, as `weft eval submit` on Beaker.
 
-    weft easylm submit_open_instruct_eval --workspace W --model_name M --location ID_OR_PATH --is_tuned
+    weft easylm submit_open_instruct_eval --workspace W --model_name M --location PLACE --is_tuned
 
 The job is patterned off `beaker_configs/default_eval.yaml` in the current folder if there is one,
 else off weft's template. Options of `weft eval submit`, such as --print, may be added.
@@ -77,8 +77,8 @@ def translate(words: Sequence[str]) -> list[str]:
     given, rest = build_parser().parse_known_args(list(words[:end]))
     if given.gsm_stop_at_double_newline:
         raise ConfigError(
-            "--gsm_stop_at_double_newline: weft's GSM8K tasks end their answers by their own rules; "
-            "leave it out"
+            "--gsm_stop_at_double_newline: weft's GSM8K tasks end their answers by their own "
+            "rules; leave it out"
         )
     if not given.workspace:
         raise ConfigError("--workspace is missing: name the Beaker workspace of the job")
