@@ -182,6 +182,13 @@ def test_places_that_are_refused(text: str, system: str, message: str, here: Pat
     assert message in str(raised.value)
 
 
+def test_a_model_in_a_subfolder(here: Path) -> None:
+    steps = "runs/e/t/checkpoints/actor"
+    assert locate_place(steps, "beaker", "step4") == ModelPlace("folder", steps)
+    with pytest.raises(ConfigError, match="--subfolder step5: .* is no model directory; did you"):
+        locate_place(steps, "beaker", "step5")
+
+
 def test_places_of_data(here: Path) -> None:
     assert locate_data("empty", "slurm") == ModelPlace("folder", f"{here}/empty")
     assert locate_data("/net/x", "ray") == ModelPlace("host", "/net/x")

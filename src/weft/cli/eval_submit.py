@@ -257,7 +257,7 @@ def locate_model_place(given: argparse.Namespace, system: str) -> ModelPlace:
     """Return the place of `--location`. Raises `UserError` if it is missing or has no model."""
     if given.location is None:
         raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
-    place = locate_place(given.location, system)
+    place = locate_place(given.location, system, given.subfolder)
     if place.kind == "folder" and system == "beaker" and not given.upload:
         return ModelPlace("host", str(Path(place.text).absolute()))
     return place

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoints.names import ModelQuery, locate_model
+from weft.checkpoints.names import ModelQuery, is_model, locate_model
 from weft.errors import ConfigError, find_nearest
 from weft.reading import suggest_sibling
 from weft.storage.buckets import is_remote
@@ -260,12 +260,13 @@ def split_tasks(tasks: Sequence[str], num_gpus: int) -> list[str]:
 # -- places
 
 
-def locate_place(text: str, system: str, option: str = "--location") -> ModelPlace:
-    """Return the place that the user named: a path, a run, a URL, or on Beaker a dataset.
+def locate_place(text: str, system: str, subfolder: str = "") -> ModelPlace:
+    """Return the place that --location names: a path, a run, a URL, or on Beaker a dataset.
 
     An absolute path that is not on this machine is taken as one of the cluster's. Raises
-    `UserError` for other paths that do not exist, and for folders without a model.
+    `UserError` for other paths that do not exist, and for folders without a model in `subfolder`.
     """
+    option = "--location"
     if not text.strip():
         raise ConfigError(f"{option} is empty; name a model directory, a run or a Beaker dataset")
     if is_remote(text):
@@ -273,6 +274,13 @@ def locate_place(text: str, system: str, option: str = "--location") -> ModelPla
     path = Path(text).expanduser()
     if path.is_absolute() and not path.exists() and "@" not in path.name:
         return ModelPlace("host", str(path))
+    if path.is_dir() and subfolder:
+        if not is_model(path / subfolder):
+            raise ConfigError(
+                f"--subfolder {subfolder}: {path / subfolder} is no model directory"
+                f"{_suggest(path / subfolder)}"
+            )
+        return ModelPlace("folder", str(path))
     if path.exists() or "@" in text:
         model = locate_model(text, ModelQuery(option))
         folder = Path(model.path).expanduser()

@@ -106,6 +106,22 @@ def test_a_damaged_step_is_repeated(
     assert not (FOLDER / ".model.0123abcd.tmp").exists()
 
 
+def test_a_conversion_that_was_interrupted_is_repeated(
+    clients: StandInClients, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(words: object) -> int:
+        MODEL.mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.compat.easylm.commands.main", interrupt)
+        assert submit() == 130
+    assert clients.calls == []
+    assert submit() == 0
+    assert "convert: repeated, eval-jobs/tulu/model is incomplete" in capsys.readouterr().out
+    assert list_verbs(clients) == ["dataset", "experiment"]
+
+
 def test_the_same_model_is_uploaded_once(clients: StandInClients) -> None:
     assert submit() == 0
     append_to_weights()
