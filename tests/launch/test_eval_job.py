@@ -157,6 +157,7 @@ def test_places_of_models(here: Path) -> None:
         assert locate_place("runs/e/t@step4", system) == ModelPlace("folder", run)
         assert locate_place("/net/x", system) == ModelPlace("host", "/net/x")
         assert locate_place("gs://b/m", system) == ModelPlace("url", "gs://b/m")
+        assert locate_place("hub:us/m", system) == ModelPlace("url", "us/m")
     for dataset in ("01GVYXDGJC6DV0JW9JZ16YM07G", "us/tulu-7b"):
         assert locate_place(dataset, "beaker") == ModelPlace("dataset", dataset)
     relative = replace(SLURM, place=ModelPlace("folder", "m"))
@@ -173,6 +174,7 @@ def test_places_of_models(here: Path) -> None:
         ("empty", "beaker", "has no config.json"),
         ("runs/e/t@step5", "beaker", "has no such checkpoint"),
         (" ", "beaker", "--location is empty"),
+        ("hub:a/b/c", "slurm", "--location hub:a/b/c: write hub:OWNER/NAME"),
         ("m/config.json", "slurm", "is no model directory"),
     ],
 )
@@ -185,7 +187,7 @@ def test_places_that_are_refused(text: str, system: str, message: str, here: Pat
 def test_a_model_in_a_subfolder(here: Path) -> None:
     steps = "runs/e/t/checkpoints/actor"
     assert locate_place(steps, "beaker", "step4") == ModelPlace("folder", steps)
-    with pytest.raises(ConfigError, match="--subfolder step5: .* is no model directory; did you"):
+    with pytest.raises(ConfigError, match=r"--subfolder step5: .* is no model directory; did you"):
         locate_place(steps, "beaker", "step5")
 
 

@@ -133,8 +133,8 @@ def _add_model_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--location",
         metavar="PLACE",
-        help="model directory, run or URL; on Beaker also the id of a dataset, or a folder of its "
-        "hosts",
+        help="model directory, run, URL or hub:OWNER/NAME; on Beaker also the id of a dataset, or "
+        "a folder of its hosts",
     )
     parser.add_argument(
         "--from-easylm",
@@ -257,7 +257,7 @@ def locate_model_place(given: argparse.Namespace, system: str) -> ModelPlace:
     """Return the place of `--location`. Raises `UserError` if it is missing or has no model."""
     if given.location is None:
         raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
-    place = locate_place(given.location, system, given.subfolder)
+    place = locate_place(given.location, system, given.subfolder.strip("/"))
     if place.kind == "folder" and system == "beaker" and not given.upload:
         return ModelPlace("host", str(Path(place.text).absolute()))
     return place

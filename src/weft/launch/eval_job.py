@@ -30,6 +30,7 @@ IMAGE = "weft"
 MODEL_MOUNT = "/model"
 DATA_MOUNT = "/data"
 RESULT_MOUNT = "/output"
+HUB = "hub:"  # before the name of a model on the hub
 # Stands in a spec for the id that an upload prints.
 UNKNOWN_DATASET = "MODEL_DATASET_ID"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -50,7 +51,8 @@ CLUSTERS = {
 class ModelPlace:
     """Place of a model: `kind` is folder, host, url or dataset.
 
-    A folder is on this machine, a host folder only on the cluster's, and a dataset on Beaker.
+    A folder is on this machine, a host folder only on the cluster's, and a dataset on Beaker. A
+    url is in a bucket, or the name of a model on the hub.
     `note` tells the user which checkpoint of a run it is, or is "".
     """
 
@@ -261,7 +263,7 @@ def split_tasks(tasks: Sequence[str], num_gpus: int) -> list[str]:
 
 
 def locate_place(text: str, system: str, subfolder: str = "") -> ModelPlace:
-    """Return the place that --location names: a path, a run, a URL, or on Beaker a dataset.
+    """Return the place of --location: a path, a run, a URL, `hub:NAME`, or a Beaker dataset.
 
     An absolute path that is not on this machine is taken as one of the cluster's. Raises
     `UserError` for other paths that do not exist, and for folders without a model in `subfolder`.
@@ -269,6 +271,10 @@ def locate_place(text: str, system: str, subfolder: str = "") -> ModelPlace:
     option = "--location"
     if not text.strip():
         raise ConfigError(f"{option} is empty; name a model directory, a run or a Beaker dataset")
+    if text.startswith(HUB):
+        if not DATASET.fullmatch(text.removeprefix(HUB)):
+            raise ConfigError(f"{option} {text}: write {HUB}OWNER/NAME, a model on the hub")
+        return ModelPlace("url", text.removeprefix(HUB))
     if is_remote(text):
         return ModelPlace("url", text)
     path = Path(text).expanduser()

@@ -47,7 +47,7 @@ def folder(repo: Path) -> Path:
 def test_the_guide_s_flags_are_those_of_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert translate(GUIDE) == ["--system", "beaker", "--workspace", "W", *GUIDE[2:]]
+    assert translate(GUIDE) == ["--system", "beaker", *GUIDE]
     clients = StandInClients(tmp_path / "clients", "beaker")
     monkeypatch.setenv("PATH", clients.path)
     assert main(["easylm", "submit_open_instruct_eval", *GUIDE]) == 0
@@ -61,12 +61,14 @@ def test_other_flags_of_the_script(here: Path) -> None:
     words = ["--beaker_image", "us/i", "--beaker_subfolder", "step1", "--olmo"]
     words += ["--use_hf_tokenizer_template", "--experiments", "trutufulqa", "xstest", "gsm_cot"]
     assert translate([*GUIDE, *words, "--", "--limit", "5"]) == [
-        *["--system", "beaker", "--workspace", "W", "--image", "us/i", "--subfolder", "step1"],
-        *["--tasks", "truthfulqa,xstest_judge,gsm_cot", *GUIDE[2:], "--", "--limit", "5"],
+        *["--system", "beaker", *GUIDE[:6], "--image", "us/i", "--subfolder", "step1"],
+        *["--tasks", "truthfulqa,xstest_judge,gsm_cot", *GUIDE[6:], "--", "--limit", "5"],
     ]
+    hub = translate([*GUIDE[:2], "--model_name", "hf-opt", "--location", "facebook/opt-6.7b"])
+    assert hub[-3:] == ["hf-opt", "--location", "hub:facebook/opt-6.7b"]
     (here / "beaker_configs").mkdir()
     (here / "beaker_configs" / "default_eval.yaml").write_text("")
-    assert translate(GUIDE)[4:6] == ["--template", "beaker_configs/default_eval.yaml"]
+    assert translate(GUIDE)[8:10] == ["--template", "beaker_configs/default_eval.yaml"]
     assert translate([*GUIDE, "--template", "x"]).count("--template") == 1
 
 

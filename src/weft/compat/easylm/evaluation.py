@@ -16,6 +16,7 @@ from pathlib import Path
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError, build_unknown_name_error
 from weft.evaluation.catalogue import GROUPS
+from weft.launch.eval_job import HUB
 from weft.redaction import mask_words
 
 TEMPLATE = Path("beaker_configs/default_eval.yaml")
@@ -33,6 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="further options: weft eval submit --help",
     )
+    parser.add_argument("--model_name", metavar="NAME", help="name; hf-...: a model of the hub")
+    parser.add_argument("--location", metavar="PLACE", help="Beaker dataset, path or hub name")
     parser.add_argument("--workspace", metavar="NAME", help="Beaker workspace, ORG/NAME")
     parser.add_argument("--beaker_image", metavar="NAME", help="image of the job: --image")
     parser.add_argument(
@@ -83,6 +86,11 @@ def translate(words: Sequence[str]) -> list[str]:
     if not given.workspace:
         raise ConfigError("--workspace is missing: name the Beaker workspace of the job")
     translated = ["--system", "beaker", "--workspace", given.workspace]
+    if given.model_name:
+        translated += ["--model_name", given.model_name]
+    if given.location:
+        on_hub = (given.model_name or "").startswith("hf-")  # as in EasyLM
+        translated += ["--location", f"{HUB}{given.location}" if on_hub else given.location]
     flags = {word.partition("=")[0] for word in rest}
     if "--template" not in flags and TEMPLATE.is_file():
         translated += ["--template", str(TEMPLATE)]
