@@ -116,6 +116,7 @@ def test_more_gpus_than_tasks() -> None:
         (SLURM, {"priority": "hgih"}, r"--priority hgih: unknown priority; did you mean high\?"),
         (SLURM, {"priority": "x"}, "--priority x: .*one of preemptible, low"),
         (SLURM, {"clusters": ["a b"]}, "--cluster a b: must be the name of a partition"),
+        (SLURM, {"place": ModelPlace("url", "us/m"), "subfolder": "x"}, "on the hub has no"),
         (SLURM, {"image": "x"}, "--image x: only Beaker's jobs have an image"),
         (BEAKER, {"clusters": ["gpu"]}, "--cluster gpu: must be ORGANIZATION/CLUSTER"),
         (BEAKER, {"workspace": None}, "--workspace is missing"),

@@ -134,6 +134,8 @@ class EvalJob:
                 raise ConfigError(
                     "--secret: takes the name of a secret, such as HF_TOKEN, and never its value"
                 )
+        if self.subfolder and self.place.kind == "url" and not is_remote(self.place.text):
+            raise ConfigError(f"--subfolder {self.subfolder}: a model on the hub has no subfolders")
         _check_priority(self.priority)
         rule, explanation = CLUSTERS[self.system]
         for cluster in self.clusters:
