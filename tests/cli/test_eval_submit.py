@@ -227,6 +227,10 @@ def test_what_a_job_may_lack_is_noted(
     for more in (["--data_dir", "m"], ["--", "--data", "gsm8k=m"]):
         assert submit(*tasks, *more) == 0
         assert "the job looks for" not in capsys.readouterr().err
+    Path("m/tokenizer_config.json").write_text("{}")
+    for more, noted in (([], True), (["--", "--chat-template", "tulu"], False)):
+        assert submit(*tasks, "--is_tuned", *more) == 0
+        assert ("m has no chat template" in capsys.readouterr().err) == noted
     Path("m/adapter_config.json").write_text("{}")
     assert submit("--workspace", "o/w", "--print") == 0
     assert "m is an adapter, and the job needs its base model too" in capsys.readouterr().err

@@ -39,6 +39,7 @@ from weft.launch.gcloud import mask_environment
 from weft.launch.job_steps import StepRecord
 from weft.launch.job_template import SYSTEMS, read_template, write_template
 from weft.launch.submission import JobSubmission, check_partitions
+from weft.observe.jsonl import read_json
 from weft.redaction import mask_words
 
 HELP = "evaluate a model in a job on Slurm, Ray or Beaker"
@@ -49,6 +50,7 @@ JUDGE = "https://api.openai.com/v1"
 JUDGE_MODEL = "gpt-4o-mini"
 JUDGE_KEY = "OPENAI_API_KEY"
 HARNESS = "lm_eval"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 EPILOG = """examples:
   weft eval submit --model_name tulu-7b --location runs/E/T --is_tuned --print
   weft eval submit --model_name tulu-7b --location runs/E/T --cluster gpu --data_dir data
@@ -369,6 +371,10 @@ def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
             f"{place} is an adapter, and the job needs its base model too: use a base model on the "
             f"hub, or upload a merged model (weft convert merge)"
         )
+    if job.is_tuned and "--chat-template" not in job.words and lacks_template(place):
+        notes.append(
+            f"{place} has no chat template, and --is_tuned needs one; add -- --chat-template NAME"
+        )
     missing = list_missing_data(job, needs)
     if missing:
         notes.append(
@@ -384,6 +390,14 @@ def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
         if find_spec(HARNESS) is None:
             notes.append(f"the job needs {HARNESS}, which is not installed: {install('eval')}")
     return notes
+
+
+def lacks_template(folder: Path) -> bool:
+    """Return whether a model directory has a tokenizer's settings and no chat template."""
+    settings = folder / TOKENIZER_SETTINGS
+    if not settings.is_file() or any(folder.glob("chat_template*")):
+        return False
+    return not read_json(settings).get("chat_template")
 
 
 def list_missing_data(job: EvalJob, needs: TaskNeeds) -> list[str]:
