@@ -176,6 +176,13 @@ def test_job_files_are_never_overwritten(clients: StandInClients, here: Path) ->
             "job file is eval-jobs/tulu/tulu.ray.sh\n",
         ),
         (
+            RAY,
+            "ray",
+            "Traceback (most recent call last):\n  File x\n    y()\nConnectionError: no cluster\n",
+            "error: ray job submit failed with exit code 3: ConnectionError: no cluster; the job "
+            "file is eval-jobs/tulu/tulu.ray.sh\n",
+        ),
+        (
             BEAKER,
             "beaker-dataset",
             "",
@@ -202,7 +209,8 @@ def test_a_failure_is_one_message_with_the_client_s_exit_code(
 ) -> None:
     clients.answer(key, output, code=3)
     assert submit(job) == 3
-    assert capsys.readouterr().err == message
+    read = capsys.readouterr()
+    assert read.err == message and "Traceback" not in read.out
 
 
 def test_an_upload_without_an_id(

@@ -28,6 +28,7 @@ from weft.writing import write
 UPLOAD = "upload"
 REASON_LINES = 3  # last lines of a client's output in a message
 REASON_CHARACTERS = 500
+TRACEBACK = "Traceback (most recent call last):"  # its last line is the reason
 MOST_FILES = 1000
 # Beaker prints "Uploading NAME to ID", and older versions "Uploading NAME (ID)...".
 UPLOADED = re.compile(r"Uploading \S+ (?:to )?\(?([A-Za-z0-9][\w/.-]*\w)")
@@ -135,7 +136,7 @@ class JobSubmission:
             print(f"$ {format_command(words)}")
             return 0, None
         self.record.begin(UPLOAD, self._list_upload_inputs())
-        result = run_client(words)
+        result = run_client(words, live=True)
         if result.code:
             print_failure(
                 words,
@@ -287,8 +288,11 @@ def check_partitions(job: EvalJob) -> None:
             raise build_unknown_name_error("--cluster", name, known)
 
 
-def run_client(words: Sequence[str]) -> ClientResult:
-    """Print a command, run it, and show its output as it comes."""
+def run_client(words: Sequence[str], *, live: bool = False) -> ClientResult:
+    """Print a command, run it, and show its output unless it fails.
+
+    With `live`, the output is shown as it comes, for a command that takes long.
+    """
     print(f"$ {format_command(words)}", flush=True)
     process = subprocess.Popen(
         words,
@@ -302,15 +306,19 @@ def run_client(words: Sequence[str]) -> ClientResult:
     lines = []
     for line in process.stdout:
         lines.append(line)
-        print(mask_environment(line), end="", flush=True)
+        if live:
+            print(mask_environment(line), end="", flush=True)
     code = process.wait()
+    if code == 0 and not live:
+        print(mask_environment("".join(lines)), end="", flush=True)
     return ClientResult(code if code >= 0 else 128 - code, "".join(lines))
 
 
 def print_failure(words: Sequence[str], result: ClientResult, fix: str) -> None:
     """Print why a client failed, in its own last words, to standard error."""
     lines = [line.strip() for line in result.output.splitlines() if line.strip()]
-    reason = "; ".join(lines[-REASON_LINES:])[-REASON_CHARACTERS:] or "no reason given"
+    most = 1 if TRACEBACK in lines else REASON_LINES
+    reason = "; ".join(lines[-most:])[-REASON_CHARACTERS:] or "no reason given"
     program = " ".join(words[: 1 if words[0] == "sbatch" else 3])
     message = f"error: {program} failed with exit code {result.code}: {reason}; {fix}"
     print(mask_environment(redact(message)), file=sys.stderr)
