@@ -154,6 +154,7 @@ def test_a_folder_that_is_not_here(
         (["--", "--limt", "5"], "unrecognized arguments: --limt 5; did you mean --limit?"),
         (["--", "--limit", "x"], "argument --limit: invalid"),
         (["--", "--use_cache=http://u:abcdef@h/"], "contain a secret: '--use_cache=http://***@h/'"),
+        (["--no-upload"], "--no-upload: only Beaker's models are uploaded"),
         (["--secret", "A B"], "--secret: takes the name of a secret"),
     ],
 )

@@ -73,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
     Raises `UserError` for unusable input.
     """
     words = list(argv)
-    extra = None
+    suite_words: list[str] = []
     if words[:1] == ["submit"] and "--" in words:
-        extra = words[words.index("--") + 1 :]
+        suite_words = words[words.index("--") + 1 :]
         words = words[: words.index("--")]
     given = build_parser().parse_args(words)
-    given.words = extra or []
+    given.words = suite_words
     return int(given.run(given))
 
 

@@ -220,6 +220,8 @@ def run(given: argparse.Namespace) -> int:
         place = locate_model_place(given, system)
     else:
         place = ModelPlace("folder", str(export.output))
+    if not given.upload:
+        place = refuse_upload(place, system)
     shares, needs = plan_tasks(given)
     job = build_job(given, system, place, shares, needs)
     job.check()
@@ -259,10 +261,19 @@ def locate_model_place(given: argparse.Namespace, system: str) -> ModelPlace:
     """Return the place of `--location`. Raises `UserError` if it is missing or has no model."""
     if given.location is None:
         raise ConfigError("--location is missing: name a model directory, or a Beaker dataset's id")
-    place = locate_place(given.location, system, given.subfolder.strip("/"))
-    if place.kind == "folder" and system == "beaker" and not given.upload:
-        return ModelPlace("host", str(Path(place.text).absolute()))
-    return place
+    return locate_place(given.location, system, given.subfolder.strip("/"))
+
+
+def refuse_upload(place: ModelPlace, system: str) -> ModelPlace:
+    """Return the place of a model that Beaker's hosts read where it is.
+
+    Raises `ConfigError` on another system, which uploads no models.
+    """
+    if system != "beaker":
+        raise ConfigError("--no-upload: only Beaker's models are uploaded; leave it out")
+    if place.kind != "folder":
+        return place
+    return ModelPlace("host", str(Path(place.text).absolute()))
 
 
 def build_job(

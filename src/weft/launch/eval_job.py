@@ -3,7 +3,7 @@
     job = EvalJob("tulu-7b", "slurm", locate_place("runs/E/T", "slurm"), Path("eval-jobs/tulu-7b"))
     read_template("slurm", None).render(job.build_values())
 
-This module is pure: `weft.launch.submission` writes files and runs the systems' clients.
+This module writes and runs nothing; `weft.launch.submission` does.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ CLUSTERS = {
 class ModelPlace:
     """Place of a model: `kind` is folder, host, url or dataset.
 
-    A folder is on this machine, a host folder only on the cluster's, and a dataset on Beaker. A
-    url is in a bucket, or the name of a model on the hub.
-    `note` tells the user which checkpoint of a run it is, or is "".
+    A folder is on this machine, a host folder on the cluster's, and a dataset on Beaker. A url is
+    a folder in a bucket, or the name of a model on the hub. `note` tells the user which checkpoint
+    of a run it is, or is "".
     """
 
     kind: str

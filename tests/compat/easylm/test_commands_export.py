@@ -154,7 +154,8 @@ def test_a_folder_of_somebody_else_is_left_alone(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": "7c"}, "--model_size=7c: unknown size; did you mean 7b or 7bcode"),
+        ({"size": "7c"}, "--model_size=7c: unknown size; known are 1b, 3b, 7b"),
+        ({"size": "7c"}, "did you mean 7b or 7bcode?"),
         ({"size": "7B"}, "--model_size=7B: unknown size; did you mean 7b"),
         ({"size": "debug"}, "unlike a model of this size"),
         ({"checkpoint": "params::otu"}, "--from-easylm=params::otu: there is no such file"),

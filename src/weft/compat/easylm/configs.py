@@ -204,11 +204,14 @@ def load_llama_config(
             f"write the llama_config in it as JSON, and json:: before its path"
         )
     else:
-        near = find_nearest(text, LLAMA_STANDARD_CONFIGS) or _find_same_number(text)
+        near = find_nearest(text, LLAMA_STANDARD_CONFIGS)
+        same = _find_same_number(text)
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         else:
             hint = f"known are {', '.join(LLAMA_STANDARD_CONFIGS)}, and json::FILE"
+        if same and not near:
+            hint = f"{hint}; did you mean {' or '.join(same)}?"
         raise ConfigError(f"{option}={text}: unknown size; {hint}")
     config = _check_config(config, f"{option}={text}")
     if not update:
