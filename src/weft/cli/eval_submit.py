@@ -382,7 +382,7 @@ def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
             f"{place} is an adapter, and the job needs its base model too: use a base model on the "
             f"hub, or upload a merged model (weft convert merge)"
         )
-    if job.is_tuned and "--chat-template" not in job.words and lacks_template(place):
+    if job.is_tuned and "--chat-template" not in job.words and not has_template(place):
         notes.append(
             f"{place} has no chat template, and --is_tuned needs one; add -- --chat-template NAME"
         )
@@ -403,12 +403,12 @@ def list_notes(job: EvalJob, needs: TaskNeeds) -> list[str]:
     return notes
 
 
-def lacks_template(folder: Path) -> bool:
-    """Return whether a model directory has a tokenizer's settings and no chat template."""
+def has_template(folder: Path) -> bool:
+    """Return whether a model directory has a chat template; True if it has no tokenizer."""
     settings = folder / TOKENIZER_SETTINGS
     if not settings.is_file() or any(folder.glob("chat_template*")):
-        return False
-    return not read_json(settings).get("chat_template")
+        return True
+    return bool(read_json(settings).get("chat_template"))
 
 
 def list_missing_data(job: EvalJob, needs: TaskNeeds) -> list[str]:
