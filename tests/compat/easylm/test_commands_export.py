@@ -179,6 +179,9 @@ def test_a_tokenizer_that_is_not_there(
 ) -> None:
     assert submit(*BEAKER, "--tokenizer_path", "tokenizer.model") == 2
     assert "--tokenizer_path tokenizer.model: there is no such file" in capsys.readouterr().err
+    Path("tokenizer.model").write_bytes(b"damaged")
+    assert submit(*BEAKER, "--tokenizer_path", "tokenizer.model") == 2
+    assert "error: tokenizer.model: " in capsys.readouterr().err
     assert not Path("eval-jobs").exists()
 
 

@@ -129,11 +129,11 @@ def choose_folder(translated: TranslatedCommand) -> Path:
 
 
 def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: str) -> None:
-    """Raise `UserError` if `convert_easylm_to_hf` would refuse the checkpoint, without a copy.
+    """Raise `UserError` if `convert_easylm_to_hf` would refuse a checkpoint or its tokenizer.
 
-    Of a checkpoint in a bucket, only the size is checked.
+    Only what is on this machine is read: names on the hub and files in buckets are not checked.
     """
-    from weft.compat.easylm.checkpoints import check_weights
+    from weft.compat.easylm.checkpoints import check_weights, write_tokenizer
     from weft.compat.easylm.configs import load_llama_config
     from weft.compat.easylm.streams import TensorStream, find_source
 
@@ -141,6 +141,9 @@ def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: 
     is_path = TOKENIZER_PATH.match(tokenizer) is not None and not is_remote(tokenizer)
     if is_path and not Path(tokenizer).expanduser().exists():
         raise ConfigError(f"--tokenizer_path {tokenizer}: there is no such file or folder")
+    if Path(tokenizer).expanduser().exists():
+        with TemporaryDirectory(prefix="weft-easylm-") as folder:
+            write_tokenizer(tokenizer, config, "lm", Path(folder))
     if is_remote(load_checkpoint.rpartition("::")[2]):
         return
     check_weights(TensorStream(find_source(load_checkpoint, "--from-easylm")), config, "lm")
