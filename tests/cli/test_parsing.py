@@ -31,6 +31,8 @@ def test_flags_are_spelled_with_either_character() -> None:
 def test_an_unknown_flag_is_named_as_it_was_typed() -> None:
     with pytest.raises(ConfigError, match="weft test: unrecognized arguments: --top_kk"):
         parser().parse_args(["--top_kk"])
+    with pytest.raises(ConfigError, match=r"arguments: --top_kk=3; did you mean --top-k\?"):
+        parser().parse_args(["inner", "--top_kk=3", "--", "x"])
 
 
 def test_the_help_has_one_spelling() -> None:

@@ -20,7 +20,11 @@ from tests.slurm_cluster import SlurmCluster, missing
 from weft.errors import ConfigError, RunError
 from weft.experiments.machines import SlurmSpec
 from weft.launch import slurm
+from weft.launch.eval_job import EvalJob, ModelPlace
+from weft.launch.job_steps import StepRecord
+from weft.launch.job_template import read_template
 from weft.launch.slurm import SlurmRequest
+from weft.launch.submission import JobSubmission, check_partitions
 from weft.observe.logs import find_failures, find_log_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -223,6 +227,27 @@ def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: 
     assert (tmp_path / "out").read_text() == "ended"
     assert f"job {job} ends with exit code 143" in (asked.folder / f"{job}.log").read_text()
     assert left(job) == []
+
+
+@pytest.mark.slow  # an evaluation job with a stand-in for Python, which ends at once
+def test_an_evaluation_job_runs_as_its_template_says(
+    on_cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/echo")
+    folder = tmp_path / "eval jobs" / "tulu"
+    place = ModelPlace("folder", str(tmp_path))
+    job = EvalJob("tulu", "slurm", place, folder, num_gpus=0, clusters=["debug"])
+    job = replace(job, secrets=["HF_TOKEN"])
+    check_partitions(job)
+    record = StepRecord.read(folder)
+    assert JobSubmission(job, read_template("slurm", None), record).run() == 0
+    number = record.submissions[0]["job"]
+    log = folder / f"tulu-{number}.log"
+    until(lambda: log.exists() and log.read_text().endswith("\n"), 60, folder)
+    words = ["-m", "weft.cli.main", "eval", "suite", str(tmp_path), "--tasks", "open-instruct"]
+    assert log.read_text() == f"{' '.join(words)} --output {folder}/results\n"
+    with pytest.raises(ConfigError, match=r"unknown --cluster 'debgu'; did you mean debug\?"):
+        check_partitions(replace(job, clusters=["debgu"]))
 
 
 @pytest.mark.slow

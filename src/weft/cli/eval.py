@@ -3,6 +3,7 @@
 rm      accuracy of a reward model on replies ranked by people, overall and by category
 suite   models on tasks of lm-evaluation-harness, with its own result files
 table   results of checkpoints on tasks, side by side, with what differs beyond noise
+submit  a model on tasks, in a job on Slurm, Ray or Beaker
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli import eval_suite, eval_table, model_arguments
+from weft.cli import eval_submit, eval_suite, eval_table, model_arguments
 from weft.cli.data_options import COPY_PREFIX, add_dataset_options, take_assignments
 from weft.cli.parsing import CommandParser
 from weft.errors import ConfigError
@@ -26,12 +27,15 @@ EPILOG = """examples:
   weft eval rm RM_DIR trees.jsonl.gz --type ranking max_replies=5
   weft eval rm runs/E/T --datasets oasst_export data_path=trees.jsonl.gz
   weft eval rm runs/E/T --datasets hh-rlhf --split valid
-  weft eval suite runs/E/T --tasks my_task --include_path tasks"""
+  weft eval suite runs/E/T --tasks my_task --include_path tasks
+  weft eval submit --model_name NAME --location runs/E/T --print"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="weft eval", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", metavar="{rm,suite,table}", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="{rm,suite,table,submit}", required=True
+    )
     rm = commands.add_parser(
         "rm",
         help="evaluate a reward model on pairs and rankings",
@@ -59,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     rm.set_defaults(run=evaluate_reward_model)
     eval_suite.add_parser(commands)
     eval_table.add_parser(commands)
+    eval_submit.add_parser(commands)
     return parser
 
 
@@ -67,7 +72,13 @@ def main(argv: Sequence[str]) -> int:
 
     Raises `UserError` for unusable input.
     """
-    given = build_parser().parse_args(list(argv))
+    words = list(argv)
+    suite_words: list[str] = []
+    if words[:1] == ["submit"] and "--" in words:
+        suite_words = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    given = build_parser().parse_args(words)
+    given.words = suite_words
     return int(given.run(given))
 
 

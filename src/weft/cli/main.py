@@ -48,7 +48,10 @@ COMMAND_GROUPS = {
     "models": {
         "chat": "talk to a model or a run",
         "sample": "sample answers to a file of prompts: report, score, best of n",
-        "eval": "measure models: rm (ranked replies), suite (tasks of lm-eval), table (results)",
+        "eval": (
+            "measure models: rm (ranked replies), suite (tasks of lm-eval), table (results), "
+            "submit (a job on a cluster)"
+        ),
         "serve": "serve a policy and a reward model over HTTP: OpenAI's and the open protocol",
         "convert": "convert, merge, split and export checkpoints",
         "push": "upload a model to the Hugging Face hub, with its model card",

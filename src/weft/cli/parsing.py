@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, find_nearest
 from weft.reading import find_url_problem, refuse_url
 from weft.storage.buckets import is_remote
 
@@ -45,6 +45,25 @@ class CommandParser(argparse.ArgumentParser):
         values, rest = super().parse_known_args(args, namespace)
         _check_paths(values, self._url_arguments)
         return values, rest
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        values, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+            near = find_nearest(flags[0], self._list_flags(), 1) if flags else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return values
+
+    def _list_flags(self) -> list[str]:
+        """Return the flags of this parser and of its subcommands."""
+        flags: list[str] = []
+        for action in self._actions:
+            flags += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    flags += parser._list_flags()
+        return flags
 
     def _normalize_flag(self, word: str) -> str:
         name, equals, value = word.partition("=")

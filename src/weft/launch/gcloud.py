@@ -24,6 +24,7 @@ from weft.launch.tpu_host import ENDED, FOLDER
 from weft.redaction import MASK, is_secret, mask_words, redact
 
 PYTHON = f"{FOLDER}/venv/bin/python"  # below the home directory, where ssh starts
+WORKING_FOLDERS = ("PWD", "OLDPWD")  # variables that only look like passwords
 LEAST_SECRET = 6  # characters of a secret variable's value that is masked wherever it occurs
 LONGEST_REASON = 300  # characters of gcloud's own words in a message
 PROGRESS = re.compile(
@@ -274,6 +275,8 @@ def _mask_shell_text(text: str) -> str:
 def mask_environment(text: str) -> str:
     """Mask the values of this process's secret environment variables wherever they occur."""
     for name, value in os.environ.items():
+        if name in WORKING_FOLDERS:
+            continue
         if is_secret(name) and len(value) >= LEAST_SECRET:
             text = text.replace(value, MASK)
     return text

@@ -8,6 +8,7 @@ and after everything has been checked that can be checked without their weights.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ HELP = ("--help", "-h", "help", "--helpfull", "--helpshort")
 DRY_RUN = "--dry-run"
 PLAN_FLAGS = (DRY_RUN, "--cfg", "--print-script")  # of commands that start no run
 CONFIG = "config.json"  # the last file of a converted model
+# tokenizers that cannot be names on the hub
+TOKENIZER_PATH = re.compile(r"[./~]|.*\.model$|.*/.*/")
 CONVERTER_SUMMARIES = {
     "convert_easylm_to_hf": "a stream as a Hugging Face directory",
     "convert_hf_to_easylm": "a Hugging Face directory as a stream",
@@ -49,6 +52,8 @@ CONVERTER_SUMMARIES = {
     "convert_checkpoint": "a stream with another dtype, or as one msgpack",
     "diff_checkpoint": "the difference of two streams, or the stream that it restores",
 }
+SUBMIT = "submit_open_instruct_eval"
+EVALUATION_SUMMARIES = {SUBMIT: "the suite open-instruct as a job on Beaker"}
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
@@ -65,8 +70,12 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         module = import_module("weft.compat.easylm.conversions")
         converters: Mapping[str, Callable[[list[str]], int]] = module.COMMANDS
         return converters[name](words)
+    if name == SUBMIT:
+        submit: Callable[[list[str]], int] = import_module("weft.compat.easylm.evaluation").main
+        return submit(words)
     if name not in tables.TRAINING:
-        raise build_unknown_name_error("command", name, (*tables.TRAINING, *tables.CONVERTERS))
+        known = (*tables.TRAINING, *tables.CONVERTERS, SUBMIT)
+        raise build_unknown_name_error("command", name, known)
     if not words or set(words) & set(HELP):
         print(format_help(name))
         return 0 if words else 2
@@ -114,6 +123,40 @@ def choose_folder(translated: TranslatedCommand) -> Path:
     """Return the folder of converted models: in that of all runs, unless runs are in a bucket."""
     root = str(translated.options.get("fileroot", "./runs"))
     return (find_cache_folder() if is_remote(root) else Path(root).expanduser()) / CONVERTED
+
+
+# -- a checkpoint as a Hugging Face directory, for `weft eval submit`
+
+
+def check_export(load_checkpoint: str, model_size: str, update: str, tokenizer: str) -> None:
+    """Raise `UserError` if `convert_easylm_to_hf` would refuse a checkpoint or its tokenizer.
+
+    Only what is on this machine is read: names on the hub and files in buckets are not checked.
+    """
+    from weft.compat.easylm.checkpoints import check_weights, write_tokenizer
+    from weft.compat.easylm.configs import load_llama_config
+    from weft.compat.easylm.streams import TensorStream, find_source
+
+    config = load_llama_config(model_size, update, "--model_size")
+    is_path = TOKENIZER_PATH.match(tokenizer) is not None and not is_remote(tokenizer)
+    if is_path and not Path(tokenizer).expanduser().exists():
+        raise ConfigError(f"--tokenizer_path {tokenizer}: there is no such file or folder")
+    if Path(tokenizer).expanduser().exists():
+        with TemporaryDirectory(prefix="weft-easylm-") as folder:
+            write_tokenizer(tokenizer, config, "lm", Path(folder))
+    if is_remote(load_checkpoint.rpartition("::")[2]):
+        return
+    check_weights(TensorStream(find_source(load_checkpoint, "--from-easylm")), config, "lm")
+
+
+def identify_export(load_checkpoint: str, model_size: str, update: str, tokenizer: str) -> str:
+    """Return a name that depends on the contents of the checkpoint, its size and its tokenizer.
+
+    `update` are changes of the size, as a dictionary, or "".
+    """
+    from weft.compat.easylm.prepared_models import locate_model
+
+    return locate_model(load_checkpoint, model_size, update, tokenizer, Path()).name
 
 
 # -- checks before a conversion, which can take an hour and 26 GB
@@ -218,8 +261,12 @@ def format_overview() -> str:
     """Return the list of commands."""
     lines = ["weft easylm COMMAND --flag=value ...    (weft easylm COMMAND --help lists the flags)"]
     summaries = {name: command.summary for name, command in tables.TRAINING.items()}
-    for title, commands in (("train", summaries), ("convert", CONVERTER_SUMMARIES)):
-        lines += ["", title, *(f"  {name:24} {what}" for name, what in commands.items())]
+    for title, commands in (
+        ("train", summaries),
+        ("convert", CONVERTER_SUMMARIES),
+        ("evaluate", EVALUATION_SUMMARIES),
+    ):
+        lines += ["", title, *(f"  {name:26} {what}" for name, what in commands.items())]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
@@ -204,10 +205,13 @@ def load_llama_config(
         )
     else:
         near = find_nearest(text, LLAMA_STANDARD_CONFIGS)
+        same = _find_same_number(text)
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         else:
             hint = f"known are {', '.join(LLAMA_STANDARD_CONFIGS)}, and json::FILE"
+        if same and not near:
+            hint = f"{hint}; did you mean {' or '.join(same)}?"
         raise ConfigError(f"{option}={text}: unknown size; {hint}")
     config = _check_config(config, f"{option}={text}")
     if not update:
@@ -215,6 +219,15 @@ def load_llama_config(
     updating = option.replace("load_", "update_") if "load_" in option else "update_llama_config"
     label = f"{updating}={shorten(update, MOST_SHOWN)}"
     return change_config(config, parse_dictionary(update, label), label)
+
+
+def _find_same_number(text: str) -> list[str]:
+    """Return the three shortest names of sizes with the number that `text` begins with."""
+    number = re.match(r"\d+", text)
+    if number is None:
+        return []
+    same = re.compile(rf"{number[0]}(?!\d)")
+    return sorted(filter(same.match, LLAMA_STANDARD_CONFIGS), key=len)[:3]
 
 
 def parse_dictionary(text: str, label: str) -> dict[str, Any]:
