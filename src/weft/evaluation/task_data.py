@@ -228,15 +228,17 @@ def _convert_ifeval(row: Row) -> Item:
 
     ids = read_texts(row, _require(row, "instruction_id_list"))
     arguments = row[_require(row, "kwargs")]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise BadRow(f"'kwargs' is a text that is not JSON: {error}") from error
     if not isinstance(arguments, list) or len(arguments) != len(ids):
         raise BadRow(f"'kwargs' must have one mapping for each of the {len(ids)} instructions")
     for id, own in zip(ids, arguments, strict=True):
-        try:
-            is_followed("Test.", id, own or {})  # raises DataError for an unknown id or arguments
-        except (TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise BadRow(f"the arguments {own} of {id!r} cannot be used: {error}") from error
+        if not isinstance(own, Mapping | None):
+            raise BadRow(f"'kwargs' must have mappings, not {own!r}")
+        is_followed("Test.", id, own or {})  # raises DataError for an unknown id or arguments
     prompt = _read(row, "prompt")
     return {"prompt": prompt, "instruction_id_list": ids, "kwargs": json.dumps(arguments)}
 
@@ -518,6 +520,11 @@ DATA_SETS = {
         "rows {prompt, instruction_id_list, kwargs}",
         "github.com/google-research/google-research, instruction_following_eval/data",
         _read_simple("input_data.jsonl", convert=_convert_ifeval),
+    ),
+    "ifbench": DataSet(
+        "rows {prompt, instruction_id_list, kwargs}",
+        "github.com/allenai/IFBench (data/IFBench_test.jsonl)",
+        _read_simple("IFBench_test.jsonl", "data/IFBench_test.jsonl", convert=_convert_ifeval),
     ),
     "humaneval": DataSet(
         "rows {prompt, test, entry_point}",
