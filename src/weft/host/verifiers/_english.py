@@ -115,7 +115,8 @@ def _ends_sentence(word: str, following: str, *, is_first: bool) -> bool:
     if is_initial:  # the first letter of a name, or a label of a list
         if is_abbreviation or next_word[0].islower():
             return False
-        return not capital or is_first or base in STARTERS or base in LATE_STARTERS
+        is_label = is_first and len(base) > 1  # "A. Point", but not "J. K. Rowling"
+        return not capital or is_label or base in STARTERS or base in LATE_STARTERS
     if NUMBER.fullmatch(plain):
         return not next_word[0].islower()
     return True

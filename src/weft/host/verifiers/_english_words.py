@@ -51,8 +51,6 @@ CONTRACTIONS = {
     "wanna": 3,
     "d'ye": 1,
     "more'n": 4,
-    "'tis": 2,
-    "'twas": 2,
 }
 
 # The words that nltk's English list calls stop words, apart from parts of contractions
