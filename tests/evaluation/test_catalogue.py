@@ -48,7 +48,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "key": "0",
             "prompt": "p",
             "instruction_id_list": ["count:numbers", "format:no_whitespace"],
-            "kwargs": [{"N": 1.0, "sep": None}, {"N": None, "sep": None}],
+            "kwargs": [{"N": 2.0, "sep": None}, {"N": None, "sep": None}],
         }
     ],
     "humaneval": [
