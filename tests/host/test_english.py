@@ -6,10 +6,10 @@ import pytest
 
 from weft.host.verifiers._english import (
     count_syllables,
+    has_verb_first,
     is_emoji,
     split_sentences,
     split_tokens,
-    starts_with_verb,
 )
 
 
@@ -69,9 +69,9 @@ def test_syllables(count: int, words: str) -> None:
 
 def test_verbs_at_the_beginning() -> None:
     for text in ("Write it.", "Walking is fun", "Is it?", "Carried away, he fell", "Studies it"):
-        assert starts_with_verb(text), text
+        assert has_verb_first(text), text
     for text in ("", "Nothing", "The dog", "Work is hard", "Happy days", "Please go"):
-        assert not starts_with_verb(text), text
+        assert not has_verb_first(text), text
 
 
 def test_emoji() -> None:

@@ -12,6 +12,7 @@ import builtins
 import csv
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,52 +171,49 @@ def _convert_mbpp(row: Row) -> Item:
     """
     key = require(row, "test", "assertion", "test_list")
     text = read_field(row, "text", "prompt")
-    if key == "test_list":
-        shown = read_texts(row, key)
-        tests = "\n".join(shown)
+    program = "\n".join(read_texts(row, key)) if key == "test_list" else read_text(row, key)
+    assertions = _list_assertions(program, key)
+    if row.get("test_list") is not None:
+        examples = read_texts(row, "test_list")
     else:
-        tests = read_text(row, key)
-        if row.get("test_list") is not None:
-            shown = read_texts(row, "test_list")
-        else:
-            text, shown = _split_docstring(text)
-            shown = (_list_assertions(tests, key) or shown)[:SHOWN_TESTS]
+        text, in_prompt = _split_docstring(text)
+        examples = (assertions or in_prompt)[:SHOWN_TESTS]
+    # Join what the tests need.
     imports = read_texts(row, "test_imports", at_least=0) if row.get("test_imports") else []
-    setup = read_text(row, "test_setup_code") if row.get("test_setup_code") else ""
-    tests = "\n".join([*imports, *([setup] if setup else []), tests])
-    _list_assertions(tests, key)  # raises BadRow unless it is Python
+    setup = [read_text(row, "test_setup_code")] if row.get("test_setup_code") else []
+    tests = "\n".join([*imports, *setup, program])
     target = str(row.get("code") or row.get("canonical_solution") or "")
     return {
         "task_id": str(row.get("task_id", "")),
         "text": text,
-        "shown_tests": "\n".join(shown),
+        "shown_tests": "\n".join(examples),
         "tests": tests,
-        "entry_point": str(row.get("entry_point") or _find_tested_function(tests, target)),
+        "entry_point": str(row.get("entry_point") or _find_tested_function(program, target)),
         "target": target,
     }
+
+
+def _list_assertions(program: str, key: str) -> list[str]:
+    """Return the source of the assertions in a program. Raises `BadRow` if it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            statements = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise BadRow(f"{key!r} is no Python code: {error}") from error
+    assertions = [each for each in statements if isinstance(each, ast.Assert)]
+    return [ast.get_source_segment(program, each) or "" for each in assertions]
 
 
 def _split_docstring(text: str) -> tuple[str, list[str]]:
     """Return the description and the assertions in the docstring that is EvalPlus' prompt."""
     lines = text.strip().removeprefix('"""').removesuffix('"""').strip().splitlines()
-    shown = [line for line in lines if line.startswith("assert ")]
-    return "\n".join(line for line in lines if line not in shown), shown
-
-
-def _list_assertions(tests: str, key: str) -> list[str]:
-    """Return the source of the assertions in a program. Raises `BadRow` if it is no Python."""
-    try:
-        statements = ast.parse(tests).body
-    except (SyntaxError, ValueError) as error:
-        raise BadRow(f"{key!r} is no Python code: {error}") from error
-    found = [
-        ast.get_source_segment(tests, each) for each in statements if isinstance(each, ast.Assert)
-    ]
-    return [each for each in found if each is not None]
+    assertions = [line for line in lines if line.startswith("assert ")]
+    return "\n".join(line for line in lines if line not in assertions), assertions
 
 
 def _find_tested_function(tests: str, solution: str) -> str:
-    """Return the name of the function that tests call; "" if they call none.
+    """Return the name of the function that a program of tests calls; "" if there is none.
 
     That is a function of the reference solution, or else one that is neither built in nor defined
     by the tests, or else a built-in one (MBPP has a task for a function `sum`).

@@ -6,7 +6,7 @@ The functions here need no data, and give the same results on ordinary text:
 - `split_sentences` decides like nltk's English Punkt model (Kiss and Strunk 2006).
 - `split_tokens` splits words like the Penn Treebank.
 - `count_syllables` counts like syllapy: groups of vowels, with a list of exceptions.
-- `starts_with_verb` decides by a list of verbs and the second word, instead of a tagger.
+- `has_verb_first` decides by a list of verbs and the second word, instead of a tagger.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split_sentences(text: str) -> list[str]:
     begin = 0
     for start, mark in marks:
         is_first = text[:start].rpartition("\n")[2].strip(" \t-*#>") == ""
-        if not _ends_sentence(
+        if not _is_sentence_end(
             text[start : mark.end()], mark["close"] or mark["next"], is_first=is_first
         ):
             continue
@@ -92,7 +92,7 @@ def _move_closing_signs(text: str, spans: list[tuple[int, int]]) -> list[str]:
     return sentences
 
 
-def _ends_sentence(word: str, following: str, *, is_first: bool) -> bool:
+def _is_sentence_end(word: str, following: str, *, is_first: bool) -> bool:
     """Return whether the mark at the end of `word` ends a sentence before the text `following`.
 
     `is_first` says whether the word is the first of its line.
@@ -190,7 +190,7 @@ def count_syllables(word: str) -> int:
 VERB_ENDINGS = (("ies", "y"), ("ied", "y"), ("es", ""), ("s", ""), ("ed", ""), ("d", ""))
 
 
-def starts_with_verb(text: str) -> bool:
+def has_verb_first(text: str) -> bool:
     """Return whether the first word of a text is a verb: a known one, or a form in -ing or -ed."""
     tokens = split_tokens(text)
     if not tokens:
@@ -233,11 +233,11 @@ A9 AE 203C 2049 2122 2139 2194-2199 21A9-21AA 231A-231B 2328 23CF 23E9-23F3 23F8
 
 @cache
 def _list_emoji() -> frozenset[str]:
-    found = set()
+    signs: set[str] = set()
     for entry in EMOJI.split():
         first, _, last = entry.partition("-")
-        found.update(map(chr, range(int(first, 16), int(last or first, 16) + 1)))
-    return frozenset(found)
+        signs.update(map(chr, range(int(first, 16), int(last or first, 16) + 1)))
+    return frozenset(signs)
 
 
 def is_emoji(sign: str) -> bool:

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 
 from weft.host.verifiers._english import (
     count_syllables,
+    has_verb_first,
     is_emoji,
     split_sentences,
     split_tokens,
-    starts_with_verb,
 )
 from weft.host.verifiers._english_words import PRONOUNS, STOP_WORDS
 from weft.host.verifiers._ifbench_custom import CUSTOM_CHECKS
@@ -70,8 +70,8 @@ def _check_unique_words(text: str, a: Arguments) -> bool:
 
 def _check_conjunctions(text: str, a: Arguments) -> bool:
     least = float(a["small_n"])
-    found = {word for word in text.split() if strip_punctuation(word).lower() in CONJUNCTIONS}
-    return len(found) >= least
+    words = {word for word in text.split() if strip_punctuation(word).lower() in CONJUNCTIONS}
+    return len(words) >= least
 
 
 def _check_names(text: str, a: Arguments) -> bool:
@@ -179,8 +179,8 @@ def _check_vowels(text: str, a: Arguments) -> bool:
 
 def _check_palindromes(text: str, a: Arguments) -> bool:
     words = remove_punctuation(text).lower().split()
-    found = [word for word in words if len(word) >= LEAST_LETTERS and word == word[::-1]]
-    return len(found) >= LEAST_PALINDROMES
+    palindromes = [word for word in words if len(word) >= LEAST_LETTERS and word == word[::-1]]
+    return len(palindromes) >= LEAST_PALINDROMES
 
 
 def _check_repeats(text: str, a: Arguments) -> bool:
@@ -427,7 +427,7 @@ CHECKS: Mapping[str, Check] = {
     "words:prime_lengths": lambda t, a: all(
         len(word) in PRIMES for word in remove_punctuation(t).split()
     ),
-    "words:start_verb": lambda t, a: starts_with_verb(t),
+    "words:start_verb": lambda t, a: has_verb_first(t),
     "words:repeats": _check_repeats,
     "words:odd_even_syllables": _check_syllables,
     "words:last_first": _check_last_words_first,

@@ -78,11 +78,11 @@ def _check_phrase(text: str, a: Arguments) -> bool:
     """Return whether the phrase occurs small_n times, each time with one other word."""
     phrase, number = str(a["phrase"]).split(), int(a["small_n"])
     first, last = re.escape(phrase[0]), re.escape(phrase[-1])
-    found = [each.split() for each in re.findall(rf"{first} .*? {last}", text)]
-    return len(found) == number and all(
+    phrases = [each.split() for each in re.findall(rf"{first} .*? {last}", text)]
+    return len(phrases) == number and all(
         len(words) == len(phrase)
         and sum(one != other for one, other in zip(words, phrase, strict=True)) == 1
-        for words in found
+        for words in phrases
     )
 
 

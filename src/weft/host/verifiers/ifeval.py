@@ -445,7 +445,7 @@ Instructions = list[tuple[str, Mapping[str, Any] | None]]  # names with their ar
 def _read_instructions(columns: Mapping[str, Sequence[Any]], count: int) -> list[Instructions]:
     """Return the instructions of each of `count` rows; none for rows of another kind."""
     has_lists = "instruction_id_list" in columns and "kwargs" in columns
-    if not has_lists and "ground_truth" not in columns:
+    if count and not has_lists and "ground_truth" not in columns:
         raise DataError(
             "ifeval: the data needs the columns 'instruction_id_list' and 'kwargs', or "
             f"'ground_truth'; it has: {', '.join(sorted(columns)) or 'none'}"
