@@ -1,7 +1,7 @@
 """Sentences, words, syllables and emoji of English texts, for checks of instructions.
 
-The published checks of instructions use nltk, syllapy and emoji, whose models have to be fetched.
-The functions here need no data, and give the same results on ordinary text:
+The published checks of instructions use nltk with trained models, syllapy and emoji. The functions
+here need no data, and give the same results on ordinary text:
 
 - `split_sentences` decides like nltk's English Punkt model (Kiss and Strunk 2006).
 - `split_tokens` splits words like the Penn Treebank.
@@ -33,7 +33,8 @@ CLOSING = r"[)\";}\]*:@'({\[‘’“”«»!?]"
 SENTENCE_MARK = re.compile(rf"[.!?](?=(?P<close>{CLOSING})|\s+(?P<next>\S+))")
 # Mark inside the next word, as in `Smith!"`; Punkt then ends a sentence before this word, too
 INNER_MARK = re.compile(rf"[!?](?=\S)|\.(?={CLOSING})")
-LAST_WORD = re.compile(r"['‘’“”«»]?[^)\";}\]*:@'({\[‘’“”«»]*$")
+QUOTES = tuple("'‘’“”«»")
+BLANK = re.compile(r"\s")
 # Closing quotes and brackets that belong to the sentence before them
 TRAILING = re.compile(r"[\"')\]}‘’“”«»]+(?:\s+|(?=--)|$)")
 NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
@@ -47,9 +48,13 @@ def split_sentences(text: str) -> list[str]:
     after an abbreviation or an initial, unless the next word usually begins a sentence; nor after a
     number or an initial, if the next word is in lower case. Line breaks alone end no sentence.
     """
-    marks: list[tuple[int, re.Match[str]]] = []
+    marks: list[tuple[int, re.Match[str]]] = []  # with the beginnings of the words before them
+    start = end = 0
     for mark in SENTENCE_MARK.finditer(text):
-        start = _find_word_start(text, mark.start())
+        # Find the word before the mark; only text after the last mark is searched.
+        *_, last = [end, *(blank.end() for blank in BLANK.finditer(text, end, mark.start()))]
+        start = last if last > end or text[end - 1 : end].isspace() else start
+        end = mark.end()
         if marks and marks[-1][0] == start < marks[-1][1].start():
             marks.pop()  # of several marks after a word, the last one decides
         marks.append((start, mark))
@@ -57,22 +62,11 @@ def split_sentences(text: str) -> list[str]:
     spans = []
     begin = 0
     for start, mark in marks:
-        is_first = text[:start].rpartition("\n")[2].strip(" \t-*#>") == ""
-        if not _is_sentence_end(
-            text[start : mark.end()], mark["close"] or mark["next"], is_first=is_first
-        ):
-            continue
-        spans.append((begin, mark.end()))
-        begin = mark.start("next") if mark["next"] else mark.end()
+        if _is_sentence_end(text, start, mark):
+            spans.append((begin, mark.end()))
+            begin = mark.start("next") if mark["next"] else mark.end()
     spans.append((begin, len(text.rstrip())))
     return _move_closing_signs(text, spans)
-
-
-def _find_word_start(text: str, end: int) -> int:
-    """Return the place after the last white space before `end`."""
-    while end > 0 and not text[end - 1].isspace():
-        end -= 1
-    return end
 
 
 def _move_closing_signs(text: str, spans: list[tuple[int, int]]) -> list[str]:
@@ -92,16 +86,16 @@ def _move_closing_signs(text: str, spans: list[tuple[int, int]]) -> list[str]:
     return sentences
 
 
-def _is_sentence_end(word: str, following: str, *, is_first: bool) -> bool:
-    """Return whether the mark at the end of `word` ends a sentence before the text `following`.
-
-    `is_first` says whether the word is the first of its line.
-    """
-    if word[-1] != "." or "!" in word or "?" in word or INNER_MARK.search(following):
+def _is_sentence_end(text: str, start: int, mark: re.Match[str]) -> bool:
+    """Return whether a mark ends a sentence, where `start` begins the word before it."""
+    word = text[start : mark.start()]
+    following = mark["close"] or mark["next"]
+    if mark[0] != "." or "!" in word or "?" in word or INNER_MARK.search(following):
         return True
-    last = LAST_WORD.search(word[:-1])
-    assert last is not None  # the pattern matches an empty word, too
-    plain = last[0].lower()
+    # The word may begin with a quote that otherwise ends words.
+    last = re.split(CLOSING, word)[-1]
+    before = word[: len(word) - len(last)][-1:]
+    plain = (before + last if before in QUOTES else last).lower()
     first = WORD_START.match(following)
     next_word = first[0] if first is not None else following[0]
     capital = next_word[0].isupper()
@@ -115,7 +109,8 @@ def _is_sentence_end(word: str, following: str, *, is_first: bool) -> bool:
     if is_initial:  # the first letter of a name, or a label of a list
         if is_abbreviation or next_word[0].islower():
             return False
-        is_label = is_first and len(base) > 1  # "A. Point", but not "J. K. Rowling"
+        line = text[text.rfind("\n", 0, start) + 1 : start]
+        is_label = not line.strip(" \t-*#>") and len(base) > 1  # not "J. K. Rowling"
         return not capital or is_label or base in STARTERS or base in LATE_STARTERS
     if NUMBER.fullmatch(plain):
         return not next_word[0].islower()
@@ -126,7 +121,7 @@ def _is_sentence_end(word: str, following: str, *, is_first: bool) -> bool:
 
 SEPARATE = re.compile(r"\.{2,}|--|``|`|[;@#$%&?!*\[\](){}<>‒–—―“”‘’«»„]")
 LEADING_APOSTROPHE = re.compile(r"(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)", re.IGNORECASE)
-FINAL_PERIOD = re.compile(r"(?<=[^.])\.(?=[\])}>\"'»”’ ]*\s*$)")
+FINAL_PERIOD = re.compile(r"(?<=[^.])\.(?=[\])}>\"'»”’ ]*+\s*+$)")
 CLITIC = re.compile(r"(?<=[^' ])('(?:s|m|d|ll|re|ve)|n't|')(?= )", re.IGNORECASE)
 JOINED = re.compile(rf"\b(?:{'|'.join(CONTRACTIONS)})\b", re.IGNORECASE)
 

@@ -223,8 +223,7 @@ FINITE_VERBS = _read_words(
     grew grown lost do let fell fallen sent built understood drew drawn broke broken spent rose risen drove
     driven wore worn chose chosen sought ate eaten dealt hung taught threw thrown caught sang sung
     sank slept sold shook shaken shone shot woke born bound forgotten forgave forgiven frozen hidden
-    hid lain laid rode ridden shown swam torn tore won fought flew flown let's ain't isn't aren't
-    wasn't weren't don't doesn't didn't hasn't haven't hadn't
+    hid lain laid rode ridden shown swam torn tore won fought flew flown
     """
 )
 
@@ -233,7 +232,7 @@ NOT_VERBS = _read_words(
     """
     during nothing something anything everything morning evening king spring string thing wing ring
     ceiling wedding sibling darling pudding red bed indeed speed seed hundred kindred sacred naked
-    wicked need's species news yes his this thus bus gas less unless across his its as
+    wicked species news yes its his this thus bus gas less unless across as
     like open close clean clear calm warm slow smooth light level last own present live correct
     complete separate double lower secure well even alternate elaborate
     experience practice research project program place time water
@@ -244,6 +243,6 @@ NOT_VERBS = _read_words(
 NOUN_FIRST = _read_words(
     """
     is are was were has had have can could will would may might must shall should does did and or
-    of 's isn't aren't wasn't doesn't can't
+    of 's
     """
 )

@@ -20,7 +20,7 @@ from weft.host.verifiers._instructions import (
 )
 
 MULTIPLES = [str(number) for number in range(14, 50, 7)]
-QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
+QUESTION = re.compile(r"Question \d+[.|):;]?\s*")
 OPTION = re.compile(r"[A-Ea-e][.|)]\s*\w")
 NUM_QUESTIONS, NUM_OPTIONS = 4, 5
 LEAST_COUNTRIES = 52  # lines from Zimbabwe on

@@ -206,7 +206,7 @@ def _detect_by_words(text: str, script: str) -> str:
 
 
 ABBREVIATIONS = re.compile(
-    r"\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|inc|ltd|co|no|fig|e\.g|i\.e|[a-z](?:\.[a-z])+|[a-z])\.(?=\s)",
+    r"\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|inc|ltd|co|no|fig|[a-z])\.(?=\s)",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"[.!?。！？।]+[\"'”’)\]*]*(?=\s|$)")
@@ -252,9 +252,19 @@ def _check_nth_paragraph(text: str, a: Arguments) -> bool:
 
 def _check_postscript(text: str, a: Arguments) -> bool:
     marker = str(a["postscript_marker"])
-    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
-    pattern = known.get(marker, r"\s*" + re.escape(marker.lower()) + r".*$")
-    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(known.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def _count_placeholders(text: str) -> int:
+    """Return the number of texts in square brackets, in time linear in the length of the text."""
+    count = 0
+    for line in text.split("\n"):
+        start = line.find("[")
+        while start >= 0 and (end := line.find("]", start)) >= 0:
+            count += 1
+            start = line.find("[", end)
+    return count
 
 
 def _check_highlights(text: str, a: Arguments) -> bool:
@@ -266,8 +276,8 @@ def _check_highlights(text: str, a: Arguments) -> bool:
 
 
 def _check_bullets(text: str, a: Arguments) -> bool:
-    stars = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == int(a["num_bullets"])
 
 
@@ -330,7 +340,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "length_constraints:nth_paragraph_first_word": _check_nth_paragraph,
     "detectable_content:number_placeholders": lambda t, a: (
-        len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"])
+        _count_placeholders(t) >= int(a["num_placeholders"])
     ),
     "detectable_content:postscript": _check_postscript,
     "detectable_format:number_bullet_lists": _check_bullets,
@@ -492,6 +502,6 @@ def _parse_ground_truth(truth: Any) -> tuple[Sequence[str], Sequence[Mapping[str
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
