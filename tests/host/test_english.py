@@ -39,6 +39,13 @@ def test_texts_without_sentences() -> None:
     assert split_sentences("no mark ") == ["no mark"]
 
 
+def test_marks_without_end() -> None:
+    """Long runs of marks and blanks, which models repeat, take a moment and not minutes."""
+    for text in ("!" * 50_000, "a." * 50_000, "a." + " " * 50_000 + "b", "(" * 50_000 + ".) x"):
+        assert len(split_sentences(text)) <= 3
+        assert split_tokens(text)
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [

@@ -34,7 +34,6 @@ SENTENCE_MARK = re.compile(rf"[.!?](?=(?P<close>{CLOSING})|\s+(?P<next>\S+))")
 # Mark inside the next word, as in `Smith!"`; Punkt then ends a sentence before this word, too
 INNER_MARK = re.compile(rf"[!?](?=\S)|\.(?={CLOSING})")
 QUOTES = tuple("'‘’“”«»")
-BLANK = re.compile(r"\s")
 # Closing quotes and brackets that belong to the sentence before them
 TRAILING = re.compile(r"[\"')\]}‘’“”«»]+(?:\s+|(?=--)|$)")
 NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
@@ -49,15 +48,15 @@ def split_sentences(text: str) -> list[str]:
     number or an initial, if the next word is in lower case. Line breaks alone end no sentence.
     """
     marks: list[tuple[int, re.Match[str]]] = []  # with the beginnings of the words before them
-    start = end = 0
+    words = re.finditer(r"\S+", text)
+    word = next(words, None)
     for mark in SENTENCE_MARK.finditer(text):
-        # Find the word before the mark; only text after the last mark is searched.
-        *_, last = [end, *(blank.end() for blank in BLANK.finditer(text, end, mark.start()))]
-        start = last if last > end or text[end - 1 : end].isspace() else start
-        end = mark.end()
-        if marks and marks[-1][0] == start < marks[-1][1].start():
+        while word is not None and word.end() <= mark.start():
+            word = next(words, None)
+        assert word is not None  # a mark is part of a word
+        if marks and marks[-1][0] == word.start() < marks[-1][1].start():
             marks.pop()  # of several marks after a word, the last one decides
-        marks.append((start, mark))
+        marks.append((word.start(), mark))
     # Cut the text where a mark ends a sentence.
     spans = []
     begin = 0
