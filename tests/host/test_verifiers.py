@@ -280,6 +280,8 @@ def test_which_code_a_completion_means() -> None:
     blocks = "```python\ndef f(): return 1\n```\nUse it:\n```python\nf()\n```"
     assert extract_program("p", blocks, "f") == "def f(): return 1\n"
     assert extract_program("p", blocks, None) == "f()\n"
+    shell = "```bash\npip install x\n```\nThen:\n```python3\ny = 2\n```\n```sh\nrun\n```"
+    assert extract_program("p", shell, None) == "y = 2\n"
 
 
 def test_the_markers_of_mbpp_enclose_a_program() -> None:

@@ -14,14 +14,15 @@ from weft.errors import DataError
 from weft.host.verifiers._sandbox import SandboxLimits, SandboxTask, run_tests
 from weft.registry import register_verifier
 
-FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCED = re.compile(r"```[ \t]*([\w+-]*)[ \t\r]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("", "python", "python3", "py")  # languages of fenced blocks
 # Lines between which MBPP's prompt puts programs
 BEGIN = re.compile(r"^[ \t]*\[BEGIN\][ \t]*", re.MULTILINE)
 DONE = re.compile(r"^[ \t]*\[DONE\]", re.MULTILINE)
 
 
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
-    """Return the program in a completion: its last fenced code block, or the whole completion.
+    """Return the program in a completion: its last fenced block of Python, or the whole completion.
 
     Of several blocks, the last one that defines `entry_point` is taken, if one does. What precedes
     a line [BEGIN] or follows a line [DONE] (MBPP) is no part of the program. A program that does
@@ -30,7 +31,8 @@ def extract_program(prompt: str, completion: str, entry_point: str | None) -> st
     """
     before, *inside = BEGIN.split(completion, maxsplit=1)
     text = DONE.split(inside[0] if inside else before, maxsplit=1)[0]
-    blocks: list[str] = FENCED.findall(text) or [text]
+    fenced = FENCED.findall(text)
+    blocks = [code for language, code in fenced if language.lower() in PYTHON] or [text]
     if entry_point is None:
         return blocks[-1]
     for code in reversed(blocks):
