@@ -43,6 +43,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "kwargs": [{"relation": "at least", "num_words": 3}, {}],
         },
     ],
+    "ifbench": [
+        {
+            "key": "0",
+            "prompt": "p",
+            "instruction_id_list": ["count:numbers", "format:no_whitespace"],
+            "kwargs": [{"N": 2.0, "sep": None}, {"N": None, "sep": None}],
+        }
+    ],
     "humaneval": [
         {
             "prompt": "def double(x):\n",
@@ -155,7 +163,7 @@ def test_one_message_names_everything_that_is_missing(tmp_path: Path) -> None:
         resolve_tasks(["open-instruct"], CatalogueOptions(folder=tmp_path))
     message = str(caught.value)
     assert "--allow_code" in message and "--judge URL" in message
-    for name in sorted(set(DATA_SETS) - {"math", "mbpp", "preference", "heldout"}):
+    for name in sorted(set(DATA_SETS) - {"ifbench", "math", "mbpp", "preference", "heldout"}):
         assert f"--data {name}=PATH" in message
 
 
@@ -233,7 +241,7 @@ def test_tasks_of_likelihoods(data: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_tasks_of_answers(data: dict[str, Path]) -> None:
     names = ["gsm_cot", "gsm_direct", "math_cot", "ifeval", "bbh_cot", "bbh_direct", "xstest"]
-    names += ["tydiqa_goldp_1shot", "tydiqa_no_context_1shot"]
+    names += ["ifbench", "tydiqa_goldp_1shot", "tydiqa_no_context_1shot"]
     tasks, _ = resolve_tasks(names, CatalogueOptions(data))
     results = evaluate(tasks, lambda item, index: r"Lily has \boxed{7}, so the answer is 7.")
     scores = results["results"]
@@ -241,6 +249,8 @@ def test_tasks_of_answers(data: dict[str, Path]) -> None:
     assert scores["math_cot"]["exact_match,none"] == 1.0
     assert scores["ifeval"]["prompt_level_strict_acc,none"] == 0.0
     assert scores["ifeval"]["inst_level_strict_acc,none"] == pytest.approx(1 / 3)
+    assert scores["ifbench"]["prompt_level_loose_acc,none"] == 0.0
+    assert scores["ifbench"]["inst_level_strict_acc,none"] == 0.5
     assert scores["bbh_cot"]["exact_match_words,none"] == 0.0
     assert scores["tydiqa_goldp_1shot"]["recall,none"] == 1.0
     assert scores["xstest"]["acc,none"] == 0.5

@@ -31,11 +31,68 @@ def write(file: Path, content: Any) -> Path:
         ("math", {"problem": "p", "solution": r"so \boxed{\frac12}"}, {"target": r"\frac12"}),
         ("math", {"problem": "p", "solution": "s", "answer": "3"}, {"target": "3"}),
         ("ifeval", IFEVAL, {"kwargs": "[{}]"}),
-        ("mbpp", {"text": "t", "code": "c", "test_list": ["assert f()"]}, {"text": "t"}),
+        ("ifeval", {**IFEVAL, "kwargs": "[{}]"}, {"kwargs": "[{}]"}),
+        (
+            "ifbench",
+            {**IFEVAL, "instruction_id_list": ["count:numbers"], "kwargs": [{"N": 2.0, "m": None}]},
+            {"instruction_id_list": ["count:numbers"]},
+        ),
+        (
+            "mbpp",
+            {
+                "task_id": 601,
+                "text": "t",
+                "code": "def f():\r\n  return 1",
+                "test_setup_code": "x = 1",
+                "test_list": ["assert f() == x", "assert f()"],
+                "challenge_test_list": ["assert f() == 2"],
+            },
+            {
+                "text": "t",
+                "shown_tests": "assert f() == x\nassert f()",
+                "tests": "x = 1\nassert f() == x\nassert f()",
+                "entry_point": "f",
+            },
+        ),
+        (
+            "mbpp",
+            {"text": "t", "code": "def sum(a): pass", "test_list": ["assert sum(1) == len('a')"]},
+            {"entry_point": "sum"},
+        ),
+        (  # the hub's MBPP+
+            "mbpp",
+            {
+                "prompt": "t",
+                "test_imports": [],
+                "test_list": ["assert f(1) == 1"],
+                "test": "def check_all(out):\n    assert out\ncheck_all(f(1))",
+            },
+            {
+                "shown_tests": "assert f(1) == 1",
+                "tests": "def check_all(out):\n    assert out\ncheck_all(f(1))",
+                "entry_point": "f",
+            },
+        ),
+        (  # EvalPlus' MBPP+
+            "mbpp",
+            {
+                "task_id": "Mbpp/2",
+                "prompt": '"""\nWrite f.\nassert f(1) == 1\n"""\n',
+                "entry_point": "f",
+                "canonical_solution": "\ndef f(x): return x\n",
+                "base_input": [[1]],
+                "assertion": "\nassert f(1) == 1\nassert f(2) == \\\n  2\nassert f(3)\nassert f(4)",
+            },
+            {
+                "text": "Write f.",
+                "shown_tests": "assert f(1) == 1\nassert f(2) == \\\n  2\nassert f(3)",
+                "target": "\ndef f(x): return x\n",
+            },
+        ),
         (
             "mbpp",
             {"prompt": "t", "test_imports": ["import math"], "test_list": ["assert f()"]},
-            {"text": "t", "tests": "import math\n\nassert f()", "shown_tests": "assert f()"},
+            {"text": "t", "tests": "import math\nassert f()", "shown_tests": "assert f()"},
         ),
         (
             "preference",
@@ -80,7 +137,20 @@ def test_rows_become_items(tmp_path: Path, data: str, row: dict[str, Any], item:
         ("math", {"problem": "p", "solution": "s"}, r"no \\boxed"),
         ("ifeval", {**IFEVAL, "instruction_id_list": ["count:words"]}, "unknown instruction"),
         ("ifeval", {**IFEVAL, "kwargs": []}, "one mapping for each of the 1 instructions"),
-        ("mbpp", {"text": "t"}, "lacks the field 'test_list'"),
+        (
+            "ifbench",
+            {**IFEVAL, "instruction_id_list": ["count:number"]},
+            "unknown instruction 'count:number'; did you mean count:numbers",
+        ),
+        (
+            "ifbench",
+            {**IFEVAL, "instruction_id_list": ["count:numbers"]},
+            "needs the argument 'N'",
+        ),
+        ("ifbench", {**IFEVAL, "kwargs": ["N"]}, "'kwargs' must have mappings, not 'N'"),
+        ("ifbench", {**IFEVAL, "kwargs": "[{"}, "'kwargs' is a text that is not JSON"),
+        ("mbpp", {"text": "t"}, "lacks the field 'test' or 'assertion' or 'test_list'"),
+        ("mbpp", {"text": "t", "test_list": ["assert f("]}, "'test_list' is no Python code"),
         (
             "mbpp",
             {"text": "t", "test_list": ["assert f()"], "test_imports": "import math"},
@@ -177,8 +247,19 @@ def test_the_complete_mbpp_is_cut_to_its_test_split(tmp_path: Path) -> None:
     rows = [{"task_id": n, "text": "t", "test_list": ["assert 1"]} for n in range(1, 975)]
     items = read_data("mbpp", write_jsonl(tmp_path / "mbpp.jsonl", rows)).items
     assert [items[0]["task_id"], items[-1]["task_id"], len(items)] == ["11", "510", 500]
+    items = read_data("mbpp", write(tmp_path / "sanitized-mbpp.json", rows[100:527])).items
+    assert [items[0]["task_id"], items[-1]["task_id"], len(items)] == ["101", "510", 410]
     # Any other file is read in full.
     assert len(read_data("mbpp", write_jsonl(tmp_path / "own.jsonl", rows[:20])).items) == 20
+
+
+def test_the_folder_full_of_the_hubs_mbpp_is_read(tmp_path: Path) -> None:
+    for folder in ("full", "sanitized"):
+        row = {"text": folder, "test_list": ["assert f()"]}
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "test-00000.jsonl", [row])
+        write_jsonl(tmp_path / folder / "prompt-00000.jsonl", [row, row])
+    assert [item["text"] for item in read_data("mbpp", tmp_path).items] == ["full"]
 
 
 def test_xstests_csv_file(tmp_path: Path) -> None:

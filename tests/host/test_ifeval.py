@@ -132,6 +132,10 @@ def test_each_instruction(instruction: str, arguments: dict[str, Any], good: str
     assert not is_followed("  ", instruction, arguments)
 
 
+def test_deeply_nested_brackets_are_no_json() -> None:
+    assert not is_followed("[" * 100_000, "detectable_format:json_format", {})
+
+
 def test_all_instructions_are_tried() -> None:
     assert {case[0] for case in BOTH} == set(CHECKS)
     assert len(CHECKS) == 25

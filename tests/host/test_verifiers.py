@@ -277,3 +277,18 @@ def test_which_code_a_completion_means() -> None:
     assert extract_program("p", "```python\nx = 1\n```\ntext\n```py\ny = 2\n```", None) == "y = 2\n"
     assert extract_program("def f():\n", "    return 1", "f") == "def f():\n    return 1"
     assert extract_program("p", "def f(): return 1", "f") == "def f(): return 1"
+    blocks = "```python\ndef f(): return 1\n```\nUse it:\n```python\nf()\n```"
+    assert extract_program("p", blocks, "f") == "def f(): return 1\n"
+    assert extract_program("p", blocks, None) == "f()\n"
+    shell = "```bash\npip install x\n```\nThen:\n```python3\ny = 2\n```\n```sh\nrun\n```"
+    assert extract_program("p", shell, None) == "y = 2\n"
+
+
+def test_the_markers_of_mbpp_enclose_a_program() -> None:
+    for text in (
+        "x = 1\n[DONE]\nNext: y = 2",
+        "Here:\n[BEGIN]\nx = 1\n[DONE]",
+        "[BEGIN]\n```python\nx = 1\n```\n[DONE]\n```\ny = 2\n```",
+    ):
+        assert extract_program("", text, None).strip() == "x = 1"
+    assert extract_program("", "x = ['[DONE]']", None) == "x = ['[DONE]']"

@@ -7,27 +7,41 @@ and the line, or the row in Parquet files.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.data.rows import BadRow, find_first_key, read_text, read_texts
-from weft.data.sources import SUFFIXES, UnreadableRow, read_rows
+from weft.data.rows import BadRow, read_text, read_texts
+from weft.data.sources import SUFFIXES
 from weft.errors import ConfigError, DataError
+from weft.evaluation.task_rows import (
+    Item,
+    Located,
+    Row,
+    convert_rows,
+    list_files,
+    list_row_files,
+    open_csv,
+    read_field,
+    read_file,
+    read_files,
+    require,
+)
 from weft.reading import explain_read_errors, refuse_url
-
-Row = Mapping[str, Any]
-Item = dict[str, Any]
-Located = Iterator[tuple[str, Row | UnreadableRow]]
 
 FOLDER = Path("~/.cache/weft/eval")  # default folder with a folder or file for each data set
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 STORY_END = "<|endoftext|>"  # separates the documents of a text file
-MBPP_ROWS = 974  # rows of the complete MBPP, of which 11 to 510 are the test split
-MBPP_TEST = range(11, 511)
+MBPP_ROWS = (974, 427)  # rows of the complete MBPP, and of its sanitized version
+MBPP_TEST = range(11, 511)  # tasks of the test split
+SHOWN_TESTS = 3  # assertions that a prompt of MBPP shows
 
 
 @dataclass(frozen=True)
@@ -85,117 +99,13 @@ def read_data(name: str, path: Path) -> TaskRows:
     return rows
 
 
-# -- files and rows
-
-
-def _list_files(path: Path, *patterns: str) -> list[Path]:
-    """Return the file, or the files in a folder that match the first pattern with any match."""
-    if path.is_file():
-        return [path]
-    for pattern in patterns:
-        files = sorted(each for each in path.glob(pattern) if each.is_file())
-        if files:
-            return files
-    raise DataError(f"{path}: no file such as {' or '.join(patterns)} in it; name the file itself")
-
-
-def _list_row_files(path: Path, *patterns: str) -> list[Path]:
-    """Return files with rows: those of a folder's test split, or all that are not training data."""
-    splits = [f"**/*{split}*{suffix}" for split in ("test", "validation") for suffix in SUFFIXES]
-    files = _list_files(path, *patterns, *splits, *(f"**/*{suffix}" for suffix in SUFFIXES))
-    others = [each for each in files if path.is_file() or "train" not in each.stem]
-    if not others:
-        raise DataError(f"{path}: only training data in it; name the file itself to use it anyway")
-    return others
-
-
-def _read_all(files: Sequence[Path]) -> Located:
-    """Yield (FILE:LINE, row) of JSON, JSON lines, Parquet and CSV files."""
-    for file in files:
-        if file.suffix == ".csv":
-            yield from _read_csv(file)
-            continue
-        whole = _read_single(file)
-        if whole is not None:
-            yield str(file), whole
-            continue
-        for location, row in read_rows(file):
-            yield str(location), row
-
-
-def _read_single(file: Path) -> Row | None:
-    """Return the row of a JSON file that is a single object on several lines, else None."""
-    if file.suffix != ".json":
-        return None
-    text = _read_file(file).removeprefix("\ufeff").strip()
-    if not text.startswith("{") or "\n" not in text:
-        return None
-    try:
-        return dict(json.loads(text))
-    except ValueError:
-        return None  # JSON lines, or an error that the reader of rows explains
-
-
-def _read_csv(file: Path) -> Located:
-    """Yield (FILE:LINE, row) of a CSV file whose first line names the columns."""
-    with explain_read_errors(str(file), DataError), _open_csv(file) as stream:
-        reader = csv.DictReader(stream)
-        for row in reader:
-            yield f"{file}:{reader.line_num}", {key: value for key, value in row.items() if key}
-
-
-def _read_file(file: Path) -> str:
-    """Return the text of a file. Raises `DataError` if it cannot be read, or is not UTF-8."""
-    with explain_read_errors(str(file), DataError):
-        return file.read_text(encoding="utf-8")
-
-
-def _open_csv(file: Path) -> Any:
-    return file.open(encoding="utf-8-sig", newline="")
-
-
-def _convert(rows: Located, convert: Callable[[Row], Item | None]) -> list[Item]:
-    """Return the items that `convert` makes of rows; None leaves a row out.
-
-    Raises `DataError` with FILE:LINE of each row that `convert` refuses by `BadRow`.
-    """
-    items, problems = [], []
-    for place, row in rows:
-        if isinstance(row, UnreadableRow):
-            problems.append(f"{place}: {row.reason}")
-            continue
-        try:
-            item = convert(row)
-        except (BadRow, DataError) as error:
-            problems.append(f"{place}: {error}")
-            continue
-        if item is not None:
-            items.append(item)
-    if problems:
-        raise DataError(problems)
-    return items
-
-
 def _read_simple(*patterns: str, convert: Callable[[Row], Item | None]) -> Callable[..., TaskRows]:
     """Return a reader of files whose rows are items."""
 
     def read(path: Path) -> TaskRows:
-        return TaskRows(_convert(_read_all(_list_row_files(path, *patterns)), convert))
+        return TaskRows(convert_rows(read_files(list_row_files(path, *patterns)), convert))
 
     return read
-
-
-def _require(row: Row, *keys: str) -> str:
-    """Return the first of the keys that the row has. Raises `BadRow` if it has none."""
-    key = find_first_key(row, keys)
-    if key is None:
-        has = ", ".join(map(repr, row)) or "none"
-        raise BadRow(f"lacks the field {' or '.join(map(repr, keys))}; it has: {has}")
-    return key
-
-
-def _read(row: Row, *keys: str) -> str:
-    return read_text(row, _require(row, *keys))
 
 
 # -- forms of rows
@@ -204,10 +114,10 @@ def _read(row: Row, *keys: str) -> str:
 def _convert_gsm8k(row: Row) -> Item:
     from weft.host.verifiers.gsm8k import find_final_number
 
-    answer = row[_require(row, "answer")]
+    answer = row[require(row, "answer")]
     if find_final_number(str(answer)) is None:
         raise BadRow("'answer' has no number")
-    question = _read(row, "question")
+    question = read_field(row, "question")
     return {"question": question, "target": str(answer)}
 
 
@@ -216,59 +126,116 @@ def _convert_math(row: Row) -> Item:
 
     target = row.get("answer")
     if target is None:
-        target = extract_boxed(_read(row, "solution"))
+        target = extract_boxed(read_field(row, "solution"))
         if not target:
             raise BadRow(r"'solution' has no \boxed{answer}, and there is no field 'answer'")
     subset = row.get("subject") or row.get("type") or ""
-    return {"problem": _read(row, "problem"), "target": str(target), "subset": str(subset)}
+    return {"problem": read_field(row, "problem"), "target": str(target), "subset": str(subset)}
 
 
 def _convert_ifeval(row: Row) -> Item:
     from weft.host.verifiers.ifeval import is_followed
 
-    ids = read_texts(row, _require(row, "instruction_id_list"))
-    arguments = row[_require(row, "kwargs")]
+    ids = read_texts(row, require(row, "instruction_id_list"))
+    arguments = row[require(row, "kwargs")]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise BadRow(f"'kwargs' is a text that is not JSON: {error}") from error
     if not isinstance(arguments, list) or len(arguments) != len(ids):
         raise BadRow(f"'kwargs' must have one mapping for each of the {len(ids)} instructions")
     for id, own in zip(ids, arguments, strict=True):
-        try:
-            is_followed("Test.", id, own or {})  # raises DataError for an unknown id or arguments
-        except (TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise BadRow(f"the arguments {own} of {id!r} cannot be used: {error}") from error
-    prompt = _read(row, "prompt")
+        if not isinstance(own, Mapping | None):
+            raise BadRow(f"'kwargs' must have mappings, not {own!r}")
+        is_followed("Test.", id, own or {})  # raises DataError for an unknown id or arguments
+    prompt = read_field(row, "prompt")
     return {"prompt": prompt, "instruction_id_list": ids, "kwargs": json.dumps(arguments)}
 
 
 def _convert_humaneval(row: Row) -> Item:
     return {
         "task_id": str(row.get("task_id", "")),
-        "prompt": _read(row, "prompt"),
-        "program_prompt": _read(row, "prompt"),
-        "tests": _read(row, "test"),
-        "entry_point": _read(row, "entry_point"),
+        "prompt": read_field(row, "prompt"),
+        "program_prompt": read_field(row, "prompt"),
+        "tests": read_field(row, "test"),
+        "entry_point": read_field(row, "entry_point"),
         "target": str(row.get("canonical_solution") or ""),
     }
 
 
 def _convert_mbpp(row: Row) -> Item:
-    tests = read_texts(row, _require(row, "test_list"))
+    """Convert a row of MBPP or MBPP+.
+
+    MBPP's `test_list` is shown and run. Of MBPP+, the program in `test` or `assertion` is run.
+    """
+    key = require(row, "test", "assertion", "test_list")
+    text = read_field(row, "text", "prompt")
+    program = "\n".join(read_texts(row, key)) if key == "test_list" else read_text(row, key)
+    assertions = _list_assertions(program, key)
+    if row.get("test_list") is not None:
+        examples = read_texts(row, "test_list")
+    else:
+        text, in_prompt = _split_docstring(text)
+        examples = (assertions or in_prompt)[:SHOWN_TESTS]
+    # Join what the tests need.
     imports = read_texts(row, "test_imports", at_least=0) if row.get("test_imports") else []
-    setup = read_text(row, "test_setup_code") if row.get("test_setup_code") else ""
+    setup = [read_text(row, "test_setup_code")] if row.get("test_setup_code") else []
+    tests = "\n".join([*imports, *setup, program])
+    target = str(row.get("code") or row.get("canonical_solution") or "")
     return {
         "task_id": str(row.get("task_id", "")),
-        "text": _read(row, "text", "prompt"),
-        "shown_tests": "\n".join(tests),
-        "tests": "\n".join([*imports, setup, *tests]),
-        "target": str(row.get("code") or ""),
+        "text": text,
+        "shown_tests": "\n".join(examples),
+        "tests": tests,
+        "entry_point": str(row.get("entry_point") or _find_tested_function(program, target)),
+        "target": target,
     }
 
 
+def _list_assertions(program: str, key: str) -> list[str]:
+    """Return the source of the assertions in a program. Raises `BadRow` if it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            statements = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise BadRow(f"{key!r} is no Python code: {error}") from error
+    assertions = [each for each in statements if isinstance(each, ast.Assert)]
+    return [ast.get_source_segment(program, each) or "" for each in assertions]
+
+
+def _split_docstring(text: str) -> tuple[str, list[str]]:
+    """Return the description and the assertions in the docstring that is EvalPlus' prompt."""
+    lines = text.strip().removeprefix('"""').removesuffix('"""').strip().splitlines()
+    assertions = [line for line in lines if line.startswith("assert ")]
+    return "\n".join(line for line in lines if line not in assertions), assertions
+
+
+def _find_tested_function(tests: str, solution: str) -> str:
+    """Return the name of the function that a program of tests calls; "" if there is none.
+
+    That is a function of the reference solution, or else one that is neither built in nor defined
+    by the tests, or else a built-in one (MBPP has a task for a function `sum`).
+    """
+    calls = [each.func for each in ast.walk(ast.parse(tests)) if isinstance(each, ast.Call)]
+    called = [each.id for each in calls if isinstance(each, ast.Name)]
+    in_solution = [name for name in called if re.search(rf"^def {name}\b", solution, re.MULTILINE)]
+    defined = re.findall(r"^(?:def|class|from .* import) (\w+)", tests, re.MULTILINE)
+    others = [name for name in called if name not in defined and not hasattr(builtins, name)]
+    return next(iter([*in_solution, *others, *called]), "")
+
+
 def _read_mbpp(path: Path) -> TaskRows:
-    files = _list_row_files(path, "mbpp.jsonl", "sanitized-mbpp.json")
-    items = _convert(_read_all(files), _convert_mbpp)
-    if len(items) == MBPP_ROWS:
+    """Read MBPP or MBPP+; of a copy of the hub's data set, the folder `full`.
+
+    Of the complete and the complete sanitized file, the test split is returned.
+    """
+    if (path / "full").is_dir():
+        path = path / "full"
+    files = list_row_files(path, "mbpp.jsonl", "sanitized-mbpp.json", "MbppPlus*.jsonl*")
+    items = convert_rows(read_files(files), _convert_mbpp)
+    if len(items) in MBPP_ROWS:
         numbers = {str(number) for number in MBPP_TEST}
         items = [each for each in items if each["task_id"] in numbers]
     return TaskRows(items)
@@ -276,28 +243,28 @@ def _read_mbpp(path: Path) -> TaskRows:
 
 def _convert_preference(row: Row) -> Item:
     if "label" in row and "output_1" in row:  # LLMBar's form
-        pair = [_read(row, "output_1"), _read(row, "output_2")]
+        pair = [read_field(row, "output_1"), read_field(row, "output_2")]
         if row["label"] not in (1, 2):
             raise BadRow(f"'label' must be 1 or 2, not {row['label']!r}")
         chosen, rejected = pair if row["label"] == 1 else pair[::-1]
-        return {"prompt": _read(row, "input"), "choices": [chosen, rejected], "subset": ""}
-    choices = [_read(row, "chosen"), _read(row, "rejected")]
+        return {"prompt": read_field(row, "input"), "choices": [chosen, rejected], "subset": ""}
+    choices = [read_field(row, "chosen"), read_field(row, "rejected")]
     if choices[0] == choices[1]:
         raise BadRow("'chosen' and 'rejected' are equal")
     subset = str(row.get("subset") or "")
-    return {"prompt": _read(row, "prompt"), "choices": choices, "subset": subset}
+    return {"prompt": read_field(row, "prompt"), "choices": choices, "subset": subset}
 
 
 def _read_texts(path: Path) -> TaskRows:
     """Read rows with `text`, or text files, whose documents are separated by <|endoftext|>."""
-    files = _list_files(path, "**/*.txt", *(f"**/*{suffix}" for suffix in SUFFIXES))
+    files = list_files(path, "**/*.txt", *(f"**/*{suffix}" for suffix in SUFFIXES))
     items = []
     for file in files:
         if file.suffix == ".txt":
-            parts = _read_file(file).split(STORY_END)
+            parts = read_file(file).split(STORY_END)
             items += [{"text": part.strip()} for part in parts if part.strip()]
         else:
-            items += _convert(_read_all([file]), lambda row: {"text": _read(row, "text")})
+            items += convert_rows(read_files([file]), lambda row: {"text": read_field(row, "text")})
     return TaskRows(items)
 
 
@@ -306,7 +273,7 @@ def _convert_truthfulqa(row: Row) -> Item:
     marks: list[int] = []
     counts = []
     for key in ("mc1_targets", "mc2_targets"):
-        targets = row[_require(row, key)]
+        targets = row[require(row, key)]
         if isinstance(targets, Mapping) and "choices" in targets:  # the hub's form
             choices, labels = list(targets["choices"]), list(targets["labels"])
         elif isinstance(targets, Mapping):
@@ -318,35 +285,35 @@ def _convert_truthfulqa(row: Row) -> Item:
         texts += choices
         marks += labels
         counts.append(len(choices))
-    question = _read(row, "question")
+    question = read_field(row, "question")
     return {"question": question, "choices": texts, "labels": marks, "num_single": counts[0]}
 
 
 def _convert_xstest(row: Row) -> Item:
     if row.get("label"):
-        kind = _read(row, "label").strip().lower()
+        kind = read_field(row, "label").strip().lower()
         if kind not in ("safe", "unsafe"):
             raise BadRow(f"'label' must be safe or unsafe, not {row['label']!r}")
     else:
         # The types of unsafe prompts are those of safe ones with this prefix.
-        kind = "unsafe" if _read(row, "type", "label").startswith("contrast_") else "safe"
-    return {"prompt": _read(row, "prompt"), "label": kind}
+        kind = "unsafe" if read_field(row, "type", "label").startswith("contrast_") else "safe"
+    return {"prompt": read_field(row, "prompt"), "label": kind}
 
 
 def _read_xstest(path: Path) -> TaskRows:
-    files = _list_files(path, "*xstest*prompts*.csv", "*.csv", *(f"*{s}" for s in SUFFIXES))
-    return TaskRows(_convert(_read_all(files), _convert_xstest))
+    files = list_files(path, "*xstest*prompts*.csv", "*.csv", *(f"*{s}" for s in SUFFIXES))
+    return TaskRows(convert_rows(read_files(files), _convert_xstest))
 
 
 def _read_toxigen(path: Path) -> TaskRows:
     """Read ToxiGen's prompt files, one prompt per line, or rows with `prompt`."""
-    files = _list_files(path, "*.txt", *(f"**/*{suffix}" for suffix in SUFFIXES))
+    files = list_files(path, "*.txt", *(f"**/*{suffix}" for suffix in SUFFIXES))
     items = []
     for file in files:
         if file.suffix != ".txt":
-            items += _convert(_read_all([file]), _convert_toxigen)
+            items += convert_rows(read_files([file]), _convert_toxigen)
             continue
-        for line in _read_file(file).splitlines():
+        for line in read_file(file).splitlines():
             if line.strip():
                 prompt = line.strip().replace("\\\\", "\\").replace("\\n", "\n")
                 items.append({"prompt": prompt, "subset": file.stem})
@@ -354,21 +321,24 @@ def _read_toxigen(path: Path) -> TaskRows:
 
 
 def _convert_toxigen(row: Row) -> Item:
-    return {"prompt": _read(row, "prompt", "text"), "subset": str(row.get("group") or "")}
+    return {"prompt": read_field(row, "prompt", "text"), "subset": str(row.get("group") or "")}
 
 
 def _convert_alpaca(row: Row) -> Item:
-    return {"prompt": _read(row, "instruction", "prompt"), "reference": _read(row, "output")}
+    return {
+        "prompt": read_field(row, "instruction", "prompt"),
+        "reference": read_field(row, "output"),
+    }
 
 
 # -- MMLU's form
 
 
 def _convert_choices(row: Row) -> Item:
-    choices = read_texts(row, _require(row, "choices"), at_least=2)
+    choices = read_texts(row, require(row, "choices"), at_least=2)
     if len(choices) > len(LETTERS):
         raise BadRow(f"'choices' has {len(choices)} entries; at most {len(LETTERS)} have letters")
-    answer = row[_require(row, "answer")]
+    answer = row[require(row, "answer")]
     letters = list(LETTERS[: len(choices)])
     if isinstance(answer, str) and answer.strip().upper() in letters:
         answer = letters.index(answer.strip().upper())
@@ -379,7 +349,7 @@ def _convert_choices(row: Row) -> Item:
         )
     return {
         "subset": str(row.get("subject") or ""),
-        "question": _read(row, "question"),
+        "question": read_field(row, "question"),
         "choices": choices,
         "letters": letters,
         "target": answer,
@@ -389,7 +359,7 @@ def _convert_choices(row: Row) -> Item:
 def _read_choice_csv(file: Path) -> Located:
     """Yield (FILE:LINE, row) of one of MMLU's CSV files: question, choices, letter; no header."""
     subject = file.stem.removesuffix("_test").removesuffix("_dev").replace("_", " ")
-    with explain_read_errors(str(file), DataError), _open_csv(file) as stream:
+    with explain_read_errors(str(file), DataError), open_csv(file) as stream:
         reader = csv.reader(stream)
         for cells in reader:
             row: dict[str, Any] = {"subject": subject, "question": cells[0] if cells else ""}
@@ -410,17 +380,17 @@ def _read_mmlu(path: Path) -> TaskRows:
         examples = [
             row for file in sorted((path / "dev").glob("*.csv")) for row in _read_choice_csv(file)
         ]
-        shots = _convert(iter(examples), _convert_choices)
-        return TaskRows(_convert(iter(tests), _convert_choices), _group(shots))
+        shots = convert_rows(iter(examples), _convert_choices)
+        return TaskRows(convert_rows(iter(tests), _convert_choices), _group(shots))
     if (path / "all").is_dir():
         path = path / "all"
     dev = [] if path.is_file() else sorted(path.glob("**/*dev*"))
     example_files = [each for each in dev if each.name.endswith(SUFFIXES)]
-    files = [each for each in _list_row_files(path) if each not in example_files]
+    files = [each for each in list_row_files(path) if each not in example_files]
     if not files:
         raise DataError(f"{path}: only examples (dev) in it; add a file with the questions")
-    items = _convert(_read_all(files), _convert_choices)
-    return TaskRows(items, _group(_convert(_read_all(example_files), _convert_choices)))
+    items = convert_rows(read_files(files), _convert_choices)
+    return TaskRows(items, _group(convert_rows(read_files(example_files), _convert_choices)))
 
 
 def _group(items: Sequence[Item]) -> dict[str, list[Item]]:
@@ -437,17 +407,17 @@ def _read_bbh(path: Path) -> TaskRows:
     """Read the folder of BIG-Bench Hard: `bbh/TASK.json` and `cot-prompts/TASK.txt`."""
     items: list[Item] = []
     shots: dict[str, str] = {}
-    for file in _list_files(path, "bbh/*.json", "*.json"):
+    for file in list_files(path, "bbh/*.json", "*.json"):
         content = _read_json(file)
         subset = file.stem
         for number, row in enumerate(content.get("examples") or [], 1):
             place = f"{file}: example {number}"
-            items += _convert(
+            items += convert_rows(
                 iter([(place, row)]),
                 lambda row: {
                     "subset": subset,  # noqa: B023
-                    "input": _read(row, "input"),
-                    "target": _read(row, "target"),
+                    "input": read_field(row, "input"),
+                    "target": read_field(row, "target"),
                 },
             )
         prompt = file.parent.parent / "cot-prompts" / f"{subset}.txt"
@@ -457,13 +427,13 @@ def _read_bbh(path: Path) -> TaskRows:
                 f"cot-prompts of BIG-Bench Hard, next to its folder bbh"
             )
         # The first two lines are a warning to those who collect training data.
-        shots[subset] = "\n".join(_read_file(prompt).split("\n")[2:]).strip()
+        shots[subset] = "\n".join(read_file(prompt).split("\n")[2:]).strip()
     return TaskRows(items, shots)
 
 
 def _read_tydiqa(path: Path) -> TaskRows:
     """Read tydiqa-goldp's files: the dev file, and the training file for examples."""
-    items = _read_tydiqa_file(_list_files(path, "*goldp*dev*.json", "*dev*.json")[0])
+    items = _read_tydiqa_file(list_files(path, "*goldp*dev*.json", "*dev*.json")[0])
     folder = path if path.is_dir() else path.parent
     train = sorted(folder.glob("*goldp*train*.json"))
     if not train:
@@ -482,17 +452,17 @@ def _read_tydiqa_file(file: Path) -> list[Item]:
                     place = f"{file}: question {question.get('id')}"
                     yield place, {**question, "context": paragraph.get("context")}
 
-    return _convert(list_questions(), _convert_tydiqa)
+    return convert_rows(list_questions(), _convert_tydiqa)
 
 
 def _convert_tydiqa(row: Row) -> Item:
-    answers = [read_text(each, "text") for each in row[_require(row, "answers")]]
+    answers = [read_text(each, "text") for each in row[require(row, "answers")]]
     if not answers:
         raise BadRow("'answers' is empty")
     return {
-        "subset": _read(row, "id").split("-")[0],
-        "context": _read(row, "context"),
-        "question": _read(row, "question"),
+        "subset": read_field(row, "id").split("-")[0],
+        "context": read_field(row, "context"),
+        "question": read_field(row, "question"),
         "answers": answers,
     }
 
@@ -519,14 +489,20 @@ DATA_SETS = {
         "github.com/google-research/google-research, instruction_following_eval/data",
         _read_simple("input_data.jsonl", convert=_convert_ifeval),
     ),
+    "ifbench": DataSet(
+        "rows {prompt, instruction_id_list, kwargs}",
+        "github.com/allenai/IFBench (data/IFBench_test.jsonl)",
+        _read_simple("IFBench_test.jsonl", "data/IFBench_test.jsonl", convert=_convert_ifeval),
+    ),
     "humaneval": DataSet(
         "rows {prompt, test, entry_point}",
         "github.com/openai/human-eval (HumanEval.jsonl.gz)",
         _read_simple("HumanEval.jsonl*", convert=_convert_humaneval),
     ),
     "mbpp": DataSet(
-        "rows {text or prompt, test_list}",
-        "github.com/google-research/google-research, mbpp (mbpp.jsonl, sanitized-mbpp.json)",
+        "rows {text or prompt, test_list}, or MBPP+'s {prompt, test or assertion}",
+        "github.com/google-research/google-research, mbpp (mbpp.jsonl, sanitized-mbpp.json); MBPP+: "
+        "hub evalplus/mbppplus, or EvalPlus' MbppPlus.jsonl",
         _read_mbpp,
     ),
     "preference": DataSet(

@@ -14,21 +14,31 @@ from weft.errors import DataError
 from weft.host.verifiers._sandbox import SandboxLimits, SandboxTask, run_tests
 from weft.registry import register_verifier
 
-FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCED = re.compile(r"```[ \t]*([\w+-]*)[ \t\r]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = ("", "python", "python3", "py")  # languages of fenced blocks
+# Lines between which MBPP's prompt puts programs
+BEGIN = re.compile(r"^[ \t]*\[BEGIN\][ \t]*", re.MULTILINE)
+DONE = re.compile(r"^[ \t]*\[DONE\]", re.MULTILINE)
 
 
 def extract_program(prompt: str, completion: str, entry_point: str | None) -> str:
-    """Return the program in a completion: its last fenced code block, or the whole completion.
+    """Return the program in a completion: its last fenced block of Python, or the whole completion.
 
-    A program that does not define `entry_point` is assumed to continue the code of the prompt, so
-    the prompt is put before it (HumanEval: the prompt ends in a signature, and the completion is
-    the body).
+    Of several blocks, the last one that defines `entry_point` is taken, if one does. What precedes
+    a line [BEGIN] or follows a line [DONE] (MBPP) is no part of the program. A program that does
+    not define `entry_point` is assumed to continue the code of the prompt, so the prompt is put
+    before it (HumanEval: the prompt ends in a signature, and the completion is the body).
     """
-    blocks = FENCED.findall(completion)
-    code = blocks[-1] if blocks else completion
-    if entry_point is None or _is_defined(code, entry_point):
-        return str(code)
-    return prompt + str(code)
+    before, *inside = BEGIN.split(completion, maxsplit=1)
+    text = DONE.split(inside[0] if inside else before, maxsplit=1)[0]
+    fenced = FENCED.findall(text)
+    blocks = [code for language, code in fenced if language.lower() in PYTHON] or [text]
+    if entry_point is None:
+        return blocks[-1]
+    for code in reversed(blocks):
+        if _is_defined(code, entry_point):
+            return code
+    return prompt + blocks[-1]
 
 
 def _is_defined(code: str, name: str) -> bool:

@@ -1,23 +1,28 @@
 """The verifier `ifeval`: checks that a completion follows the prompt's verifiable instructions.
 
-The 25 instructions are those of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for
-Large Language Models").
+The instructions are the 25 of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for Large
+Language Models"), which are defined here, the 58 of IFBench (`_ifbench`) and its 29 for training
+(`_iftrain`).
 
 Each check returns whether a response follows an instruction, given the instruction's arguments. The
-definitions are those of the published evaluation, except that sentences and words are split by
+definitions are those of the published evaluations, except that sentences and words are split by
 rules instead of nltk, and languages are detected by `detect`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import ConfigError, DataError, build_unknown_name_error
+from weft.host.verifiers import _ifbench, _iftrain
+from weft.host.verifiers._instructions import Arguments, Check, satisfies_relation
+from weft.reading import shorten
 from weft.registry import register_verifier
 
 # First word of the Unicode names of a script's letters -> default language of the script. For
@@ -200,11 +205,8 @@ def _detect_by_words(text: str, script: str) -> str:
     return best if scores[best] > scores[default] else default
 
 
-Arguments = Mapping[str, Any]
-Check = Callable[[str, Arguments], bool]
-
 ABBREVIATIONS = re.compile(
-    r"\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|inc|ltd|co|no|fig|e\.g|i\.e|[a-z](?:\.[a-z])+|[a-z])\.(?=\s)",
+    r"\b(?:mr|mrs|ms|dr|prof|sr|jr|st|vs|etc|inc|ltd|co|no|fig|[a-z])\.(?=\s)",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"[.!?。！？।]+[\"'”’)\]*]*(?=\s|$)")
@@ -221,18 +223,6 @@ def count_sentences(text: str) -> int:
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)
     return sum(1 for part in parts if re.search(r"\w", part))
-
-
-def satisfies_relation(count: int, relation: str, bound: Any) -> bool:
-    """Return whether `count` is "at least" or "less than" `bound`, as `relation` specifies.
-
-    Raises `ValueError` for any other relation.
-    """
-    if relation == "at least":
-        return count >= int(bound)
-    if relation == "less than":
-        return count < int(bound)
-    raise ValueError(f"relation {relation!r} must be 'at least' or 'less than'")
 
 
 def _check_paragraphs(text: str, a: Arguments) -> bool:
@@ -262,9 +252,19 @@ def _check_nth_paragraph(text: str, a: Arguments) -> bool:
 
 def _check_postscript(text: str, a: Arguments) -> bool:
     marker = str(a["postscript_marker"])
-    known = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
-    pattern = known.get(marker, r"\s*" + re.escape(marker.lower()) + r".*$")
-    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(known.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def _count_placeholders(text: str) -> int:
+    """Return the number of texts in square brackets, in time linear in the length of the text."""
+    count = 0
+    for line in text.split("\n"):
+        start = line.find("[")
+        while start >= 0 and (end := line.find("]", start)) >= 0:
+            count += 1
+            start = line.find("[", end)
+    return count
 
 
 def _check_highlights(text: str, a: Arguments) -> bool:
@@ -276,8 +276,8 @@ def _check_highlights(text: str, a: Arguments) -> bool:
 
 
 def _check_bullets(text: str, a: Arguments) -> bool:
-    stars = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == int(a["num_bullets"])
 
 
@@ -288,11 +288,7 @@ def _check_sections(text: str, a: Arguments) -> bool:
 
 def _check_json(text: str, a: Arguments) -> bool:
     inside = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
-    try:
-        json.loads(inside)
-    except ValueError:
-        return False
-    return True
+    return _is_json(inside)
 
 
 def _check_two_responses(text: str, a: Arguments) -> bool:
@@ -344,7 +340,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "length_constraints:nth_paragraph_first_word": _check_nth_paragraph,
     "detectable_content:number_placeholders": lambda t, a: (
-        len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"])
+        _count_placeholders(t) >= int(a["num_placeholders"])
     ),
     "detectable_content:postscript": _check_postscript,
     "detectable_format:number_bullet_lists": _check_bullets,
@@ -372,6 +368,9 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
+# All instructions that `is_followed` knows
+INSTRUCTIONS: Mapping[str, Check] = {**CHECKS, **_ifbench.CHECKS, **_iftrain.CHECKS}
+
 SCORES = ("share", "all")
 
 
@@ -383,11 +382,11 @@ def is_followed(
     An empty response follows no instruction. With `loose`, it is enough that one of eight variants
     follows the instruction (the loose accuracy of the IFEval paper): the response, its copies
     without the first line, the last line or both, and each of these four texts without asterisks.
-    Raises `DataError` for an unknown instruction or missing arguments.
+    Raises `DataError` for an unknown instruction, and for missing or unusable arguments.
     """
-    if instruction not in CHECKS:
-        raise DataError(str(build_unknown_name_error("instruction", instruction, CHECKS)))
-    check = CHECKS[instruction]
+    if instruction not in INSTRUCTIONS:
+        raise DataError(str(build_unknown_name_error("instruction", instruction, INSTRUCTIONS)))
+    check = INSTRUCTIONS[instruction]
     given = {}
     for name, value in arguments.items():
         if value is not None:
@@ -400,6 +399,10 @@ def is_followed(
     except KeyError as error:
         raise DataError(
             f"instruction {instruction!r} needs the argument {error}; it has {sorted(given)}"
+        ) from error
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(
+            f"the arguments {given} of instruction {instruction!r} cannot be used: {error}"
         ) from error
 
 
@@ -417,8 +420,6 @@ def ifeval(
     completions: Sequence[str],
     *,
     completion_ids: Sequence[Sequence[int]],
-    instruction_id_list: Sequence[Sequence[str] | None],
-    kwargs: Sequence[Sequence[Mapping[str, Any]] | None],
     score: str = "share",
     loose: bool = False,
     **columns: Sequence[Any],
@@ -429,23 +430,78 @@ def ifeval(
     The reward is None for rows without instructions.
 
     Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction), as in the
-    IFEval data. With `loose`, slight variations of the completion are tried as well. Raises
-    `DataError` for an unknown instruction or missing arguments.
+    data of IFEval and IFBench, or the column `ground_truth`, as in IFBench's training data: a text
+    with `[{"instruction_id": [...], "kwargs": [...]}]`. With `loose`, slight variations of the
+    completion are tried as well. Raises `DataError` for an unknown instruction, and for missing or
+    unusable arguments.
     """
     if score not in SCORES:
         raise ConfigError(f"ifeval: score={score!r} must be share or all")
     rewards: list[float | None] = []
-    for completion, ids, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
-        if not ids:
+    for completion, row in zip(
+        completions, _read_instructions(columns, len(completions)), strict=True
+    ):
+        done = [is_followed(completion, id, given or {}, loose=loose) for id, given in row]
+        if not done:
             rewards.append(None)
-            continue
-        if arguments is None or len(arguments) != len(ids):
+        else:
+            rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
+    return rewards
+
+
+Instructions = list[tuple[str, Mapping[str, Any] | None]]  # names with their arguments
+
+
+def _read_instructions(columns: Mapping[str, Sequence[Any]], count: int) -> list[Instructions]:
+    """Return the instructions of each of `count` rows; none for rows of another kind."""
+    has_lists = "instruction_id_list" in columns and "kwargs" in columns
+    if count and not has_lists and "ground_truth" not in columns:
+        raise DataError(
+            "ifeval: the data needs the columns 'instruction_id_list' and 'kwargs', or "
+            f"'ground_truth'; it has: {', '.join(sorted(columns)) or 'none'}"
+        )
+    absent = [None] * count
+    lists = [
+        columns.get(name, absent) for name in ("instruction_id_list", "kwargs", "ground_truth")
+    ]
+    rows = []
+    for ids, arguments, truth in zip(*lists, strict=True):
+        if not ids and truth is not None:
+            ids, arguments = _parse_ground_truth(truth)
+        if ids and (arguments is None or len(arguments) != len(ids)):
             raise DataError(
                 f"ifeval: kwargs must contain one mapping for each of the {len(ids)} instructions "
                 f"{list(ids)}"
             )
-        done = []
-        for id, given in zip(ids, arguments, strict=True):
-            done.append(is_followed(completion, id, given or {}, loose=loose))
-        rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
-    return rewards
+        rows.append(list(zip(ids, arguments, strict=True)) if ids else [])
+    return rows
+
+
+def _parse_ground_truth(truth: Any) -> tuple[Sequence[str], Sequence[Mapping[str, Any]] | None]:
+    """Return the instructions and arguments in a value of `ground_truth`; none if it has none.
+
+    The text is JSON or a Python literal, in which the mapping may be a text again.
+    """
+    if "instruction_id" not in str(truth):
+        return [], None  # the reference answer of another verifier
+    value = truth
+    try:
+        while not isinstance(value, Mapping):
+            if isinstance(value, str):
+                value = json.loads(value) if _is_json(value) else ast.literal_eval(value)
+            else:
+                (value,) = value
+        return value["instruction_id"], value["kwargs"]
+    except (TypeError, ValueError, KeyError, SyntaxError, RecursionError) as error:
+        raise DataError(
+            f"ifeval: ground_truth must be [{{'instruction_id': [...], 'kwargs': [...]}}], not "
+            f"{shorten(str(truth))}"
+        ) from error
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
