@@ -1,7 +1,8 @@
 """`weft plan`: show what a run would do, without running it.
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
-the estimated times. `realloc` shows the transfers that move parameters between two layouts.
+the estimated times. `cost` compares GPUs by time and price. `realloc` shows the transfers that
+move parameters between two layouts.
 `memory` shows which GPUs have enough memory to train a model.
 """
 
@@ -13,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
@@ -63,6 +65,14 @@ MEMORY_EPILOG = """examples:
   weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
   weft plan memory meta-llama/Llama-3.1-8B layout=d8 optimizer.state_dtype=8bit"""
 
+DEFAULT_DEVICES = (1, 2, 4, 8)
+COST_SUMMARY = "which GPUs a run fits, how long it takes on them, and for how much"
+COST_EPILOG = """Times are estimates; search.prompt_tokens and search.answer_tokens set the lengths.
+
+examples:
+  weft plan cost sft model.path=Qwen/Qwen3-8B dataset.train_path=sft.jsonl --price H100=2.5 --price A100=1.4 --steps 1000
+  weft plan cost ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS dataset.path=prompts.jsonl max_steps=500"""
+
 EPILOG = """layouts: letters d f t p c e, each followed by its degree, such as d2f2t2; the degree of a
 missing letter is 1. A trained role is sharded over its data-parallel ranks by default: for d4t2
 of a trained actor write d4f4t2 here.
@@ -95,6 +105,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "memory":
         print_memory_plan(arguments)
         return 0
+    if arguments.command == "cost":
+        print_cost(arguments)
+        return 0
     if arguments.devices_per_node < 1:
         realloc_parser.error(
             f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
@@ -105,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,cost,realloc,memory}")
     summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",
@@ -117,6 +130,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
     )
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    _add_cost_parser(commands)
     summary = "the transfers that move a role's parameters from one layout to another"
     realloc_parser = commands.add_parser(
         "realloc", help=summary, description=f"Print {summary}.", epilog=EPILOG
@@ -168,6 +182,34 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, realloc_parser
 
 
+def _add_cost_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cost",
+        help=COST_SUMMARY,
+        description=f"Print {COST_SUMMARY}. Only options and config.json are read.",
+        epilog=COST_EPILOG,
+    )
+    parser.add_argument(
+        "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="GPU=PRICE",
+        help="a GPU and its price for an hour, such as H100=2.5; several times for several GPUs; "
+        "without it, all known GPUs are compared by time",
+    )
+    parser.add_argument(
+        "--devices",
+        default=",".join(map(str, DEFAULT_DEVICES)),
+        metavar="N,N",
+        help="numbers of GPUs to compare (%(default)s)",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of the run; else max_steps")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
 def _add_memory_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "memory",
@@ -210,12 +252,7 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
     from weft.experiments.common import build_experiment
     from weft.launch.downloads import fetch_configs
 
-    given = {word.partition("=")[0] for word in words}
-    names = []
-    for name in ("experiment_name", "trial_name"):
-        if name not in given:
-            names.append(f"{name}=plan")
-    config, notes = build_config([*words, *names, "allocation_mode=search"])
+    config, notes = build_config([*_name_run(words), "allocation_mode=search"])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     experiment = build_experiment(config)
@@ -259,6 +296,47 @@ def _print_fixed_placement(experiment: Experiment, *, as_json: bool) -> None:
         "nothing to choose: the run has one device, or every role has a layout; "
         "n_gpus_per_node=8 (or n_nodes) asks for more devices"
     )
+
+
+def print_cost(arguments: argparse.Namespace) -> None:
+    """Print a table of the GPUs on which a run fits, with its time and cost.
+
+    Raises `ConfigError` for invalid prices or numbers, and if the run can be planned on no GPU.
+    """
+    from weft.cli.quickstart import build_config
+    from weft.launch.plan_cost import (
+        compare_devices,
+        describe_lengths,
+        format_cost_table,
+        parse_prices,
+    )
+
+    prices = parse_prices(arguments.price)
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", arguments.devices):
+        raise ConfigError(f"--devices={arguments.devices}: write numbers of GPUs, such as 1,2,8")
+    counts = [int(word) for word in arguments.devices.split(",")]
+    if arguments.steps is not None and arguments.steps < 1:
+        raise ConfigError(f"--steps={arguments.steps}: a run has at least one step")
+    config, notes = build_config(_name_run(arguments.words))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    steps = arguments.steps or config.max_steps
+    options = compare_devices(config, prices, counts)
+    if not arguments.json:
+        print("\n".join([*format_cost_table(options, steps), describe_lengths(config)]))
+        return
+    rows = []
+    for option in options:
+        cost = None if steps is None else option.compute_cost(steps)
+        rows.append({**asdict(option), "cost": cost})
+    print(json.dumps({"steps": steps, "options": rows}, indent=2))
+
+
+def _name_run(words: Sequence[str]) -> list[str]:
+    """Return the words of `weft quickstart`, with names for the run if they have none."""
+    given = {word.partition("=")[0] for word in words}
+    names = ("experiment_name", "trial_name")
+    return [*words, *(f"{name}=plan" for name in names if name not in given)]
 
 
 def print_reallocation(arguments: argparse.Namespace) -> None:

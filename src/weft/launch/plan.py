@@ -194,12 +194,14 @@ def _forecast(
     for each in target.list_candidates():
         memory_forecast = forecast(experiment, facts, batches, each.device, capacity=each.usable)
         assert each.usable is not None
-        if _find_largest(experiment, memory_forecast)[0] <= each.usable:
+        if find_largest_need(experiment, memory_forecast)[0] <= each.usable:
             break
     return each, memory_forecast
 
 
-def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[float, MemoryForecast]:
+def find_largest_need(
+    experiment: Experiment, expected: MemoryForecast
+) -> tuple[float, MemoryForecast]:
     """Return the highest memory need of any device, in bytes, and the forecast for that device.
 
     `expected` is the forecast for all roles on all devices.
@@ -214,7 +216,7 @@ def _find_largest(experiment: Experiment, expected: MemoryForecast) -> tuple[flo
 def _format_verdict(
     experiment: Experiment, target: TargetDevices, expected: MemoryForecast
 ) -> list[str]:
-    needed, worst = _find_largest(experiment, expected)
+    needed, worst = find_largest_need(experiment, expected)
     assert target.usable is not None
     if worst.incomplete:
         scope = f" without activations of {', '.join(worst.incomplete)}"

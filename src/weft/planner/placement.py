@@ -72,6 +72,10 @@ class SearchSpec:
     )
 
 
+class NoPlacementFits(ConfigError):
+    """Raised if no placement of a run's calls fits into the memory of its devices."""
+
+
 def allocate_layouts(
     roles: Mapping[str, ModelSpec], mode: str, num_devices: int
 ) -> dict[str, ModelSpec]:
@@ -179,7 +183,7 @@ def place_calls(
 
     `mode` is "search" or "heuristic", and `count` is the number of devices that the run may use.
     `start` is the placement in which every movable call uses all of them. With "search", raises
-    `ConfigError` if no placement fits into memory.
+    `NoPlacementFits` if no placement fits into memory.
     """
     # The search begins with the placement of the heuristic.
     rates = problem.rates
@@ -191,7 +195,7 @@ def place_calls(
         return with_notes(placed, _build_heuristic_lines(best, everywhere, rates))
     result = search_placement(problem, usual)
     if result.best.excess_bytes:
-        raise ConfigError(
+        raise NoPlacementFits(
             f"allocation_mode=search: no placement on {count} devices fits "
             f"into memory; the smallest needs {result.best.peak_bytes / GIB:.1f} GiB of a device's "
             f"{rates.capacity / GIB:.1f} (search.memory_gb); lower "

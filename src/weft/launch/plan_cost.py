@@ -1,0 +1,183 @@
+"""Comparison of devices for a run: which GPU, how many, how long, and for how much.
+
+Only options and config.json are read. The devices need not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from weft.errors import ConfigError, find_nearest
+from weft.experiments.common import RunConfig
+from weft.launch.facts import TargetDevices, forecast, predict_facts
+from weft.launch.plan import build_assumed_batch, find_largest_need, forecast_run_step
+from weft.launch.resolve import resolve_run
+from weft.launch.run import build_with_files, mark_as_planned, set_up_experiment
+from weft.observe.memory import format_size
+from weft.observe.metrics import format_duration
+from weft.planner.devices import GPUS
+from weft.planner.placement import NoPlacementFits
+
+DEFAULT_COUNTS = (1, 2, 4, 8)
+NO_FIT = "does not fit"
+PRICE = re.compile(r"([A-Za-z0-9]+)=(\d+(?:\.\d+)?|\.\d+)")
+
+
+@dataclass(frozen=True)
+class DeviceOption:
+    """A number of devices of one type, and what a run takes on them.
+
+    Attributes:
+        gpu: Name of the GPU.
+        count: Number of GPUs.
+        step_seconds: Duration of a step, or None if the run does not fit.
+        needed_bytes: Memory that the fullest GPU needs.
+        usable_bytes: Memory of a GPU that a run can use.
+        price: Price of one GPU for an hour, or None if it is not known.
+        why: Why the run does not fit or cannot run on these devices, or "".
+    """
+
+    gpu: str
+    count: int
+    step_seconds: float | None
+    needed_bytes: float
+    usable_bytes: float
+    price: float | None
+    why: str = ""
+
+    def compute_cost(self, steps: int) -> float | None:
+        """Return the price of `steps` steps, or None if the price or the time is not known."""
+        if self.price is None or self.step_seconds is None:
+            return None
+        return self.price * self.count * steps * self.step_seconds / 3600
+
+
+def parse_prices(words: Sequence[str]) -> dict[str, float]:
+    """Return the price per hour of each GPU in words such as `H100=2.5`.
+
+    Raises `ConfigError` for other words and for a GPU whose speed is not known.
+    """
+    prices = {}
+    for word in words:
+        match = PRICE.fullmatch(word)
+        if match is None or not float(match[2]):
+            raise ConfigError(
+                f"--price {word}: write a GPU and its price for an hour, such as --price H100=2.5"
+            )
+        name = next((known for known in GPUS if known.lower() == match[1].lower()), None)
+        if name is None:
+            near = find_nearest(match[1], GPUS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(GPUS)}"
+            raise ConfigError(f"--price {word}: the speed of this GPU is not known ({hint})")
+        prices[name] = float(match[2])
+    return prices
+
+
+def compare_devices(
+    config: RunConfig, prices: Mapping[str, float], counts: Sequence[int] = DEFAULT_COUNTS
+) -> list[DeviceOption]:
+    """Return what the run of `config` takes on each number of GPUs of each type.
+
+    The types are those of `prices`, or all known ones if it is empty. With several GPUs, the calls
+    are placed as `allocation_mode=search` does, unless layouts are set. Raises `UserError` if the
+    configuration cannot be run on any device.
+    """
+    options = []
+    for gpu in prices or GPUS:
+        for count in counts:
+            options.append(_try_devices(config, gpu, count, prices.get(gpu)))
+    if all(option.why not in ("", NO_FIT) for option in options):
+        raise ConfigError(options[0].why)
+    return options
+
+
+def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -> DeviceOption:
+    each = replace(
+        config,
+        device="cuda",
+        n_gpus_per_node=count,
+        allocation_mode="search" if count > 1 else "manual",
+        search=replace(config.search, gpu=gpu),
+    )
+    planned = cast(RunConfig, mark_as_planned(each))
+    try:
+        experiment, mode = set_up_experiment(planned, None)
+        experiment = build_with_files(planned, experiment, data=False)
+        experiment.check()
+        roles = {name: replace(spec, planned=True) for name, spec in experiment.roles.items()}
+        target = TargetDevices.from_experiment(experiment, mode)
+        run = resolve_run(replace(experiment, roles=roles), target.device, tokenizers=False)
+    except NoPlacementFits:
+        return DeviceOption(gpu, count, None, 0.0, 0.0, price, NO_FIT)
+    except ConfigError as error:
+        return DeviceOption(gpu, count, None, 0.0, 0.0, price, str(error))
+    experiment = run.experiment
+    facts = predict_facts(experiment, target.device, run.tokenizers)
+    batch, _ = build_assumed_batch(experiment)
+    expected = forecast(experiment, facts, [batch], target.device, capacity=target.usable)
+    needed, _ = find_largest_need(experiment, expected)
+    step = forecast_run_step(experiment, target)
+    usable = target.usable or 0.0
+    if step is None:
+        return DeviceOption(gpu, count, None, needed, usable, price, "its speed is not known")
+    if needed > usable:
+        return DeviceOption(gpu, count, None, needed, usable, price, NO_FIT)
+    return DeviceOption(gpu, count, step.step_seconds, needed, usable, price)
+
+
+def describe_lengths(config: RunConfig) -> str:
+    """Return a line about the lengths that the comparison assumes."""
+    experiment, _ = set_up_experiment(mark_as_planned(config), None)
+    _, note = build_assumed_batch(experiment)
+    lengths = note.partition("memory is that of ")[2].partition(", which")[0]
+    return f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"
+
+
+def format_cost_table(options: Sequence[DeviceOption], steps: int | None) -> list[str]:
+    """Return a line per option: seconds per step, the run's hours and cost, and memory.
+
+    `steps` is the number of steps of the run; without it there are no hours, and the cost is that
+    of 1,000 steps. The cheapest, or else the fastest, is marked.
+    """
+    unit = steps or 1000
+    fitting = [option for option in options if option.step_seconds is not None]
+    priced = [option for option in fitting if option.price is not None]
+    if priced:
+        best = min(priced, key=lambda option: option.compute_cost(unit) or 0.0)
+    elif fitting:
+        best = min(fitting, key=lambda option: option.step_seconds or 0.0)
+    else:
+        best = None
+    amount = "cost" if steps else "cost of 1,000 steps"
+    length = f"run of {steps:,} steps" if steps else "1,000 steps"
+    header = ["GPUs", "s per step", length, *([amount] if priced else []), "memory of a GPU"]
+    rows = []
+    for option in options:
+        memory = option.why
+        if option.needed_bytes:
+            sizes = (
+                f"{format_size(option.needed_bytes, 1)} of {format_size(option.usable_bytes, 1)}"
+            )
+            memory = sizes if not option.why else f"{sizes}: {option.why}"
+        row = [f"{option.count} x {option.gpu}"]
+        if option.step_seconds is None:
+            row += ["-", "-", *(["-"] if priced else [])]
+        else:
+            row += [f"{option.step_seconds:.3g}", format_duration(unit * option.step_seconds)]
+            if priced:
+                cost = option.compute_cost(unit)
+                row.append("-" if cost is None else f"{cost:,.2f}")
+        mark = ""
+        if option is best:
+            mark = "  <- cheapest" if priced else "  <- fastest"
+        rows.append([*row, memory + mark])
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
+    lines = []
+    for row in [header, *rows]:
+        cells = [f"{row[0]:<{widths[0]}}"]
+        cells += [f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines

@@ -1,0 +1,107 @@
+"""`weft plan cost`: GPUs by time and price, from options and config.json alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.launch.test_plan import LARGE
+from tests.tiny import prompt_answer_rows, write_jsonl
+from weft.cli.main import main
+from weft.errors import ConfigError
+from weft.launch.plan_cost import DeviceOption, format_cost_table, parse_prices
+
+FITS = DeviceOption("H100", 2, 1.8, 2.0**30, 2.0**36, 2.5)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("cost")
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text(json.dumps(LARGE))
+    rows = write_jsonl(folder / "rows.jsonl", prompt_answer_rows())
+    return [
+        *("plan", "cost", "sft", f"model.path={folder / 'large'}", f"dataset.path={rows}"),
+        *("dataset.max_seqlen=2048", "gradient_checkpointing=true", "dataset.train_bs_n_seqs=16"),
+    ]
+
+
+def test_prices_are_of_known_gpus() -> None:
+    assert parse_prices(["h100=2.5", "A100=.9"]) == {"H100": 2.5, "A100": 0.9}
+    for word, told in (
+        ("H101=2", "did you mean H100"),
+        ("H100", "write a GPU and its price"),
+        ("H100=-1", "write a GPU and its price"),
+        ("H100=0", "write a GPU and its price"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            parse_prices([word])
+
+
+def test_the_cost_is_that_of_all_gpus_for_all_hours() -> None:
+    """500 steps of 1.8 s are a quarter of an hour, on two GPUs for 2.5 each."""
+    assert FITS.compute_cost(500) == pytest.approx(2.5 * 2 / 4)
+    assert replace(FITS, price=None).compute_cost(500) is None
+    assert replace(FITS, step_seconds=None).compute_cost(500) is None
+
+
+def test_the_cheapest_is_marked_or_else_the_fastest() -> None:
+    slow = DeviceOption("A100", 1, 4.0, 2.0**30, 2.0**36, 1.0)
+    small = DeviceOption("T4", 1, None, 2.0**36, 2.0**34, 0.2, "does not fit")
+    lines = format_cost_table([FITS, slow, small], 900)
+    assert "cost" in lines[0] and "run of 900 steps" in lines[0]
+    assert lines[1].split() == [
+        "2",
+        "x",
+        "H100",
+        "1.8",
+        "27:00",
+        "2.25",
+        "1.0",
+        "GiB",
+        "of",
+        "64.0",
+        "GiB",
+    ]
+    assert (
+        lines[2].split()[:6] == ["1", "x", "A100", "4", "1:00:00", "1.00"]
+        and "cheapest" in lines[2]
+    )
+    assert lines[3].split()[3:6] == ["-", "-", "-"] and "does not fit" in lines[3]
+    plain = format_cost_table([replace(each, price=None) for each in (FITS, slow)], None)
+    assert "cost" not in plain[0] and "1,000 steps" in plain[0] and "fastest" in plain[1]
+
+
+def test_a_table_for_a_model_that_is_a_config_alone(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prices = ["--price", "H100=2.5", "--price", "L4=0.6"]
+    assert main([*words, *prices, "--devices", "1,4", "--steps", "100"]) == 0
+    header, *rows, lengths = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "GPUs" and len(rows) == 4
+    assert [row.split()[:3] for row in rows] == [
+        [count, "x", gpu] for gpu in ("H100", "L4") for count in ("1", "4")
+    ]
+    assert "does not fit" in rows[0] and "does not fit" in rows[2]
+    assert "cheapest" in rows[1] and "for rows of 512 + 1,536 tokens" in lengths
+    assert main([*words, *prices, "--devices", "4", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["steps"] is None and made["options"][0]["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--devices", "0"], "write numbers of GPUs"),
+        (["--steps", "0"], "at least one step"),
+        (["--price", "H100=much"], "write a GPU and its price"),
+        (["layout=d3"], "layout"),
+    ],
+)
+def test_what_cannot_be_compared(
+    more: list[str], told: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--devices", "1", *more]) == 2
+    assert told in capsys.readouterr().err
