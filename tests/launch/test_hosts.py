@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.environment import build_xla_flags
 from tests.launch.cases import grpo, prepare
 from tests.launch.test_run_jax import ROUNDED, numbers
 from weft.engine.jax import hosts as jax_hosts
@@ -56,7 +57,7 @@ def start(root: Path, folder: str, *words: str) -> list[subprocess.Popen[str]]:
     for index in range(2):
         variables = {
             **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": build_xla_flags(4),
             "JAX_PLATFORMS": "cpu",
             jax_hosts.COORDINATOR: f"127.0.0.1:{port}",
             jax_hosts.PROCESSES: "2",

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 
@@ -243,6 +244,8 @@ def test_the_harness_itself_writes_what_is_read_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
+    # it looks for a tokenizer of that name, and would try again for a minute
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf/datasets"))
     from lm_eval import simple_evaluate
@@ -277,7 +280,7 @@ def test_the_harness_itself_writes_what_is_read_here(
         model=DummyLM(),
         model_args="pretrained=runs/e/t/checkpoints/actor/step4",
         tasks=["local_group", "local_gen", "local_ppl"],
-        task_manager=TaskManager(include_path=str(folder)),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         evaluation_tracker=tracker,
         bootstrap_iters=10,
     )

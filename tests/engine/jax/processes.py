@@ -64,7 +64,7 @@ def engine_tokenizer(folder: Path) -> Any:
 def main() -> None:
     environment.prepare()
     coordinator, process, folder = sys.argv[1:]
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = environment.build_xla_flags(4)
     import jax
 
     jax.config.update("jax_platforms", "cpu")
