@@ -82,8 +82,10 @@ CONFIGURATIONS = (
     kernels("avx2", AVX2),
     kernels("avx512", AVX512),
     kernels("amx", (*AVX512, "amx_tile", "amx_bf16")),
-    Configuration("threads-2", {"OMP_NUM_THREADS": "2"}),
-    Configuration("threads-4", {"OMP_NUM_THREADS": "4"}),
+    # Threads that wait for others sleep: beside as many test processes as cores, spinning ones would
+    # take the cores from those that compute.
+    Configuration("threads-2", {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
+    Configuration("threads-4", {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}),
     Configuration(
         "avx2-kernels-off",
         {
