@@ -16,8 +16,8 @@ from typing import Any
 from weft.observe import pace
 from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import (
+    ABOUT_MACHINE,
     EVAL,
-    TIME,
     find_evaluation,
     find_headline,
     find_title,
@@ -145,7 +145,7 @@ class DiagnosedRun:
             (
                 n
                 for n in self.columns
-                if get_last_part(n) == last and not n.startswith((EVAL, TIME))
+                if get_last_part(n) == last and not n.startswith((EVAL, *ABOUT_MACHINE))
             ),
             None,
         )
@@ -234,7 +234,11 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
         about = find(name)
-        if about is None or name.startswith((EVAL, TIME)) or name.endswith(("_max", "_min")):
+        if (
+            about is None
+            or name.startswith((EVAL, *ABOUT_MACHINE))
+            or name.endswith(("_max", "_min"))
+        ):
             continue
         least = about.least
         most = about.most

@@ -21,6 +21,7 @@ from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
 from weft.runtime.calls import (
+    PEAK_BYTES,
     Events,
     OutputsAnnounced,
     SampleMeta,
@@ -53,6 +54,8 @@ from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
 
 T = TypeVar("T")
 BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices received for it
+# metric of calls on copies of a role: bytes of its weights that their devices received
+WEIGHT_BYTES = "num_weight_bytes"
 
 
 class DeviceGroup:
@@ -119,6 +122,8 @@ class DeviceGroup:
         parameters = self._parameters
         update = parameters.update_running_copy if node.interruptible else parameters.update_copy
         weights = update((node.role, mesh), on_failed, version)
+        moved_weights = parameters.take_moved_bytes((node.role, mesh))
+        measured = {} if moved_weights is None else {WEIGHT_BYTES: float(moved_weights)}
         if keeps:
             parameters.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
@@ -153,7 +158,12 @@ class DeviceGroup:
             sizes = [len(own[rank]) for rank in first]
             whole = merge_results([results[rank] for rank in first], sizes, ids)
             moved = float(sum(report.num_bytes_received for report in ends.values()))
-            metrics = {**whole.metrics, BYTES_MOVED: moved}
+            metrics = {**whole.metrics, BYTES_MOVED: moved, **measured}
+            # `whole` has the results of one rank of each part; any rank can need the most memory.
+            peaks = [result.metrics.get(PEAK_BYTES) for result in results.values()]
+            metrics.pop(PEAK_BYTES, None)
+            if known := [peak for peak in peaks if peak is not None]:
+                metrics[PEAK_BYTES] = max(known)
             seen = merge_seen(results.values())
             self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
 

@@ -18,7 +18,7 @@ from weft.graph.ready import Firing
 from weft.observe.jsonl import StepFile
 from weft.observe.observer import RunObserver
 from weft.observe.timeline import HOST, ROLES
-from weft.runtime.calls import SampleMeta
+from weft.runtime.calls import PEAK_BYTES, SampleMeta
 from weft.runtime.samples import SampleReader
 
 GENERATIONS = "generations.jsonl"
@@ -76,8 +76,8 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
     """Combine the metrics of several firings (executions) of a node.
 
     Counts (`num_*`) are summed. For names that end in `_max` or `_min`, the maximum or minimum is
-    kept, and for `learning_rate` and `version` the last value. Other metrics are averaged over ids;
-    firings that lack a metric do not count in its average.
+    kept, for `peak_bytes` the maximum, and for `learning_rate` and `version` the last value. Other
+    metrics are averaged over ids; firings that lack a metric do not count in its average.
     """
     parts = list(fired)
     joined: dict[str, float] = {}
@@ -92,8 +92,10 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
             joined[name] = values[-1]
         elif last.startswith("num_"):
             joined[name] = sum(values)
-        elif last.endswith(("_max", "_min")):
-            joined[name] = max(values) if last.endswith("_max") else min(values)
+        elif last == PEAK_BYTES or last.endswith("_max"):
+            joined[name] = max(values)
+        elif last.endswith("_min"):
+            joined[name] = min(values)
         else:
             weight = sum(count for _, count in having)
             joined[name] = (

@@ -15,6 +15,7 @@ from weft.experiment import Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
+from weft.observe.predicted import PredictedStep, format_end_line
 from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
@@ -66,6 +67,7 @@ class SessionParts:
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         eval_suite: Evaluation on tasks, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
+        predicted: Values that are predicted for each step, and written with its metrics.
         hosts: Hosts that run this experiment together, or None for one host.
         mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
     """
@@ -85,6 +87,7 @@ class SessionParts:
     fixed_prompts: FixedPrompts | None = None
     eval_suite: TaskEvaluator | None = None
     data: LoadedData | None = None
+    predicted: PredictedStep = field(default_factory=PredictedStep)
     hosts: HostGroup | None = None
     mirror: RunMirror | None = None
 
@@ -197,6 +200,8 @@ class Session:
         if self._parts.format_peak_memory is not None and self._peak_memory_gb is not None:
             line, needed = self._parts.format_peak_memory(self._peak_memory_gb)
             (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
+        if status != "failed":
+            self._tell_prediction()
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
@@ -209,6 +214,16 @@ class Session:
         self._observer.report.finish(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
+
+    def _tell_prediction(self) -> None:
+        """Show the predicted and the measured duration of a step, or log why there is no forecast."""
+        assert self._observer is not None, "the session is open"
+        predicted = self._parts.predicted
+        if predicted.reason:
+            why = f"the duration of a step is not predicted: {predicted.reason}"
+            (self._observer.note if self._show.verbose else self._observer.log)(why)
+        elif (line := format_end_line(self.metrics(), predicted)) is not None:
+            self._observer.note(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, one per step; step 0 is `eval_at_start`."""
@@ -382,6 +397,7 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
+        line |= self._parts.predicted.metrics
         compares = due["evaluate"] or over
         if compares:
             line |= self._evaluate()
@@ -510,6 +526,11 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
         steps = parts.horizon.steps
         chosen = parts.experiment.chosen
         record_process(
-            directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
+            directory.path,
+            step=step,
+            total_steps=steps,
+            hardware=parts.hardware,
+            forecast=f"{parts.predicted.basis}{parts.predicted.scope}",
+            chosen=chosen,
         )
     return config

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.device import label_work
-from weft.engine.spec import ModelSpec
+from weft.engine.device import PeakMemoryMeter, label_work
+from weft.engine.spec import TPU, ModelSpec
 from weft.errors import NotFinite, RunError
 from weft.experiment import Experiment
 from weft.graph.mfc import Hook, MFCDef, Offload
@@ -22,6 +24,7 @@ from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
 from weft.runtime.calls import (
+    PEAK_BYTES,
     SECONDS,
     STARTED,
     OutputsAnnounced,
@@ -79,6 +82,7 @@ class Worker:
         self.roles = RoleEngines(experiment, specs, rank, groups, tokenizers)
         self._meshes = experiment.call_meshes
         self._rank = rank
+        self._memory = PeakMemoryMeter(torch.device(device))
 
     def run_call(
         self,
@@ -115,7 +119,7 @@ class Worker:
                 max_tokens=node.max_tokens_per_microbatch
                 or self._experiment.control.max_tokens_per_microbatch,
             )
-            with label_work(name):
+            with label_work(name), self._memory.measure() as peak:
                 if ids:
                     batch = read_inputs(self._store, node, ids)
                 else:
@@ -135,9 +139,19 @@ class Worker:
         except Exception as error:
             error.add_note(f"in {where}")
             raise
-        times = {STARTED: started, SECONDS: time.perf_counter() - clock}
+        measured = {STARTED: started, SECONDS: time.perf_counter() - clock}
+        if peak.num_bytes is not None and self._is_in_measured_memory(node.role):
+            measured[PEAK_BYTES] = float(peak.num_bytes)
         metadata = self._store.put(outputs) if outputs else None
-        return MFCResult(metadata, {**result.metrics, **times}, result.seen)
+        return MFCResult(metadata, {**result.metrics, **measured}, result.seen)
+
+    def _is_in_measured_memory(self, role: str) -> bool:
+        """Return whether the memory of a role's calls is part of what this device measures.
+
+        The memory of accelerators that JAX uses is not: neither torch nor the process knows it.
+        """
+        on_cpu = self._device == "cpu" and self._experiment.control.device != TPU
+        return on_cpu or self._specs[role].backend != "jax"
 
     def _make_announce(
         self, name: str, early: Callable[[OutputsAnnounced], None] | None
