@@ -16,8 +16,8 @@ from typing import Any
 from weft.observe import pace
 from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import (
-    ABOUT_MACHINE,
     EVAL,
+    NOT_TRAINING,
     find_evaluation,
     find_headline,
     find_title,
@@ -145,7 +145,7 @@ class DiagnosedRun:
             (
                 n
                 for n in self.columns
-                if get_last_part(n) == last and not n.startswith((EVAL, *ABOUT_MACHINE))
+                if get_last_part(n) == last and not n.startswith(NOT_TRAINING)
             ),
             None,
         )
@@ -234,11 +234,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
         about = find(name)
-        if (
-            about is None
-            or name.startswith((EVAL, *ABOUT_MACHINE))
-            or name.endswith(("_max", "_min"))
-        ):
+        if about is None or name.startswith(NOT_TRAINING) or name.endswith(("_max", "_min")):
             continue
         least = about.least
         most = about.most

@@ -15,6 +15,7 @@ TIME = "time/"
 PREDICTED = "predicted/"  # forecasts, written next to the measured values
 ABOUT_MACHINE = (TIME, PREDICTED)  # tell how fast the machine is, not how well the model learns
 EVAL = "eval/"
+NOT_TRAINING = (*ABOUT_MACHINE, EVAL)  # other metrics are those of the training graph's calls
 ROWS = "eval/num_rows"  # number of validation rows of all sources
 COUNTERS = ("step", "epoch", ROWS)
 LAST_STEP = 2**53  # the largest step; floats are exact up to here
@@ -122,7 +123,7 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
     the loss for reward models and DPO, and the loss to the accuracy for other algorithms. Returns
     None if the run has none of these metrics.
     """
-    known = [name for name in names if not name.startswith((*ABOUT_MACHINE, EVAL))]
+    known = [name for name in names if not name.startswith(NOT_TRAINING)]
     lasts = [get_last_part(name) for name in known]
     judged = JUDGED.get(algorithm or "")
     if algorithm is None:

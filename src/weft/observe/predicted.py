@@ -118,18 +118,18 @@ def render_comparison(run: RunFiles) -> str:
     columns = {"seconds": _format_time, "peak memory": format_size, "weights moved": format_size}
     rows = [(call, _compare_call(lines, call)) for call in _list_calls(names)]
     rows.append(("whole step", _compare_step(lines)))
-    shown = []
+    filled = []
     for place in range(len(columns)):
         if any(values[place].predicted is not None for _, values in rows):
-            shown.append(place)
+            filled.append(place)
     titles = list(columns)
     formats = list(columns.values())
-    head = "".join(f'<th scope="colgroup" colspan="2">{titles[place]}</th>' for place in shown)
-    kinds = '<th scope="col">predicted</th><th scope="col">measured</th>' * len(shown)
+    head = "".join(f'<th scope="colgroup" colspan="2">{titles[place]}</th>' for place in filled)
+    kinds = '<th scope="col">predicted</th><th scope="col">measured</th>' * len(filled)
     body = []
     for name, values in rows:
         cells = []
-        for place in shown:
+        for place in filled:
             for value in (values[place].predicted, values[place].measured):
                 cells.append(f"<td>{NONE if value is None else escape(formats[place](value))}</td>")
         body.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')

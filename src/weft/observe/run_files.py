@@ -254,9 +254,9 @@ class RunStart:
     folder: str = ""
     host: str = ""
     hardware: str = ""
-    forecast: str = ""  # what the predicted duration of a step is based on
     commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    forecast: str = ""  # what the predicted duration of a step is based on
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,6 @@ from weft.runtime.store import TensorLocations, TensorRequest, TensorStore
 
 T = TypeVar("T")
 BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices received for it
-# metric of calls on copies of a role: bytes of its weights that their devices received
-WEIGHT_BYTES = "num_weight_bytes"
 
 
 class DeviceGroup:
@@ -123,7 +121,6 @@ class DeviceGroup:
         update = parameters.update_running_copy if node.interruptible else parameters.update_copy
         weights = update((node.role, mesh), on_failed, version)
         moved_weights = parameters.take_moved_bytes((node.role, mesh))
-        measured = {} if moved_weights is None else {WEIGHT_BYTES: float(moved_weights)}
         if keeps:
             parameters.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
@@ -157,13 +154,7 @@ class DeviceGroup:
                 return
             sizes = [len(own[rank]) for rank in first]
             whole = merge_results([results[rank] for rank in first], sizes, ids)
-            moved = float(sum(report.num_bytes_received for report in ends.values()))
-            metrics = {**whole.metrics, BYTES_MOVED: moved, **measured}
-            # `whole` has the results of one rank of each part; any rank can need the most memory.
-            peaks = [result.metrics.get(PEAK_BYTES) for result in results.values()]
-            metrics.pop(PEAK_BYTES, None)
-            if known := [peak for peak in peaks if peak is not None]:
-                metrics[PEAK_BYTES] = max(known)
+            metrics = {**whole.metrics, **_measure_ranks(ends), **moved_weights}
             seen = merge_seen(results.values())
             self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
 
@@ -422,6 +413,18 @@ class DeviceGroup:
             DeviceJob(what, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
         )
         return future
+
+
+def _measure_ranks(ends: Mapping[int, CommandReport]) -> dict[str, float]:
+    """Return the bytes that all ranks of a call received, and the largest of their memory peaks."""
+    measured = {BYTES_MOVED: float(sum(report.num_bytes_received for report in ends.values()))}
+    peaks = []
+    for report in ends.values():
+        if PEAK_BYTES in report.value.metrics:
+            peaks.append(report.value.metrics[PEAK_BYTES])
+    if peaks:
+        measured[PEAK_BYTES] = max(peaks)
+    return measured
 
 
 def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:

@@ -28,6 +28,8 @@ from weft.topology import Slice
 
 VersionCallback = Callable[[int], None]  # called with the target's new version
 FailureCallback = Callable[[BaseException], None]
+# metric of calls on copies of a role: bytes of its weights that their devices received
+WEIGHT_BYTES = "num_weight_bytes"
 
 
 class ParameterTransfers:
@@ -234,13 +236,15 @@ class ParameterTransfers:
             self._copy_versions[place] = wanted
         return self._weights[place]
 
-    def take_moved_bytes(self, place: EngineKey) -> int | None:
+    def take_moved_bytes(self, place: EngineKey) -> dict[str, float]:
         """Return the bytes of weights that were sent to a copy since the last call of this method.
 
-        `place` is the role and mesh of the copy. Returns None for a role's own engine, which
-        receives no weights.
+        They are returned as a metric of the call that uses the copy. `place` is the role and mesh
+        of the copy. The result is empty for a role's own engine, which receives no weights.
         """
-        return self._moved_bytes.pop(place, 0) if place in self._weights else None
+        if place not in self._weights:
+            return {}
+        return {WEIGHT_BYTES: float(self._moved_bytes.pop(place, 0))}
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
         """Return the plan that sends the saved weights of a version to the copy at `place`.
