@@ -293,7 +293,7 @@ def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
     pair = f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
     compared = predicted.render_comparison(run)
     if compared:
-        pair += f'<div class="card compared-card"><h3>Predicted and measured</h3>{compared}</div>'
+        pair += f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>'
     return pair
 
 
