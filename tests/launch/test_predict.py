@@ -60,7 +60,7 @@ def test_a_known_gpu_has_speeds_and_an_unknown_one_has_memory_alone(
     assert known.metrics["predicted/train/peak_bytes"] == 2.25 * GIB
     other = predict(experiment, gpu, name="Abacus 9000")
     assert set(other.metrics) == {"predicted/train/peak_bytes", "predicted/peak_memory_gb"}
-    assert other.reason.startswith("no speeds are known of Abacus 9000")
+    assert other.reason == "the speed of the device is not known (Abacus 9000)"
 
 
 def test_no_seconds_are_predicted_of_tpus_and_of_backends_of_others(
@@ -72,6 +72,9 @@ def test_no_seconds_are_predicted_of_tpus_and_of_backends_of_others(
     made = predict(replace(experiment, roles={"model": spec}))
     assert made.reason == "the speed of model.backend=abacus is not known"
     assert "predicted/step_seconds" not in made.metrics
+    spec = replace(experiment.roles["model"], backend="hf")
+    made = predict(replace(experiment, roles={"model": spec}))
+    assert made.reason == "no role has a network of weft's own (backend=torch or jax)"
 
 
 def test_weights_that_a_copy_receives_are_predicted(root: Path) -> None:

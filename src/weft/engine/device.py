@@ -135,8 +135,8 @@ class PeakMemoryMeter:
     peak is the largest resident set size of this process.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
         self._open: list[PeakReading] = []
 
     @contextmanager

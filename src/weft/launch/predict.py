@@ -67,16 +67,21 @@ def _forecast_seconds(
     experiment: Experiment, target: TargetDevices
 ) -> tuple[StepForecast | None, str]:
     """Return the forecast of a step, or None and the reason why there is none."""
+    backends = {}
     for role, spec in experiment.roles.items():
-        backend = choose_backend(spec).backend
+        if spec.path:
+            backends[role] = choose_backend(spec).backend
+    for role, backend in backends.items():
         if backend not in (*MODULES, *NO_NETWORK):
             return None, f"the speed of {role}.backend={backend} is not known"
+    if not set(backends.values()) & {"torch", "jax"}:
+        return None, "no role has a network of weft's own (backend=torch or jax)"
     try:
         forecast = forecast_run_step(experiment, target)
     except UserError as error:  # the forecast needs more than the run does
         return None, str(error)
     if forecast is None:
-        return None, f"no speeds are known of {target.name}, or of any network of the run"
+        return None, f"the speed of the device is not known ({target.name})"
     return forecast, ""
 
 

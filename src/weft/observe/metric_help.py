@@ -96,7 +96,7 @@ HELP = (
         "predicted/*/peak_bytes",
         SPEED,
         "bytes",
-        "Predicted peak memory during one call with the largest batches; next to `CALL/peak_bytes`.",
+        "Predicted peak memory during one call with the largest batches; next to `{call}/peak_bytes`.",
         "At least the measured value.",
     ),
     MetricHelp(
@@ -104,14 +104,14 @@ HELP = (
         SPEED,
         "bytes",
         "Predicted bytes of new weights that the devices of one call receive; next to "
-        "`CALL/num_weight_bytes`.",
+        "`{call}/num_weight_bytes`.",
         "The measured value.",
     ),
     MetricHelp(
         "predicted/*",
         SPEED,
         "s",
-        "Predicted wall time of one call with rows of average length; next to `time/CALL`. Host "
+        "Predicted wall time of one call with rows of average length; next to `time/{call}`. Host "
         "functions are not predicted.",
         "Near the measured value.",
     ),

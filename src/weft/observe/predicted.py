@@ -44,6 +44,11 @@ class PredictedStep:
         """Phrase that names the roles that are left out; "" if there are none."""
         return f" without {', '.join(self.left_out)}" if self.left_out else ""
 
+    @property
+    def description(self) -> str:
+        """What the predicted seconds are based on, and what they leave out; "" if there are none."""
+        return f"{self.basis}{self.scope}"
+
 
 @dataclass(frozen=True)
 class ComparedValue:

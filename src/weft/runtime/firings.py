@@ -92,15 +92,12 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
             joined[name] = values[-1]
         elif last.startswith("num_"):
             joined[name] = sum(values)
-        elif last == PEAK_BYTES or last.endswith("_max"):
-            joined[name] = max(values)
-        elif last.endswith("_min"):
-            joined[name] = min(values)
+        elif last.endswith(("_max", "_min", PEAK_BYTES)):
+            joined[name] = min(values) if last.endswith("_min") else max(values)
         else:
             weight = sum(count for _, count in having)
-            joined[name] = (
-                sum(value * count for value, count in having) / weight if weight else values[-1]
-            )
+            total = sum(value * count for value, count in having)
+            joined[name] = total / weight if weight else values[-1]
     return joined
 
 
@@ -245,9 +242,8 @@ class FiringRecorder:
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
         self._step_node = followed.name
-        self._seen_samples: SequenceSample | None = (
-            None  # `MFCResult.seen` of the last firing of the followed node
-        )
+        # `MFCResult.seen` of the last firing of the followed node
+        self._seen_samples: SequenceSample | None = None
 
     def truncate(self, step: int) -> None:
         """Remove completions from `generations.jsonl` that belong to steps after `step`."""
@@ -265,9 +261,8 @@ class FiringRecorder:
         else:
             track = f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
-        self._observer.timeline.add(
-            firing.node, track, outcome.start_time, outcome.seconds, **about
-        )
+        start, seconds = outcome.start_time, outcome.seconds
+        self._observer.timeline.add(firing.node, track, start, seconds, **about)
         if firing.node == self._step_node:
             self._seen_samples = outcome.seen_samples
 

@@ -15,7 +15,7 @@ from weft.experiment import Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
-from weft.observe.predicted import PredictedStep, format_end_line
+from weft.observe.predicted import PredictedStep
 from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
@@ -201,7 +201,7 @@ class Session:
             line, needed = self._parts.format_peak_memory(self._peak_memory_gb)
             (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
         if status != "failed":
-            self._tell_prediction()
+            self._observer.compare_step(self._parts.predicted, verbose=self._show.verbose)
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
@@ -214,16 +214,6 @@ class Session:
         self._observer.report.finish(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
-
-    def _tell_prediction(self) -> None:
-        """Show the predicted and the measured duration of a step, or log why there is no forecast."""
-        assert self._observer is not None, "the session is open"
-        predicted = self._parts.predicted
-        if predicted.reason:
-            why = f"the duration of a step is not predicted: {predicted.reason}"
-            (self._observer.note if self._show.verbose else self._observer.log)(why)
-        elif (line := format_end_line(self.metrics(), predicted)) is not None:
-            self._observer.note(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, one per step; step 0 is `eval_at_start`."""
@@ -523,14 +513,7 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
-        steps = parts.horizon.steps
-        chosen = parts.experiment.chosen
-        record_process(
-            directory.path,
-            step=step,
-            total_steps=steps,
-            hardware=parts.hardware,
-            forecast=f"{parts.predicted.basis}{parts.predicted.scope}",
-            chosen=chosen,
-        )
+        about = {"hardware": parts.hardware, "forecast": parts.predicted.description}
+        steps, chosen = parts.horizon.steps, parts.experiment.chosen
+        record_process(directory.path, step=step, total_steps=steps, chosen=chosen, **about)
     return config
