@@ -101,7 +101,9 @@ def test_a_damaged_record_leaves_the_table_without_its_basis(tmp_path: Path, rec
     assert "Medians of steps 2 to 4. Predicted memory" in page
 
 
-def test_runs_without_predictions_have_no_table(tmp_path: Path) -> None:
+def test_runs_without_predictions_or_steps_have_no_table(tmp_path: Path) -> None:
+    damaged = write_run(tmp_path / "damaged", metrics__jsonl='{"step": 1, "predicted/train": 1}\n')
+    assert render_comparison(RunFiles.read(damaged)) == ""
     assert render_comparison(RunFiles.read(write_run(tmp_path / "old"))) == ""
 
 

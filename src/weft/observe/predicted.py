@@ -6,14 +6,14 @@ first step, which is longer: libraries load their parts, and memory is allocated
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 from typing import Any
 
 from weft.observe.memory import GIB, format_size
-from weft.observe.metrics import PREDICTED, TIME, format_duration, is_finite
+from weft.observe.metrics import PREDICTED, TIME, format_duration, format_number, is_finite
 from weft.observe.run_files import RunFiles
 
 STEP_SECONDS = "step_seconds"
@@ -117,10 +117,14 @@ def render_comparison(run: RunFiles) -> str:
     Returns "" if the run has no predicted values.
     """
     names = run.metric_names
-    if not any(name.startswith(PREDICTED) for name in names):
-        return ""
     lines = select_compared(run.lines)
-    columns = {"seconds": _format_time, "peak memory": format_size, "weights moved": format_size}
+    if not lines or not any(name.startswith(PREDICTED) for name in names):
+        return ""
+    columns: dict[str, Callable[[float], str]] = {
+        "seconds": _format_time,
+        "peak memory": format_size,
+        "weights moved": format_size,
+    }
     rows = [(call, _compare_call(lines, call)) for call in _list_calls(names)]
     rows.append(("whole step", _compare_step(lines)))
     filled = []
@@ -181,9 +185,10 @@ def _describe_basis(run: RunFiles, lines: Sequence[Mapping[str, Any]]) -> str:
     starts = run.record.get("starts")
     last = starts[-1] if isinstance(starts, list) and starts else {}
     basis = str(last.get("forecast") or "") if isinstance(last, Mapping) else ""
+    first, last_step = (format_number(line["step"]) for line in (lines[0], lines[-1]))
     if len(lines) == 1:
-        steps = f"Step {lines[0]['step']}"
+        steps = f"Step {first}"
     else:
-        steps = f"Medians of steps {lines[0]['step']} to {lines[-1]['step']}"
+        steps = f"Medians of steps {first} to {last_step}"
     seconds = f" Predicted seconds are from {basis}." if basis else ""
     return f"{steps}.{seconds} Predicted memory is that of the largest batches."
