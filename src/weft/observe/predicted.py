@@ -46,7 +46,7 @@ class PredictedStep:
 
     @property
     def description(self) -> str:
-        """What the predicted seconds are based on, and what they leave out; "" if there are none."""
+        """Basis of the predicted seconds, and what they leave out; "" if there are none."""
         return f"{self.basis}{self.scope}"
 
 
