@@ -56,6 +56,11 @@ def test_a_call_needs_what_its_device_holds_and_what_it_adds() -> None:
     }
     unknown = MemoryForecast(roles, "cuda", ("ref",), 0.0, calls=calls)
     assert unknown.compute_call_peaks(on) == {"gen": 105}
+    # the reference is on both devices, and device 1 holds more of other roles
+    on = {0: ["ref"], 1: ["ref", "actor (gen)"]}
+    assert known.compute_call_peaks(on) == {"ref_inf": 140 + 9, "gen": 140 + 5}
+    unknown = MemoryForecast(roles, "cuda", ("actor (gen)",), 0.0, calls=calls)
+    assert unknown.compute_call_peaks(on) == {}
 
 
 def test_all_calls_of_a_process_on_a_cpu_have_the_peak_of_the_largest() -> None:

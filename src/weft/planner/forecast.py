@@ -89,22 +89,21 @@ class MemoryForecast:
     def compute_call_peaks(self, on: Mapping[int, Sequence[str]]) -> dict[str, float]:
         """Return the peak memory in bytes of each call, on its device that needs the most.
 
-        `on` maps the rank of each device to the names of its roles. Calls on devices with a role of
-        unknown size are left out. A process on a CPU keeps the memory that a call has freed, so all
-        calls of a device have the peak of the largest.
+        `on` maps the rank of each device to the names of its roles. Calls that use a device with a
+        role of unknown size are left out. A process on a CPU keeps the memory that a call has freed,
+        so all calls of a device have the peak of the largest.
         """
         peaks: dict[str, float] = {}
-        for names in on.values():
-            part = self.select_roles(names)
-            if part.incomplete:
+        parts = [self.select_roles(names) for names in on.values()]
+        for name, call in self.calls.items():
+            used = [part for part in parts if call.engine in part.roles]
+            if any(part.incomplete for part in used):
                 continue
-            stays = sum(role.permanent - role.away for role in part.roles.values())
-            for name, call in self.calls.items():
-                if call.engine not in part.roles:
-                    continue
+            for part in used:
                 if self.device == "cpu":
                     peak = part.total
                 else:
+                    stays = sum(role.permanent - role.away for role in part.roles.values())
                     peak = stays + part.roles[call.engine].away + call.demand
                 peaks[name] = max(peaks.get(name, 0.0), peak)
         return peaks
