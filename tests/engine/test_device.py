@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,57 @@ def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert device.describe_numerics(torch.device("cpu"))["deterministic"]
     device.set_deterministic(False)
     assert not device.describe_numerics(torch.device("cpu"))["deterministic"]
+
+
+def hold(size: int) -> None:
+    """Hold `size` bytes for a moment, and give them back to the system."""
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone starts the measurement again")
+def test_the_peak_of_a_call_in_another_one_counts_for_both() -> None:
+    meter = device.PeakMemoryMeter(torch.device("cpu"))
+    with meter.measure() as outer:
+        with meter.measure() as inner:
+            hold(2**28)
+        with meter.measure() as small:
+            assert small.num_bytes is None
+    with meter.measure() as later:
+        pass
+    assert inner.num_bytes and outer.num_bytes and small.num_bytes and later.num_bytes
+    assert outer.num_bytes >= inner.num_bytes > small.num_bytes + 2**27
+    assert later.num_bytes < outer.num_bytes - 2**27
+    whole = device.measure_peak_memory_gib(torch.device("cpu")) * device.GIGABYTE
+    assert whole >= outer.num_bytes - 1
+
+
+def test_the_peak_of_a_call_that_fails_is_forgotten() -> None:
+    meter = device.PeakMemoryMeter(torch.device("cpu"))
+    with pytest.raises(ValueError, match="out of luck"), meter.measure():
+        raise ValueError("out of luck")
+    assert meter._open == []
+
+
+def test_a_gpu_s_peak_is_the_largest_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: torch counts from the last reset."""
+    peak, here = [3.0], torch.device("cuda", 0)
+    monkeypatch.setattr(device, "_earlier_peaks", {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak[0] * device.GIGABYTE)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: peak.__setitem__(0, 1.0))
+    with device.PeakMemoryMeter(here).measure() as reading:
+        peak[0] = 2.0
+    assert reading.num_bytes == 2 * device.GIGABYTE
+    assert device.measure_peak_memory_gib(here) == 3.0
+    device.reset_peak_memory(here)
+    assert device.measure_peak_memory_gib(here) == 1.0
+
+
+def test_a_call_s_peak_is_left_out_where_it_cannot_be_measured() -> None:
+    with device.PeakMemoryMeter(torch.device("meta")).measure() as reading:
+        pass
+    assert reading.num_bytes is None
 
 
 @pytest.mark.slow

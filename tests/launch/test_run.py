@@ -84,6 +84,17 @@ def test_peak_memory_is_one_number_in_the_log_the_metrics_and_the_report(finishe
     assert re.search(r"[\d.]+ GB", tiles).group() == shown
 
 
+def test_predicted_values_stand_beside_the_measured_ones(finished):
+    for line in finished.metrics:
+        assert line["predicted/step_seconds"] == line["predicted/train"] > 0
+        assert line["predicted/train/peak_bytes"] > 0 and line["train/peak_bytes"] > 0
+        assert line["train/peak_bytes"] <= line["peak_memory_gb"] * 2**30 + 1
+    log = (finished.directory / "log.txt").read_text()
+    assert re.search(r"predicted [\d.]+ s a step, measured [\d.]+\n", log)
+    page = (finished.directory / "report.html").read_text()
+    assert "Predicted and measured" in page and "from estimated speeds of a CPU" in page
+
+
 def test_a_checkpoint_is_loaded_by_transformers(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -22,7 +22,7 @@ from weft.experiments import SFTConfig
 from weft.launch import dry_run, run
 from weft.runtime.session import Session
 
-TIMES = ("seconds", "tokens_per_second", "mfu", "time", "memory")
+TIMES = ("seconds", "tokens_per_second", "mfu", "time", "memory", "peak", "predicted")
 
 
 @pytest.fixture(scope="module")

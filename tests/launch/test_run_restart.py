@@ -16,7 +16,14 @@ from tests.launch.cases import CASES, prepare
 from weft.launch import run
 from weft.runtime import directory
 
-CLOCKS = ("step_seconds", "peak_memory_gb", "tokens_per_second", "mfu", "cached_fraction")
+CLOCKS = (
+    "step_seconds",
+    "peak_memory_gb",
+    "peak_bytes",
+    "tokens_per_second",
+    "mfu",
+    "cached_fraction",
+)
 
 
 def timeless(path: Path) -> list[dict]:
@@ -26,7 +33,7 @@ def timeless(path: Path) -> list[dict]:
         {
             k: v
             for k, v in line.items()
-            if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS
+            if not k.startswith(("time/", "predicted/")) and k.rsplit("/", 1)[-1] not in CLOCKS
         }
         for line in lines
     ]

@@ -4,12 +4,15 @@ own alone.
 
 from __future__ import annotations
 
+import mmap
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from weft.observe import memory
 
 ROOT = Path(__file__).parents[2]
 ASKS = """
@@ -86,3 +89,25 @@ def test_freed_device_memory_serves_other_sizes_unless_the_user_says_how_torch_a
     }
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert build_segment_variables({name: "max_split_size_mb:64"}) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone starts the measurement again")
+def test_the_peak_of_a_part_is_its_own_and_the_whole_peak_stays() -> None:
+    size = 2**28
+    with mmap.mmap(-1, size) as pages:
+        for at in range(0, size, mmap.PAGESIZE):
+            pages[at] = 1
+        assert memory.restart_peak_memory()
+    high = memory.measure_peak_memory_gb()
+    assert memory.restart_peak_memory()
+    assert memory.measure_recent_peak_gb() < high - 0.2
+    assert memory.measure_peak_memory_gb() == pytest.approx(high, abs=0.01)
+
+
+def test_where_the_peak_cannot_be_reset_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = memory.measure_peak_memory_gb()
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    assert not memory.restart_peak_memory()
+    assert memory.measure_peak_memory_gb() >= before

@@ -87,6 +87,8 @@ CLOCKS = (
     "mfu",
     "cached_fraction",
     "num_bytes_moved",
+    "num_weight_bytes",
+    "peak_bytes",
 )
 
 
@@ -111,7 +113,7 @@ def timeless(path: Path) -> list[dict[str, Any]]:
         {
             k: v
             for k, v in line.items()
-            if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS
+            if not k.startswith(("time/", "predicted/")) and k.rsplit("/", 1)[-1] not in CLOCKS
         }
         for line in lines
     ]

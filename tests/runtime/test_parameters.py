@@ -277,3 +277,14 @@ def test_a_version_that_is_not_kept_is_named(tmp_path) -> None:
         match=r"needs version 7 of the weights of 'actor', which was not saved; saved .*: 0, 1",
     ):
         there.update_copy(place, fails, 7)
+
+
+def test_the_bytes_of_new_weights_are_those_of_the_next_call(tmp_path) -> None:
+    there, _ = parameters(made := experiment(tmp_path))
+    place = next(each for each in made.copies if each[0] == "actor")
+    assert there.take_moved_bytes(("actor", made.role_meshes["actor"])) == {}
+    there.update_copy(place, fails)  # it has read the same file
+    assert there.take_moved_bytes(place) == {"num_weight_bytes": 0.0}
+    there.mark_outdated("actor", None)
+    there.update_copy(place, fails)
+    assert there.take_moved_bytes(place) == {"num_weight_bytes": 4.0 * 12}

@@ -55,6 +55,8 @@ def test_a_step_is_one_line_with_what_every_node_measured(tmp_path):
     assert {"step_seconds", "peak_memory_gb", "train/loss", "rew/mean", "advantages/mean"} <= done[
         0
     ].keys()
+    assert all(line["train/peak_bytes"] <= line["peak_memory_gb"] * 2**30 + 1 for line in done)
+    assert not any("peak_bytes" in name for name in done[4] if name.startswith("eval/"))
     assert [i for i, line in enumerate(done) if "eval/held/loss" in line] == [4, 9]
     mean = mean_weight_after(toy, 5)
     # In float32: the weight, its difference from a row's number, twice in the square, the square, a

@@ -426,12 +426,16 @@ class Toy:
         return json.loads((steps[-1] / "model.json").read_text())
 
 
-TIMES = ("step_seconds", "peak_memory_gb")
+TIMES = ("step_seconds", "peak_memory_gb", "peak_bytes", "num_weight_bytes")
 
 
 def timeless(lines) -> list[dict[str, Any]]:
     """Metrics without what a clock or the memory says."""
     return [
-        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")}
+        {
+            k: v
+            for k, v in line.items()
+            if k.rsplit("/", 1)[-1] not in TIMES and not k.startswith("time/")
+        }
         for line in lines
     ]

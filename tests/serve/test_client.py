@@ -80,7 +80,7 @@ def grpo(root: Path, folder: str) -> GRPOConfig:
 def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What is computed; not how long it took."""
     own = ("actor_train/", "critic_train/", "rew_inf/", "advantages/")
-    timed = ("second", "flops", "mfu", "memory", "tokens_per")
+    timed = ("second", "flops", "mfu", "memory", "peak", "tokens_per")
     return [
         {
             key: value

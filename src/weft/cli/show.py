@@ -23,7 +23,14 @@ from weft.errors import ConfigError, UserError
 from weft.observe.best import BestRecord
 from weft.observe.configuration import CHOSEN, compute_defaults, flatten_options
 from weft.observe.jsonl import read_config
-from weft.observe.metrics import EVAL, TIME, compute_rank, format_duration, format_number, is_finite
+from weft.observe.metrics import (
+    ABOUT_MACHINE,
+    EVAL,
+    compute_rank,
+    format_duration,
+    format_number,
+    is_finite,
+)
 from weft.observe.run_files import CONFIG, HARDWARE, RunRecord
 from weft.observe.run_list import METRICS, RunSummary, read_last_lines, summarize
 from weft.redaction import mask_values, mask_words
@@ -225,7 +232,7 @@ def _format_last_metrics(run: Path) -> Iterator[str]:
     last = lines[-1]
     names = []
     for name in last:
-        if "/" in name and not name.startswith(TIME) and is_finite(last[name]):
+        if "/" in name and not name.startswith(ABOUT_MACHINE) and is_finite(last[name]):
             names.append(name)
     names.sort(key=compute_rank)
     evaluated = [name for name in names if name.startswith(EVAL)]

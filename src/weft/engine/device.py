@@ -8,8 +8,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,10 @@ def wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+# Largest peak of each CUDA device before the last restart of its measurement, in GiB.
+_earlier_peaks: dict[torch.device, float] = {}
+
+
 def measure_peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory use in GiB.
 
@@ -97,8 +101,67 @@ def measure_peak_memory_gib(device: torch.device) -> float:
     since it started.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIGABYTE
+        return max(_earlier_peaks.get(device, 0.0), _measure_recent_peak_gib(device))
     return observe_memory.measure_peak_memory_gb()
+
+
+def _measure_recent_peak_gib(device: torch.device) -> float:
+    """Return the peak memory use in GiB since `_restart_peak_memory`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIGABYTE
+    return observe_memory.measure_recent_peak_gb()
+
+
+def _restart_peak_memory(device: torch.device) -> bool:
+    """Start a new measurement of the recent peak, and return whether this is possible."""
+    if device.type == "cuda":
+        _earlier_peaks[device] = measure_peak_memory_gib(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    return device.type == "cpu" and observe_memory.restart_peak_memory()
+
+
+@dataclass
+class PeakReading:
+    """Peak memory of a section of work in bytes; None if it could not be measured."""
+
+    num_bytes: int | None = None
+
+
+class PeakMemoryMeter:
+    """Meter of the peak memory of sections of work on one device.
+
+    Sections can be nested; the peak of an inner section counts for the outer one, too. On a CPU, the
+    peak is the largest resident set size of this process.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._open: list[PeakReading] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[PeakReading]:
+        """Measure the peak memory of the body of a `with` statement.
+
+        The reading has its value when the body has ended.
+        """
+        reading = PeakReading()
+        self._update_open()
+        if not _restart_peak_memory(self._device):
+            yield reading
+            return
+        self._open.append(reading)
+        try:
+            yield reading
+        finally:
+            self._update_open()
+            self._open.pop()
+
+    def _update_open(self) -> None:
+        if self._open:
+            recent = round(_measure_recent_peak_gib(self._device) * GIGABYTE)
+            for reading in self._open:
+                reading.num_bytes = max(reading.num_bytes or 0, recent)
 
 
 def read_memory_bytes(device: torch.device) -> int:
@@ -150,6 +213,7 @@ def read_cgroup_limits(
 
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
+        _earlier_peaks.pop(device, None)
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -19,6 +19,7 @@ from weft.evaluation.suite import FOLDER
 from weft.experiment import Control, Experiment
 from weft.graph.mfc import MFCDef
 from weft.launch.facts import forecast, make_peak_formatter
+from weft.launch.predict import predict_step
 from weft.launch.resolve import ResolvedRun, RunData
 from weft.launch.run_lock import find_run_place
 from weft.observe.jsonl import shorten_path
@@ -111,6 +112,9 @@ def assemble(
         ),
         eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
+        predicted=predict_step(
+            experiment, expected, run.device, machine, alone=baseline is not None
+        ),
         hosts=hosts,
     )
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from weft.planner import memory
 from weft.planner.devices import GIB, GPU_SIZES, RESERVED_GIB, find_gpu_rates, get_usable_memory
 from weft.planner.forecast import (
     EXTRAS,
+    CallMemory,
     MemoryCase,
     MemoryForecast,
     find_offloaded,
@@ -305,6 +307,7 @@ def forecast(
     roles = {}
     incomplete = []
     on_gpu = dict[str, MemoryCase]()
+    call_memory = dict[str, CallMemory]()
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # only a tokenizer
@@ -320,13 +323,19 @@ def forecast(
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
             leaves = find_offloaded(chosen, calls)
-            case = build_case(chosen, own, works, device, leaves)
+            joined = list(chain.from_iterable(works.values()))
+            case = build_case(chosen, own, joined, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
+            if own.get("sizes") is not None:
+                for call_name, demands in works.items():
+                    alone = memory.estimate(case.shape, case.settings, demands)
+                    call_memory[call_name] = CallMemory(name, alone.call)
             if device.type != "cuda":
                 works = _collect_works(experiment, calls, batches, replace(place, device=GPU), own)
+                joined = list(chain.from_iterable(works.values()))
                 narrow = replace(chosen, dtype="bfloat16")
-                on_gpu[name] = build_case(narrow, own, works, GPU, leaves)
+                on_gpu[name] = build_case(narrow, own, joined, GPU, leaves)
         # The parameters of a role that shares another one's base are counted there.
         if _find_shared_base(experiment, role) is not None:
             roles[role] = replace(
@@ -353,6 +362,7 @@ def forecast(
         on_gpu,
         process,
         find_missing_packages(),
+        call_memory,
     )
 
 
@@ -362,13 +372,15 @@ def _collect_works(
     batches: Sequence[SequenceSample],
     place: RoleDevice,
     facts: Mapping[str, Any],
-) -> list[CallDemand]:
+) -> dict[str, list[CallDemand]]:
+    """Return the memory demands of each call for each batch, by the name of the call."""
     shared = facts.get("shared_prompts", {})
     batches = [_select_largest_share(batch, place.data) for batch in batches]
-    result: list[CallDemand] = []
+    result: dict[str, list[CallDemand]] = {}
     for call in calls:
+        result[call.name] = []
         for batch in batches:
-            result.extend(_iterate_works(experiment, call, batch, place, shared))
+            result[call.name].extend(_iterate_works(experiment, call, batch, place, shared))
     return result
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, find_nearest
 from weft.observe.jsonl import CHECKPOINTS, read_json
 from weft.observe.metrics import (
+    ABOUT_MACHINE,
     EVAL,
-    TIME,
     format_number,
     get_direction,
     get_last_part,
@@ -167,7 +167,7 @@ def check_metric_name(metric: str, nodes: Collection[str], *, evaluates: bool) -
 
 def build_missing_error(metric: str, names: Collection[str]) -> ConfigError:
     """Return the error for a metric that the run does not have. `names` are those that it has."""
-    known = [name for name in names if "/" in name and not name.startswith(TIME)]
+    known = [name for name in names if "/" in name and not name.startswith(ABOUT_MACHINE)]
     close = find_nearest(metric, known)
     if close:
         hint = f"did you mean {' or '.join(close)}? "

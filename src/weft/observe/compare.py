@@ -29,6 +29,7 @@ from weft.observe.metric_help import find
 from weft.observe.metrics import (
     COUNTERS,
     EVAL,
+    PREDICTED,
     ROWS,
     TIME,
     SeriesIndex,
@@ -545,7 +546,7 @@ def _list_measures(listed: Sequence[NamedRun]) -> list[Names]:
     names_by_key: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
         for name in each.run.metric_names:
-            if name in COUNTERS:
+            if name in COUNTERS or name.startswith(PREDICTED):
                 continue
             key = (_build_measure_key(name), tuple(find_defining_options(each.run, name).items()))
             names = names_by_key.setdefault(key, [None] * len(listed))
@@ -624,6 +625,8 @@ def _differs_by_node(name: str) -> bool:
         "num_tokens",
         "tokens_per_second",
         "mfu",
+        "peak_bytes",
+        "num_weight_bytes",
     )
 
 

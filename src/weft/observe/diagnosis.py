@@ -17,7 +17,7 @@ from weft.observe import pace
 from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import (
     EVAL,
-    TIME,
+    NOT_TRAINING,
     find_evaluation,
     find_headline,
     find_title,
@@ -145,7 +145,7 @@ class DiagnosedRun:
             (
                 n
                 for n in self.columns
-                if get_last_part(n) == last and not n.startswith((EVAL, TIME))
+                if get_last_part(n) == last and not n.startswith(NOT_TRAINING)
             ),
             None,
         )
@@ -234,7 +234,7 @@ def _check_bounds(run: DiagnosedRun) -> Iterator[DiagnosisFinding]:
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
         about = find(name)
-        if about is None or name.startswith((EVAL, TIME)) or name.endswith(("_max", "_min")):
+        if about is None or name.startswith(NOT_TRAINING) or name.endswith(("_max", "_min")):
             continue
         least = about.least
         most = about.most

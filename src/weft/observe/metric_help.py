@@ -78,6 +78,44 @@ HELP = (
         "Constant after the first steps, and below the memory of the device.",
     ),
     MetricHelp(
+        "predicted/step_seconds",
+        SPEED,
+        "s",
+        "Predicted wall time of a step with rows of average length. The same in all steps; `step_seconds` "
+        "is the measured value.",
+        "Near `step_seconds`. Missing if the speed of the device or of the models is not known.",
+    ),
+    MetricHelp(
+        "predicted/peak_memory_gb",
+        SPEED,
+        "GiB",
+        "Predicted peak memory of the run with its largest batches; next to `peak_memory_gb`.",
+        "At least `peak_memory_gb`.",
+    ),
+    MetricHelp(
+        "predicted/*/peak_bytes",
+        SPEED,
+        "bytes",
+        "Predicted peak memory during one call with the largest batches; next to `{call}/peak_bytes`.",
+        "At least the measured value.",
+    ),
+    MetricHelp(
+        "predicted/*/num_weight_bytes",
+        SPEED,
+        "bytes",
+        "Predicted bytes of new weights that the devices of one call receive; next to "
+        "`{call}/num_weight_bytes`.",
+        "The measured value.",
+    ),
+    MetricHelp(
+        "predicted/*",
+        SPEED,
+        "s",
+        "Predicted wall time of one call with rows of average length; next to `time/{call}`. Host "
+        "functions are not predicted.",
+        "Near the measured value.",
+    ),
+    MetricHelp(
         "eval/num_rows",
         RUN,
         "rows",
@@ -642,6 +680,22 @@ HELP = (
         "Constant.",
     ),
     MetricHelp(
+        "num_weight_bytes",
+        SPEED,
+        "bytes",
+        "Bytes of newly trained weights that the call's devices received, for calls on a copy of a "
+        "role.",
+        "Constant, and 0 if the role has not been trained since the last call.",
+    ),
+    MetricHelp(
+        "peak_bytes",
+        SPEED,
+        "bytes",
+        "Peak memory during this call, on the device that used the most. On a CPU, it is that of the "
+        "process, which keeps memory that earlier calls have freed.",
+        "Constant after the first steps.",
+    ),
+    MetricHelp(
         "prompts_in_part",
         GENERATION,
         "share",
@@ -664,7 +718,9 @@ ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the s
 @cache
 def find(name: str) -> MetricHelp | None:
     """Return the description of a metric of metrics.jsonl; None if the metric has no description."""
-    if name.startswith("time/") or "/" not in name:
+    if name.startswith(("time/", "predicted/")):
+        return next((one for one in HELP if fnmatchcase(name, one.pattern)), None)
+    if "/" not in name:
         rest = name
     else:
         rest = name.partition("/")[2]

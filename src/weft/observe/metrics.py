@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 TIME = "time/"
+PREDICTED = "predicted/"  # forecasts, written next to the measured values
+ABOUT_MACHINE = (TIME, PREDICTED)  # tell how fast the machine is, not how well the model learns
 EVAL = "eval/"
+NOT_TRAINING = (*ABOUT_MACHINE, EVAL)  # other metrics are those of the training graph's calls
 ROWS = "eval/num_rows"  # number of validation rows of all sources
 COUNTERS = ("step", "epoch", ROWS)
 LAST_STEP = 2**53  # the largest step; floats are exact up to here
@@ -104,7 +107,7 @@ def is_step(value: object) -> bool:
 def get_direction(name: str) -> int:
     """Return 1 if higher values of a metric are better, -1 if lower values are, and 0 otherwise."""
     last = get_last_part(name)
-    if name.startswith(TIME):
+    if name.startswith(ABOUT_MACHINE):
         return 0
     if any(last == word or last.endswith(f"_{word}") for word in RISING):
         return 1
@@ -120,7 +123,7 @@ def find_headline(names: Iterable[str], algorithm: str | None = None) -> str | N
     the loss for reward models and DPO, and the loss to the accuracy for other algorithms. Returns
     None if the run has none of these metrics.
     """
-    known = [name for name in names if not name.startswith((TIME, EVAL))]
+    known = [name for name in names if not name.startswith(NOT_TRAINING)]
     lasts = [get_last_part(name) for name in known]
     judged = JUDGED.get(algorithm or "")
     if algorithm is None:
@@ -165,7 +168,7 @@ def find_leading(names: Iterable[str], algorithm: str | None = None) -> str | No
 def compute_rank(name: str) -> tuple[int, int]:
     """Return a sort key that puts informative metrics first, and evaluation before training."""
     last = get_last_part(name)
-    if last in TELLING and not name.startswith(TIME):
+    if last in TELLING and not name.startswith(ABOUT_MACHINE):
         place = TELLING.index(last)
     else:
         place = len(TELLING)
@@ -280,12 +283,13 @@ class MetricGroup:
 def group_metrics(names: Sequence[str]) -> list[MetricGroup]:
     """Group metric names into charts.
 
-    Each name is in exactly one chart, except for counters such as the step, which are in no chart.
+    Each name is in exactly one chart, except for counters such as the step and for predicted values,
+    which are in no chart.
     """
     groups: dict[tuple[str, str], MetricGroup] = {}
     known = frozenset(names)
     for name in names:
-        if name in COUNTERS:
+        if name in COUNTERS or name.startswith(PREDICTED):
             continue
         node, measure = split_metric_name(name, known)
         own = node if measure in BY_NODE else ""
@@ -441,9 +445,9 @@ def _compute_sort_key(name: str) -> tuple[bool, int]:
 def find_node(name: str) -> str:
     """Return the node in a metric's name.
 
-    Returns `run` for metrics without a node and for `time/` metrics.
+    Returns `run` for metrics without a node and for `time/` and `predicted/` metrics.
     """
-    if "/" in name and not name.startswith(TIME):
+    if "/" in name and not name.startswith(ABOUT_MACHINE):
         return name.partition("/")[0]
     return RUN
 

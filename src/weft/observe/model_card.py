@@ -33,8 +33,8 @@ from weft.observe.configuration import (
 from weft.observe.jsonl import CHECKPOINTS, STEP, read_config, read_json, read_rows
 from weft.observe.metrics import (
     EVAL,
+    NOT_TRAINING,
     TELLING,
-    TIME,
     compute_rank,
     find_title,
     format_number,
@@ -477,7 +477,7 @@ def _describe_curves(facts: CardFacts) -> Iterator[str]:
     names = []
     for name in facts.run.metric_names:
         last = get_last_part(name)
-        if last in TELLING and last not in CLOCKS and not name.startswith((TIME, EVAL)):
+        if last in TELLING and last not in CLOCKS and not name.startswith(NOT_TRAINING):
             names.append(name)
     rows = []
     for name in _drop_repeats(facts.run, sorted(names, key=compute_rank)):

@@ -14,6 +14,7 @@ from weft.observe.jsonl import StepFile, format_ranges, read_json, read_rows
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import measure_peak_memory_gb
 from weft.observe.metrics import is_finite
+from weft.observe.predicted import PredictedStep, format_end_line
 from weft.observe.progress import OUTCOMES, ProgressView, make_view
 from weft.observe.report import ReportRenewal
 from weft.observe.run_files import METRICS, RECORD, TIMELINE, RunRecord
@@ -199,6 +200,17 @@ class RunObserver:
         line = redact(line)
         self.log(line)
         self.view.print_note(line)
+
+    def compare_step(self, prediction: PredictedStep, *, verbose: bool = False) -> None:
+        """Show the predicted and the measured duration of a step at the end of a run.
+
+        If nothing was predicted, the reason is logged, and shown with `verbose`.
+        """
+        if prediction.reason:
+            why = f"the duration of a step is not predicted: {prediction.reason}"
+            (self.note if verbose else self.log)(why)
+        elif line := format_end_line(read_rows(self.directory / METRICS), prediction):
+            self.note(line)
 
     def truncate(self, step: int) -> None:
         """Remove the lines of steps after `step` from metrics.jsonl and samples.jsonl.

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.observe import charts, completions, configuration, pace, timing
+from weft.observe import charts, completions, configuration, pace, predicted, timing
 from weft.observe.charts import Chart
 from weft.observe.diagnosis import RunDiagnosis
 from weft.observe.eval_files import ResultReader, count_result_bytes
@@ -290,7 +290,11 @@ def _render_time(run: RunFiles, spans: timing.SpansByStep) -> str:
     gantt = timing.render_gantt(spans) if spans.listed else ""
     parts = [f'<div class="card"><h3>Seconds of a step</h3>{share}</div>' if share else ""]
     parts.append(f'<div class="card wide"><h3>What ran when</h3>{gantt}</div>' if gantt else "")
-    return f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
+    pair = f'<div class="pair">{"".join(parts)}</div>' if share or gantt else ""
+    compared = predicted.render_comparison(run)
+    if compared:
+        pair += f'<div class="card"><h3>Predicted and measured</h3>{compared}</div>'
+    return pair
 
 
 def _render_machine(run: RunFiles) -> str:

@@ -256,6 +256,7 @@ class RunStart:
     hardware: str = ""
     commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    forecast: str = ""  # what the predicted duration of a step is based on
 
 
 @dataclass(frozen=True)
@@ -311,5 +312,8 @@ def _start(value: Any) -> RunStart | None:
         versions={name: str(number) for name, number in versions.items()}
         if isinstance(versions, Mapping)
         else {},
-        **{name: str(value.get(name) or "") for name in ("folder", "host", "hardware", "commit")},
+        **{
+            name: str(value.get(name) or "")
+            for name in ("folder", "host", "hardware", "commit", "forecast")
+        },
     )

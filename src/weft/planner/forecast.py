@@ -52,6 +52,19 @@ Cases = Mapping[str, MemoryCase]
 
 
 @dataclass(frozen=True)
+class CallMemory:
+    """Memory that one call needs on a device of its role, apart from what the roles always hold.
+
+    Attributes:
+        engine: Name of the role's engine on the devices of the call (`name_engines`).
+        demand: Peak of the call in bytes, without the permanent memory of its role.
+    """
+
+    engine: str
+    demand: float
+
+
+@dataclass(frozen=True)
 class MemoryForecast:
     """Forecast of the memory that each role needs, in bytes.
 
@@ -70,6 +83,30 @@ class MemoryForecast:
     on_gpu: Mapping[str, MemoryCase] = field(default_factory=dict)
     process: float = 0.0  # bytes of a separate device process, or 0
     missing: Collection[str] = ()  # packages of `EXTRAS` that are not installed
+    # memory of each call of a model whose sizes are known
+    calls: Mapping[str, CallMemory] = field(default_factory=dict)
+
+    def compute_call_peaks(self, on: Mapping[int, Sequence[str]]) -> dict[str, float]:
+        """Return the peak memory in bytes of each call, on its device that needs the most.
+
+        `on` maps the rank of each device to the names of its roles. Calls that use a device with a
+        role of unknown size are left out. A process on a CPU keeps the memory that a call has freed,
+        so all calls of a device have the peak of the largest.
+        """
+        peaks: dict[str, float] = {}
+        parts = [self.select_roles(names) for names in on.values()]
+        for name, call in self.calls.items():
+            used = [part for part in parts if call.engine in part.roles]
+            if any(part.incomplete for part in used):
+                continue
+            for part in used:
+                if self.device == "cpu":
+                    peak = part.total
+                else:
+                    stays = sum(role.permanent - role.away for role in part.roles.values())
+                    peak = stays + part.roles[call.engine].away + call.demand
+                peaks[name] = max(peaks.get(name, 0.0), peak)
+        return peaks
 
     @property
     def total(self) -> float:

@@ -31,6 +31,7 @@ SampleMeta = SequenceSample  # ids, lengths and metadata, no tensors
 # duration in seconds.
 STARTED = "started"
 SECONDS = "seconds"
+PEAK_BYTES = "peak_bytes"  # peak memory of the call, where it can be measured
 # (name of a call, host function or sync; index of the firing)
 Task = tuple[str, int]
 

@@ -21,6 +21,7 @@ from weft.graph.mfc import ParamSync
 from weft.interfaces.base import MFCResult
 from weft.runtime import commands
 from weft.runtime.calls import (
+    PEAK_BYTES,
     Events,
     OutputsAnnounced,
     SampleMeta,
@@ -119,6 +120,7 @@ class DeviceGroup:
         parameters = self._parameters
         update = parameters.update_running_copy if node.interruptible else parameters.update_copy
         weights = update((node.role, mesh), on_failed, version)
+        moved_weights = parameters.take_moved_bytes((node.role, mesh))
         if keeps:
             parameters.save_weights(node.role, step, on_failed)
         # Find the part of each rank; the first rank of each part reports outputs.
@@ -152,8 +154,7 @@ class DeviceGroup:
                 return
             sizes = [len(own[rank]) for rank in first]
             whole = merge_results([results[rank] for rank in first], sizes, ids)
-            moved = float(sum(report.num_bytes_received for report in ends.values()))
-            metrics = {**whole.metrics, BYTES_MOVED: moved}
+            metrics = {**whole.metrics, **_measure_ranks(ends), **moved_weights}
             seen = merge_seen(results.values())
             self.events.put(TaskFinished(task, MFCResult(whole.outputs, metrics, seen)))
 
@@ -412,6 +413,18 @@ class DeviceGroup:
             DeviceJob(what, ranks, repeat_command(command), on_finished, on_failed, roles=roles)
         )
         return future
+
+
+def _measure_ranks(ends: Mapping[int, CommandReport]) -> dict[str, float]:
+    """Return the bytes that all ranks of a call received, and the largest of their memory peaks."""
+    measured = {BYTES_MOVED: float(sum(report.num_bytes_received for report in ends.values()))}
+    peaks = []
+    for report in ends.values():
+        if PEAK_BYTES in report.value.metrics:
+            peaks.append(report.value.metrics[PEAK_BYTES])
+    if peaks:
+        measured[PEAK_BYTES] = max(peaks)
+    return measured
 
 
 def _drop_result(future: Future[dict[int, Any]]) -> Future[None]:

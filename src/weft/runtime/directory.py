@@ -455,11 +455,18 @@ GIT_SECONDS = 5.0
 
 
 def record_process(
-    run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
+    run: Path,
+    *,
+    step: int,
+    total_steps: int | None,
+    hardware: str,
+    forecast: str = "",
+    chosen: Sequence[str] = (),
 ) -> None:
     """Add this process to the run's file `run.json`.
 
-    `step` is the number of completed steps, and `chosen` lists the options whose values weft chose.
+    `step` is the number of completed steps, `forecast` says what the predicted duration of a step is
+    based on, and `chosen` lists the options whose values weft chose.
     Secrets in the command are masked.
     """
     before = RunRecord.read(run)
@@ -471,6 +478,7 @@ def record_process(
         folder=str(Path.cwd()),
         host=socket.gethostname(),
         hardware=hardware,
+        forecast=forecast,
         commit=read_commit(Path(__file__).resolve().parents[3]),
         versions=read_versions(),
     )

@@ -14,7 +14,7 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.ready import Firing, IdBuffer, find_ready_firings
 from weft.observe.jsonl import StepFile
 from weft.observe.sample_rows import FILE
-from weft.runtime.calls import WorkerGroup
+from weft.runtime.calls import PEAK_BYTES, WorkerGroup
 from weft.runtime.firings import FiringMetrics, join_metrics
 from weft.runtime.hosts import HostGroup
 from weft.runtime.node_runner import NodeRunner
@@ -110,6 +110,7 @@ class Evaluator:
             if outcome.outputs is not None:
                 metas.put(outcome.outputs)
             metrics.update(outcome.metrics)
+            metrics.pop(PEAK_BYTES, None)  # says nothing about the weights
             seconds += outcome.seconds
             buffer.record_finish(
                 firing,

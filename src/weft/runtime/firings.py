@@ -18,7 +18,7 @@ from weft.graph.ready import Firing
 from weft.observe.jsonl import StepFile
 from weft.observe.observer import RunObserver
 from weft.observe.timeline import HOST, ROLES
-from weft.runtime.calls import SampleMeta
+from weft.runtime.calls import PEAK_BYTES, SampleMeta
 from weft.runtime.samples import SampleReader
 
 GENERATIONS = "generations.jsonl"
@@ -76,8 +76,8 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
     """Combine the metrics of several firings (executions) of a node.
 
     Counts (`num_*`) are summed. For names that end in `_max` or `_min`, the maximum or minimum is
-    kept, and for `learning_rate` and `version` the last value. Other metrics are averaged over ids;
-    firings that lack a metric do not count in its average.
+    kept, for `peak_bytes` the maximum, and for `learning_rate` and `version` the last value. Other
+    metrics are averaged over ids; firings that lack a metric do not count in its average.
     """
     parts = list(fired)
     joined: dict[str, float] = {}
@@ -92,13 +92,12 @@ def join_metrics(fired: Iterable[FiringMetrics]) -> dict[str, float]:
             joined[name] = values[-1]
         elif last.startswith("num_"):
             joined[name] = sum(values)
-        elif last.endswith(("_max", "_min")):
-            joined[name] = max(values) if last.endswith("_max") else min(values)
+        elif last.endswith(("_max", "_min", PEAK_BYTES)):
+            joined[name] = min(values) if last.endswith("_min") else max(values)
         else:
             weight = sum(count for _, count in having)
-            joined[name] = (
-                sum(value * count for value, count in having) / weight if weight else values[-1]
-            )
+            total = sum(value * count for value, count in having)
+            joined[name] = total / weight if weight else values[-1]
     return joined
 
 
@@ -243,9 +242,8 @@ class FiringRecorder:
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
         self._step_node = followed.name
-        self._seen_samples: SequenceSample | None = (
-            None  # `MFCResult.seen` of the last firing of the followed node
-        )
+        # `MFCResult.seen` of the last firing of the followed node
+        self._seen_samples: SequenceSample | None = None
 
     def truncate(self, step: int) -> None:
         """Remove completions from `generations.jsonl` that belong to steps after `step`."""
@@ -263,9 +261,8 @@ class FiringRecorder:
         else:
             track = f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
-        self._observer.timeline.add(
-            firing.node, track, outcome.start_time, outcome.seconds, **about
-        )
+        start, seconds = outcome.start_time, outcome.seconds
+        self._observer.timeline.add(firing.node, track, start, seconds, **about)
         if firing.node == self._step_node:
             self._seen_samples = outcome.seen_samples
 

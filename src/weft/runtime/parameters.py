@@ -28,6 +28,8 @@ from weft.topology import Slice
 
 VersionCallback = Callable[[int], None]  # called with the target's new version
 FailureCallback = Callable[[BaseException], None]
+# metric of calls on copies of a role: bytes of its weights that their devices received
+WEIGHT_BYTES = "num_weight_bytes"
 
 
 class ParameterTransfers:
@@ -51,6 +53,8 @@ class ParameterTransfers:
         self._meshes = experiment.role_meshes
         # copy -> number of its weight updates once all submitted jobs are finished
         self._weights = dict.fromkeys(experiment.copies, 0)
+        # copy -> bytes that were sent to it since its last call
+        self._moved_bytes: dict[EngineKey, int] = {}
         # copies that have parameters
         self._copies = [
             place for place in self._weights if any(self._plans.collect_slices(place).values())
@@ -200,6 +204,7 @@ class ParameterTransfers:
 
         All copies are marked as outdated.
         """
+        self._moved_bytes.clear()
         self._versions.clear()
         self._copy_versions.clear()
         self._weights_of_versions.clear()
@@ -230,6 +235,16 @@ class ParameterTransfers:
         if wanted is not None:
             self._copy_versions[place] = wanted
         return self._weights[place]
+
+    def take_moved_bytes(self, place: EngineKey) -> dict[str, float]:
+        """Return the bytes of weights that were sent to a copy since the last call of this method.
+
+        They are returned as a metric of the call that uses the copy. `place` is the role and mesh
+        of the copy. The result is empty for a role's own engine, which receives no weights.
+        """
+        if place not in self._weights:
+            return {}
+        return {WEIGHT_BYTES: float(self._moved_bytes.pop(place, 0))}
 
     def _find_saved_plan(self, place: EngineKey, version: int) -> ReallocationPlan:
         """Return the plan that sends the saved weights of a version to the copy at `place`.
@@ -304,6 +319,7 @@ class ParameterTransfers:
         holds_up: bool = True,
     ) -> None:
         self._weights[place] += 1
+        self._moved_bytes[place] = self._moved_bytes.get(place, 0) + way.num_bytes_moved
         what = MoveParameters(
             way.key,
             self._get_own_key(place[0]),

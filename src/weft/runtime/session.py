@@ -15,6 +15,7 @@ from weft.experiment import Experiment
 from weft.graph.draw import to_svg
 from weft.observe.jsonl import read_rows
 from weft.observe.observer import METRICS, RunObserver
+from weft.observe.predicted import PredictedStep
 from weft.observe.progress import DisplayOptions, RunPlan
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
@@ -66,6 +67,7 @@ class SessionParts:
         fixed_prompts: Recorder of completions of fixed prompts, or None.
         eval_suite: Evaluation on tasks, or None.
         data: Loaded data, whose rows may still be tokenized in the background.
+        predicted: Values that are predicted for each step, and written with its metrics.
         hosts: Hosts that run this experiment together, or None for one host.
         mirror: Uploads of the run's files to a bucket, or None if the run is on this machine.
     """
@@ -85,6 +87,7 @@ class SessionParts:
     fixed_prompts: FixedPrompts | None = None
     eval_suite: TaskEvaluator | None = None
     data: LoadedData | None = None
+    predicted: PredictedStep = field(default_factory=PredictedStep)
     hosts: HostGroup | None = None
     mirror: RunMirror | None = None
 
@@ -197,6 +200,8 @@ class Session:
         if self._parts.format_peak_memory is not None and self._peak_memory_gb is not None:
             line, needed = self._parts.format_peak_memory(self._peak_memory_gb)
             (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
+        if status != "failed":
+            self._observer.compare_step(self._parts.predicted, verbose=self._show.verbose)
         if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
@@ -382,6 +387,7 @@ class Session:
             **result.metrics,
         }
         line["peak_memory_gb"] = self._peak_memory_gb = self._group.peak_memory_gb()
+        line |= self._parts.predicted.metrics
         compares = due["evaluate"] or over
         if compares:
             line |= self._evaluate()
@@ -507,9 +513,7 @@ def write_start_files(parts: SessionParts, step: int, *, records_process: bool) 
     if versions := parts.experiment.read_copy_versions():
         write_text(directory.path / COPIES, json.dumps(versions, indent=1) + "\n")
     if records_process:
-        steps = parts.horizon.steps
-        chosen = parts.experiment.chosen
-        record_process(
-            directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
-        )
+        about = {"hardware": parts.hardware, "forecast": parts.predicted.description}
+        steps, chosen = parts.horizon.steps, parts.experiment.chosen
+        record_process(directory.path, step=step, total_steps=steps, chosen=chosen, **about)
     return config

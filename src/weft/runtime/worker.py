@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.data.sample import SequenceSample
 from weft.data.tokenizer import Tokenizer
-from weft.engine.device import label_work
+from weft.engine.device import PeakMemoryMeter, label_work
 from weft.engine.spec import ModelSpec
 from weft.errors import NotFinite, RunError
 from weft.experiment import Experiment
@@ -22,6 +22,7 @@ from weft.parallel.mesh import ProcessGroups
 from weft.registry import functions, interfaces
 from weft.runtime.cache import OutputCache, compute_fingerprint
 from weft.runtime.calls import (
+    PEAK_BYTES,
     SECONDS,
     STARTED,
     OutputsAnnounced,
@@ -79,6 +80,7 @@ class Worker:
         self.roles = RoleEngines(experiment, specs, rank, groups, tokenizers)
         self._meshes = experiment.call_meshes
         self._rank = rank
+        self._memory = PeakMemoryMeter(device)
 
     def run_call(
         self,
@@ -115,7 +117,7 @@ class Worker:
                 max_tokens=node.max_tokens_per_microbatch
                 or self._experiment.control.max_tokens_per_microbatch,
             )
-            with label_work(name):
+            with label_work(name), self._memory.measure() as peak:
                 if ids:
                     batch = read_inputs(self._store, node, ids)
                 else:
@@ -129,15 +131,18 @@ class Worker:
                 self._run_hooks(node.post_hooks, model, mesh, before=False)
                 outputs = to_edge_outputs(node, result.outputs, ids)
         except RunError as error:
-            raise (NotFinite if isinstance(error, NotFinite) else RunError)(
-                f"{where}: {error}"
-            ) from error
+            kind = NotFinite if isinstance(error, NotFinite) else RunError
+            raise kind(f"{where}: {error}") from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise
-        times = {STARTED: started, SECONDS: time.perf_counter() - clock}
+        measured = {STARTED: started, SECONDS: time.perf_counter() - clock}
+        # Neither torch nor the process knows the memory of accelerators that JAX uses.
+        spec = self._specs[node.role]
+        if peak.num_bytes is not None and (spec.backend != "jax" or spec.device == "cpu"):
+            measured[PEAK_BYTES] = float(peak.num_bytes)
         metadata = self._store.put(outputs) if outputs else None
-        return MFCResult(metadata, {**result.metrics, **times}, result.seen)
+        return MFCResult(metadata, {**result.metrics, **measured}, result.seen)
 
     def _make_announce(
         self, name: str, early: Callable[[OutputsAnnounced], None] | None
@@ -207,9 +212,8 @@ class Worker:
         self.roles.save_state(point / ENGINES_FOLDER)
         stateful = {}
         for n, node in self.calls.items():
-            if self._rank in self._meshes[n].ranks and implements_method(
-                node.interface, "state_dict"
-            ):
+            has_state = implements_method(node.interface, "state_dict")
+            if has_state and self._rank in self._meshes[n].ranks:
                 stateful[n] = self._interfaces[n].state_dict()
         write_state(own / INTERFACES_FILE, stateful)
         write_samples(own, self._store)
@@ -238,8 +242,7 @@ class Worker:
     def _call_with_cache(
         self, node: MFCDef, name: str, model: Model, batch: SequenceSample
     ) -> MFCResult:
-        """Return the result of a model call on `batch`, computing only the outputs that are not
-        cached.
+        """Return the result of a call on `batch`, computing only outputs that are not cached.
 
         The metrics are those of the computed samples and `cached_fraction`, the fraction of ids
         that were in the cache.

@@ -1,0 +1,194 @@
+"""Predicted values of a run's steps next to the measured ones: at the end of a run and in its report.
+
+Each line of metrics.jsonl has both. They are compared by their medians over the steps, without the
+first step, which is longer: libraries load their parts, and memory is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from statistics import median
+from typing import Any
+
+from weft.observe.memory import GIB, format_size
+from weft.observe.metrics import PREDICTED, TIME, format_duration, format_number, is_finite
+from weft.observe.run_files import RunFiles
+
+STEP_SECONDS = "step_seconds"
+PEAK_MEMORY = "peak_memory_gb"
+PEAK = "peak_bytes"
+WEIGHTS = "num_weight_bytes"
+NONE = "–"  # in place of an unknown value
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """Values that are predicted for each step of a run.
+
+    Attributes:
+        metrics: Predicted values by their names in metrics.jsonl.
+        basis: What the predicted seconds are based on; "" if there are none.
+        left_out: Roles whose calls are not part of the predicted seconds.
+        reason: Why the duration of a step is not predicted; "" if it is.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    basis: str = ""
+    left_out: Sequence[str] = ()
+    reason: str = ""
+
+    @property
+    def scope(self) -> str:
+        """Phrase that names the roles that are left out; "" if there are none."""
+        return f" without {', '.join(self.left_out)}" if self.left_out else ""
+
+    @property
+    def description(self) -> str:
+        """Basis of the predicted seconds, and what they leave out; "" if there are none."""
+        return f"{self.basis}{self.scope}"
+
+
+@dataclass(frozen=True)
+class ComparedValue:
+    """Medians of a predicted value and of the measured one; None if a value is not known."""
+
+    predicted: float | None
+    measured: float | None
+
+
+def select_compared(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the lines of all steps but the first; if the run has one step, its line."""
+    steps = []
+    for line in lines:
+        if is_finite(line.get(STEP_SECONDS)):
+            steps.append(line)
+    return steps[1:] or steps
+
+
+def compare_values(
+    lines: Sequence[Mapping[str, Any]], predicted: str, measured: str
+) -> ComparedValue:
+    """Return the medians of two metrics over the lines that have them.
+
+    If some lines have both, the medians are those of these lines.
+    """
+    both = []
+    for line in lines:
+        if is_finite(line.get(predicted)) and is_finite(line.get(measured)):
+            both.append(line)
+    counted = both or lines
+    return ComparedValue(_compute_median(counted, predicted), _compute_median(counted, measured))
+
+
+def _compute_median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [float(line[name]) for line in lines if is_finite(line.get(name))]
+    return median(values) if values else None
+
+
+def format_end_line(lines: Iterable[Mapping[str, Any]], prediction: PredictedStep) -> str | None:
+    """Return a line such as `predicted 14.1 s a step, measured 15.0`.
+
+    `lines` are the rows of metrics.jsonl. Returns None if nothing was predicted or measured.
+    """
+    step = compare_values(select_compared(lines), f"{PREDICTED}{STEP_SECONDS}", STEP_SECONDS)
+    if step.predicted is None or step.measured is None:
+        return None
+    first, unit = _format_seconds(step.predicted)
+    second, other_unit = _format_seconds(step.measured)
+    shown_unit = "" if unit == other_unit else other_unit
+    return f"predicted {first}{unit} a step{prediction.scope}, measured {second}{shown_unit}"
+
+
+def _format_seconds(seconds: float) -> tuple[str, str]:
+    """Return a duration with three significant digits, and its unit; a long one as `4:05`."""
+    if seconds >= 100:
+        return format_duration(seconds), ""
+    return f"{seconds:#.3g}", " s"
+
+
+# -- the report
+
+
+def render_comparison(run: RunFiles) -> str:
+    """Render a table of predicted and measured values for each call and for the whole step.
+
+    Returns "" if the run has no predicted values.
+    """
+    names = run.metric_names
+    lines = select_compared(run.lines)
+    if not lines or not any(name.startswith(PREDICTED) for name in names):
+        return ""
+    columns: dict[str, Callable[[float], str]] = {
+        "seconds": _format_time,
+        "peak memory": format_size,
+        "weights moved": format_size,
+    }
+    rows = [(call, _compare_call(lines, call)) for call in _list_calls(names)]
+    rows.append(("whole step", _compare_step(lines)))
+    filled = []
+    for place in range(len(columns)):
+        if any(values[place].predicted is not None for _, values in rows):
+            filled.append(place)
+    titles = list(columns)
+    formats = list(columns.values())
+    head = "".join(f'<th scope="colgroup" colspan="2">{titles[place]}</th>' for place in filled)
+    kinds = '<th scope="col">predicted</th><th scope="col">measured</th>' * len(filled)
+    body = []
+    for name, values in rows:
+        cells = []
+        for place in filled:
+            for value in (values[place].predicted, values[place].measured):
+                cells.append(f"<td>{NONE if value is None else escape(formats[place](value))}</td>")
+        body.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
+    return (
+        f'<p class="note">{escape(_describe_basis(run, lines))}</p>'
+        '<div class="scroll"><table class="shares compared"><thead>'
+        f'<tr><th scope="col" rowspan="2">call</th>{head}</tr><tr>{kinds}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _list_calls(names: Sequence[str]) -> list[str]:
+    """Return the calls of a step, in the order in which metrics.jsonl lists their seconds."""
+    calls = [name.removeprefix(TIME) for name in names if name.startswith(TIME)]
+    for name in names:
+        if name.startswith(PREDICTED) and name.endswith(f"/{PEAK}"):
+            calls.append(name.removeprefix(PREDICTED).removesuffix(f"/{PEAK}"))
+    return list(dict.fromkeys(calls))
+
+
+def _compare_call(lines: Sequence[Mapping[str, Any]], call: str) -> list[ComparedValue]:
+    seconds = compare_values(lines, f"{PREDICTED}{call}", f"{TIME}{call}")
+    others = []
+    for name in (PEAK, WEIGHTS):
+        others.append(compare_values(lines, f"{PREDICTED}{call}/{name}", f"{call}/{name}"))
+    return [seconds, *others]
+
+
+def _compare_step(lines: Sequence[Mapping[str, Any]]) -> list[ComparedValue]:
+    seconds = compare_values(lines, f"{PREDICTED}{STEP_SECONDS}", STEP_SECONDS)
+    memory = compare_values(lines, f"{PREDICTED}{PEAK_MEMORY}", PEAK_MEMORY)
+    in_bytes = []
+    for value in (memory.predicted, memory.measured):
+        in_bytes.append(None if value is None else value * GIB)
+    return [seconds, ComparedValue(*in_bytes), ComparedValue(None, None)]
+
+
+def _format_time(seconds: float) -> str:
+    return "".join(_format_seconds(seconds))
+
+
+def _describe_basis(run: RunFiles, lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return sentences on what the predicted values are based on, and on the compared steps."""
+    starts = run.record.get("starts")
+    last = starts[-1] if isinstance(starts, list) and starts else {}
+    basis = str(last.get("forecast") or "") if isinstance(last, Mapping) else ""
+    first, last_step = (format_number(line["step"]) for line in (lines[0], lines[-1]))
+    if len(lines) == 1:
+        steps = f"Step {first}"
+    else:
+        steps = f"Medians of steps {first} to {last_step}"
+    seconds = f" Predicted seconds are from {basis}." if basis else ""
+    return f"{steps}.{seconds} Predicted memory is that of the largest batches."
