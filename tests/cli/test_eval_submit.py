@@ -48,7 +48,8 @@ def test_the_guide_s_command(clients: StandInClients) -> None:
     ]
     (task,) = yaml.safe_load(Path("eval-jobs/tulu/tulu.beaker.yaml").read_text())["tasks"]
     assert shlex.split(task["arguments"][0]) == [
-        *["weft", "eval", "suite", "/model", "--tasks", "open-instruct", "--output", "/output"],
+        *["weft", "eval", "suite", "/model/tulu", "--tasks", "open-instruct"],
+        *["--output", "/output"],
         *["--apply_chat_template", *TUNED],
     ]
     assert task["datasets"][0]["source"] == {"beaker": DATASET}
