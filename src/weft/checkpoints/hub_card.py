@@ -67,7 +67,8 @@ class CardMetadata:
 def read_task_results(checkpoint: Path) -> list[TaskResult]:
     """Return the results stored below a checkpoint's folder, sorted by task and metric.
 
-    For the policy of a run, these include what the run's `eval_suite` has stored for its step. If a task was evaluated several times with the same number of shots, the last results count.
+    For the policy of a run, these include what the run's `eval_suite` has stored for its step. If a
+    task was evaluated several times with the same number of shots, the last results count.
     Files that have no results are ignored.
     """
     files = []
