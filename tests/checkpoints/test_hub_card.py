@@ -72,6 +72,23 @@ def test_the_newest_results_of_a_task_count(tmp_path: Path) -> None:
     ]
 
 
+def test_results_of_the_run_are_those_of_its_policy(tmp_path: Path) -> None:
+    run = tmp_path / "E" / "T"
+    write_results(run / "eval" / "step4", "results_1.json", 1.0, acc=0.75)
+    write_results(run / "eval" / "step8", "results_1.json", 1.0, acc=0.25)
+    found = {}
+    for place in ("actor/step4", "actor/step8", "actor/step9", "critic/step4"):
+        (run / "checkpoints" / place).mkdir(parents=True)
+        results = read_task_results(run / "checkpoints" / place)
+        found[place] = [each.value for each in results if each.metric == "acc"]
+    assert found == {
+        "actor/step4": [0.75],
+        "actor/step8": [0.25],
+        "actor/step9": [],
+        "critic/step4": [],
+    }
+
+
 def test_a_card_gets_results_and_the_name_of_the_repository(checkpoint: Path) -> None:
     write_results(checkpoint / "eval", "results_1.json", 1.0, acc=0.4375)
     text, notes = complete_card(checkpoint, checkpoint, "me/mine", CardMetadata("o/n", "mit"))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
+import lm_eval.tasks
 import pytest
 import yaml
+from lm_eval.tasks import TaskManager
 
 from tests.job_clients import DATASET, StandInClients
 from weft.cli import dialects
@@ -23,6 +26,23 @@ def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInClients:
     made = StandInClients(tmp_path / "clients", "sbatch", "beaker", "sinfo")
     monkeypatch.setenv("PATH", made.path)
     return made
+
+
+@pytest.fixture(autouse=True)
+def harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace lm_eval's own tasks, which take seconds to read, by one."""
+
+    def open_manager(include_path: list[Path], include_defaults: bool = True) -> Any:
+        own = [Path.cwd().parent / "harness"] if include_defaults else []
+        return TaskManager(include_path=[*include_path, *own], include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", open_manager)
+    write_task(Path.cwd().parent / "harness", "arc_easy")
+
+
+def write_task(folder: Path, name: str) -> None:
+    folder.mkdir()
+    (folder / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
 
 
 def submit(*words: str, name: str = "tulu", location: str = "m") -> int:
@@ -48,7 +68,8 @@ def test_the_guide_s_command(clients: StandInClients) -> None:
     ]
     (task,) = yaml.safe_load(Path("eval-jobs/tulu/tulu.beaker.yaml").read_text())["tasks"]
     assert shlex.split(task["arguments"][0]) == [
-        *["weft", "eval", "suite", "/model", "--tasks", "open-instruct", "--output", "/output"],
+        *["weft", "eval", "suite", "/model/tulu", "--tasks", "open-instruct"],
+        *["--output", "/output"],
         *["--apply_chat_template", *TUNED],
     ]
     assert task["datasets"][0]["source"] == {"beaker": DATASET}
@@ -105,6 +126,17 @@ def test_what_tasks_need(words: list[str], suite: list[str], secrets: list[str])
     assert [name for name in ("HF_TOKEN", "OPENAI_API_KEY") if f"${{{name}:?" in text] == secrets
 
 
+def test_tasks_of_one_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    write_task(Path("tasks"), "sums")
+    assert submit("--tasks", "sums,ifeval", "--", "--include_path", "tasks") == 0
+    assert submit("--tasks", "tasks/sums.yaml") == 0
+    # Beaker's job has other files
+    assert submit("--workspace", "o/w", "--tasks", "sun", "--", "--include_path", "/data") == 0
+    assert submit("--workspace", "o/w", "--tasks", "/data/sun.yaml") == 0
+    assert submit("--workspace", "o/w", "--tasks", "sun") == 2
+    assert "unknown task 'sun'" in capsys.readouterr().err
+
+
 def test_a_template_of_one_s_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "submit", "--write_template", "new/job.jinja"]) == 0
     assert "use it by --system slurm --template" in capsys.readouterr().out
@@ -146,6 +178,11 @@ def test_a_folder_that_is_not_here(
         (["--model_size", "7b"], "--model_size: belongs to --from-easylm"),
         (["--num_gpus", "2", "--tasks", "ifeval"], "write --num_gpus 1"),
         (["--tasks", ","], "--tasks is empty"),
+        (["--tasks", "gsm_cot,ifevall"], "unknown task 'ifevall'; did you mean ifeval?"),
+        (["--tasks", "arc_eas"], "unknown task 'arc_eas'; did you mean arc_easy?"),
+        (["--tasks", "own", "--", "--include_path", "none"], "--include_path none: there is no"),
+        (["--", "--tasks", "ifeval"], "--tasks ifeval: write it before --"),
+        (["--", "--output", "x"], "--output x: write it before --"),
         (["--judge", "http://j/v1"], "--judge http://j/v1: name its model too"),
         (["--tasks", "ifeval", "--judge_model", "x"], "--judge: none of the tasks has a judge"),
         (["--data_dir", "dat"], "--data_dir dat: there is no such folder"),

@@ -36,6 +36,21 @@ def test_the_line_is_that_of_the_longest_text_that_is_mentioned(tmp_path: Path) 
     assert suite_tasks.find_line(file, "unknown metric 'accc'") == 3
     assert suite_tasks.find_line(file, "unknown metric 'accc_norm'") == 4
     assert suite_tasks.find_line(file, "something else") == 1
+    file.write_text("task: a\ndoc_to_choice: x\ndoc_to_text: 'Q: {{qestion}}'\n")
+    assert suite_tasks.find_line(file, "'qestion' is undefined") == 3
+
+
+def test_a_task_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").touch()
+    file = tmp_path / "empty.yaml"
+    file.write_text(
+        "task: empty\ndataset_path: json\ndataset_kwargs:\n  data_files: {test: none.jsonl}\n"
+        "test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\n"
+        "doc_to_target: '{{text}}'\nmetric_list: [{metric: word_perplexity}]\n"
+    )
+    manager, names = open_manager(TaskSelection(["empty"], [tmp_path]))
+    with pytest.raises(DataError, match=rf"{file}:4: .*'data_files' have no rows"):
+        load_tasks(manager, names, tmp_path)
 
 
 def test_data_are_found_beside_the_file_and_in_copies(tmp_path: Path) -> None:

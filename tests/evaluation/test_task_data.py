@@ -147,6 +147,24 @@ def test_rows_become_items(tmp_path: Path, data: str, row: dict[str, Any], item:
             {**IFEVAL, "instruction_id_list": ["count:numbers"]},
             "needs the argument 'N'",
         ),
+        (
+            "ifbench",
+            {
+                **IFEVAL,
+                "instruction_id_list": ["count:word_count_range"],
+                "kwargs": [{"min_words": 2}],
+            },
+            "needs the argument 'max_words'",
+        ),
+        (
+            "ifeval",
+            {
+                **IFEVAL,
+                "instruction_id_list": ["length_constraints:nth_paragraph_first_word"],
+                "kwargs": [{"num_paragraphs": 2, "nth_paragraph": 1}],
+            },
+            "needs the argument 'first_word'",
+        ),
         ("ifbench", {**IFEVAL, "kwargs": ["N"]}, "'kwargs' must have mappings, not 'N'"),
         ("ifbench", {**IFEVAL, "kwargs": "[{"}, "'kwargs' is a text that is not JSON"),
         ("mbpp", {"text": "t"}, "lacks the field 'test' or 'assertion' or 'test_list'"),

@@ -20,6 +20,7 @@ from weft.launch.eval_job import (
     locate_place,
     split_tasks,
 )
+from weft.observe.eval_table import shorten_names
 
 FOLDER = Path("/jobs/tulu")
 SLURM = EvalJob("tulu", "slurm", ModelPlace("folder", "/models/tulu"), FOLDER)
@@ -36,7 +37,7 @@ def words_of(job: EvalJob) -> list[str]:
 def test_a_job_runs_the_suite_where_the_model_is() -> None:
     default = ["--tasks", "open-instruct", "--output"]
     assert words_of(SLURM) == ["/models/tulu", *default, "/jobs/tulu/results"]
-    assert words_of(BEAKER) == ["/model", *default, "/output"]
+    assert words_of(BEAKER) == ["/model/tulu", *default, "/output"]
     more = replace(
         BEAKER,
         is_tuned=True,
@@ -45,17 +46,23 @@ def test_a_job_runs_the_suite_where_the_model_is() -> None:
         subfolder="step40",
     )
     assert words_of(more) == [
-        *["/model/step40", *default, "/output"],
+        *["/model/tulu/step40", *default, "/output"],
         *["--apply_chat_template", "--data_dir", "/data", "--limit", "5"],
     ]
     url = replace(BEAKER, place=ModelPlace("url", "gs://b/m/"), subfolder="x")
     assert words_of(url)[0] == "gs://b/m/x" and url.build_values()["mounts"] == []
 
 
+def test_beaker_jobs_name_their_results_after_the_model() -> None:
+    other = replace(BEAKER, model_name="other")
+    names = [words_of(job)[0] for job in (BEAKER, other)]
+    assert list(shorten_names(names).values()) == ["tulu", "other"]
+
+
 def test_beaker_mounts_datasets_and_folders_of_its_hosts() -> None:
     job = replace(BEAKER, data=ModelPlace("host", "/net/data"))
     assert job.build_values()["mounts"] == [
-        {"path": "/model", "kind": "beaker", "source": "01A"},
+        {"path": "/model/tulu", "kind": "beaker", "source": "01A"},
         {"path": "/data", "kind": "hostPath", "source": "/net/data"},
     ]
     local = replace(BEAKER, place=ModelPlace("folder", "m"))

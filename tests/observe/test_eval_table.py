@@ -197,6 +197,18 @@ def merge_metrics(line: str, other: str) -> str:
     return json.dumps(row | {"acc_norm": more["acc_norm"]})
 
 
+def test_without_an_average_the_task_of_most_models_decides(tmp_path: Path) -> None:
+    """Runs that are evaluated on tasks of their own have one task in common."""
+    for step, tasks in {1: ["a", "sums"], 2: ["a", "sums"], 3: ["sums"]}.items():
+        answers = [FakeTask(task, draw_answers(0.3 * step, 50)) for task in tasks]
+        write_evaluation(tmp_path / f"{step}", answers, model=f"t@step{step}")
+    table = read_table(tmp_path)
+    assert table.verdict.startswith("Best by sums acc: t@step3")
+    other = read_table(tmp_path, by="a")
+    assert other.verdict.startswith("Best by a acc: ")
+    assert other.verdict.endswith(" 1 model has no such score.")
+
+
 def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
     write_checkpoints(tmp_path / "t", {1: 0.2, 2: 0.9})
     for options, message in (

@@ -121,6 +121,15 @@ def test_options_that_place_a_run_change_nothing(tmp_path: Path) -> None:
     assert build(checkpoint) == before
 
 
+def test_tasks_are_named_if_they_decide_which_checkpoint_is_best(tmp_path: Path) -> None:
+    tasks = "eval_suite:\n  tasks: [quiz]\n  include_path: [/home/jo/tasks]\n"
+    checkpoint = write_checkpoint(tmp_path, options=tasks)
+    assert "eval_suite" not in build(checkpoint)
+    change_options(checkpoint, save_best="eval/quiz/acc")
+    card = build(checkpoint)
+    assert "  'eval_suite.tasks=[quiz]' \\\n" in card and "/home/jo" not in card
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

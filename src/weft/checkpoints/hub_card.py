@@ -1,7 +1,7 @@
 """Completion of a model card for the hub: results of evaluations, and the name of the repository.
 
 The results are those that lm-evaluation-harness, or `weft eval suite`, has stored in the
-checkpoint's folder or below it as `results_*.json`.
+checkpoint's folder or below it as `results_*.json`, and those of the run's option `eval_suite`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from weft.observe.jsonl import read_json
+from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP, read_json
 from weft.observe.metrics import is_finite
 from weft.observe.model_card import (
     build_card,
@@ -25,6 +25,7 @@ from weft.observe.model_card import (
 )
 
 RESULTS = "results_*.json"
+SUITE_FOLDER = "eval"  # folder of a run with the results of `eval_suite`, in stepN below it
 ADAPTER_ROW = re.compile(r"^\| adapter \| .* \|$", re.MULTILINE)
 USE_SECTION = re.compile(r"^## Use\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
@@ -66,11 +67,12 @@ class CardMetadata:
 def read_task_results(checkpoint: Path) -> list[TaskResult]:
     """Return the results stored below a checkpoint's folder, sorted by task and metric.
 
-    If a task was evaluated several times with the same number of shots, the last results count.
+    For the policy of a run, these include what the run's `eval_suite` has stored for its step. If a
+    task was evaluated several times with the same number of shots, the last results count.
     Files that have no results are ignored.
     """
     files = []
-    for path in sorted(checkpoint.rglob(RESULTS)):
+    for path in sorted([*checkpoint.rglob(RESULTS), *_list_run_results(checkpoint.absolute())]):
         content = read_json(path)
         date = content.get("date")
         files.append((date if is_finite(date) else 0.0, path.name, content))
@@ -81,6 +83,15 @@ def read_task_results(checkpoint: Path) -> list[TaskResult]:
         (each for results in newest.values() for each in results),
         key=lambda each: (each.task, each.shots or 0, each.metric, each.filter),
     )
+
+
+def _list_run_results(checkpoint: Path) -> list[Path]:
+    """Return the result files of `eval_suite` for a checkpoint of the evaluated role."""
+    role = checkpoint.parent
+    is_step = STEP.fullmatch(checkpoint.name) is not None
+    if not is_step or role.name not in POLICIES or role.parent.name != CHECKPOINTS:
+        return []
+    return list((role.parent.parent / SUITE_FOLDER / checkpoint.name).glob(RESULTS))
 
 
 def _group_results(content: Mapping[str, Any]) -> dict[tuple[str, int | None], list[TaskResult]]:

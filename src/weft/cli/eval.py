@@ -28,6 +28,7 @@ EPILOG = """examples:
   weft eval rm runs/E/T --datasets oasst_export data_path=trees.jsonl.gz
   weft eval rm runs/E/T --datasets hh-rlhf --split valid
   weft eval suite runs/E/T --tasks my_task --include_path tasks
+  weft eval table runs
   weft eval submit --model_name NAME --location runs/E/T --print"""
 
 

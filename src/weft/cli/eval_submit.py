@@ -222,7 +222,9 @@ def run(given: argparse.Namespace) -> int:
         place = ModelPlace("folder", str(export.output))
     if not given.upload:
         place = refuse_upload(place, system)
+    suite = parse_suite_words(given.words)
     shares, needs = plan_tasks(given)
+    check_task_names(given.tasks, suite.include_path, system)
     job = build_job(given, system, place, shares, needs)
     job.check()
     record = StepRecord.read(folder)
@@ -285,7 +287,6 @@ def build_job(
 ) -> EvalJob:
     """Return the job for the command line. Raises `UserError` for unusable options."""
     extra = list(given.words)
-    check_suite_words(extra)
     masked = mask_words(extra)
     if masked != extra or any(mask_environment(word) != word for word in extra):
         raise ConfigError(
@@ -312,11 +313,39 @@ def build_job(
     )
 
 
-def check_suite_words(words: Sequence[str]) -> None:
-    """Raise `ConfigError` if `weft eval suite`, which gets these words, does not know them."""
+def parse_suite_words(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options after --, as `weft eval suite` reads them.
+
+    Raises `ConfigError` for unknown options, and for those that `weft eval submit` sets itself.
+    """
     parser = CommandParser(prog="weft eval")
     eval_suite.add_parser(parser.add_subparsers())
-    parser.parse_args(["suite", "MODEL", "--tasks", SUITE, *words])
+    parsed = parser.parse_args(["suite", "MODEL", "--tasks", "", *words])
+    if parsed.tasks:
+        raise ConfigError(f"--tasks {parsed.tasks}: write it before --")
+    if parsed.output is not None:
+        raise ConfigError(
+            f"--output {parsed.output}: write it before --, as the folder of all jobs"
+        )
+    return parsed
+
+
+def check_task_names(tasks: str, include_path: Sequence[Path], system: str) -> None:
+    """Raise `UserError` for a task that the job would not find, with the nearest name.
+
+    Task files are on this machine only for Slurm's jobs. Without lm_eval, nothing is checked.
+    """
+    from weft.evaluation.catalogue import list_names
+    from weft.evaluation.suite_tasks import TaskSelection, open_manager
+
+    if find_spec(HARNESS) is None or (include_path and system != "slurm"):
+        return
+    known = list_names()
+    names = [name for name in tasks.split(",") if name and name not in known]
+    if system != "slurm":
+        names = [name for name in names if "/" not in name]
+    if names:
+        open_manager(TaskSelection(names, include_path))
 
 
 @dataclass(frozen=True)

@@ -324,6 +324,8 @@ def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KeyError):
         text = f"there is no {text}"
+    elif isinstance(error, StopIteration):  # the harness looks at the first row
+        text = "the files in 'data_files' have no rows"
     unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
     if unknown is not None:
         known = list(TaskConfig.__dataclass_fields__)
@@ -339,7 +341,9 @@ def _describe(error: BaseException) -> str:
 def find_line(file: Path, reason: str) -> int:
     """Return the line of the key or value that an error message mentions, or 1.
 
-    A text in quotes counts more than others, and a longer text more than a shorter one.
+    A text in quotes counts more than others, and a longer text more than a shorter one. If no
+    text is mentioned, the line is that of the first text that contains a word in quotes, such as a
+    template with an unknown name.
     """
     try:
         root = yaml.compose(file.read_text())
@@ -348,6 +352,7 @@ def find_line(file: Path, reason: str) -> int:
     quoted = re.findall(r"'([^']+)'", reason)
     best = (False, 2)  # whether the text is quoted, and its length
     line = 1
+    containing = []
     nodes = [root]
     while nodes:
         node = nodes.pop()
@@ -362,7 +367,9 @@ def find_line(file: Path, reason: str) -> int:
             if mentioned and len(text) > 2 and rank > best:
                 best = rank
                 line = node.start_mark.line + 1
-    return line
+            if any(re.search(rf"\b{re.escape(word)}\b", text) for word in quoted):
+                containing.append(node.start_mark.line + 1)
+    return min(containing) if containing and best == (False, 2) else line
 
 
 # -- data

@@ -26,7 +26,8 @@ PRIORITIES = (PREEMPTIBLE, "low", "normal", "high", "urgent", "immediate")
 CLIENTS = {"slurm": "sbatch", "ray": "ray", "beaker": "beaker"}
 MODULE = "weft.cli.main"
 IMAGE = "weft"
-# Folders in Beaker's containers.
+# Folders in Beaker's containers. The model is below its own, in a folder with the name that its
+# results get, so that results of several jobs can be told apart.
 MODEL_MOUNT = "/model"
 DATA_MOUNT = "/data"
 RESULT_MOUNT = "/output"
@@ -197,7 +198,7 @@ class EvalJob:
         if self.system != "beaker":
             return mounts
         for name, place, target in (
-            ("model", self.place, MODEL_MOUNT),
+            ("model", self.place, f"{MODEL_MOUNT}/{self.model_name}"),
             ("data", self.data, DATA_MOUNT),
         ):
             if place is None or place.kind == "url":

@@ -6,6 +6,7 @@ table.verdict        # which checkpoint is best, and how sure that is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,8 @@ class TableOptions:
         everything: show every metric of every task, and the subtasks of groups
         base: model that the others are compared with; "" for the first
         by: task, metric, `TASK:METRIC` or `average` that decides; "" for the average if there is
-            one, or else the first column. If it is set, the best model comes first.
+            one, or else the first of the columns with the most scores. If it is set, the best model
+            comes first.
     """
 
     tasks: Sequence[str] = ()
@@ -101,7 +103,7 @@ def build_table(
         notes.append(average[1])
     compare_with_base(cells, columns, models, base)
     notes += _describe_cells(cells, columns, names, base)
-    decider = _choose_decider(columns, options.by)
+    decider = _choose_decider(columns, cells, options.by)
     best, verdict = _write_verdict(cells, decider, names)
     if options.by:
         models = _sort_by(cells, decider, models)
@@ -230,7 +232,11 @@ def _has_metric(column: TableColumn, metric: str) -> bool:
     return bool(metric) and metric in (column.measure, column.measure.split(" ")[0])
 
 
-def _choose_decider(columns: Sequence[TableColumn], by: str) -> TableColumn:
+def _choose_decider(
+    columns: Sequence[TableColumn],
+    cells: Mapping[tuple[str, TableColumn], TableCell],
+    by: str,
+) -> TableColumn:
     """Return the column that decides which model is best."""
     average = next((column for column in columns if column.task == AVERAGE), None)
     if by in ("", AVERAGE):
@@ -238,7 +244,10 @@ def _choose_decider(columns: Sequence[TableColumn], by: str) -> TableColumn:
             raise ConfigError(
                 "--by average: no two tasks have shares of right items for all models; name a task"
             )
-        return average or columns[0]
+        if average is not None:
+            return average
+        counts = Counter(column for _, column in cells)
+        return max(columns, key=counts.__getitem__)  # the first of several
     task, _, metric = by.rpartition(":")
     for column in columns:
         if column.task == by or (column.task == task and _has_metric(column, metric)):
@@ -374,6 +383,7 @@ def _write_verdict(
     facts = f"{format_score(winner.value)}{interval} ({confidence}{count})"
     if len(there) == 1:
         return best, f"Only {names[best]} has a score by {column.label}: {facts}."
+    absent = len(names) - len(there)
     text = f"Best by {column.label}: {names[best]}, {facts}."
     # Compare the best with each of the others.
     differences = {}
@@ -393,6 +403,8 @@ def _write_verdict(
     text += _describe_first_share(cells, column, best, list(differences))
     if incomparable:
         text += f" Not comparable with it: {_list_names(incomparable)}."
+    if absent:
+        text += f" {absent} {'model has' if absent == 1 else 'models have'} no such score."
     return best, text
 
 

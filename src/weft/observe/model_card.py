@@ -63,6 +63,7 @@ BINS = 24  # characters of a curve
 BARS = "▁▂▃▄▅▆▇█"
 MARK = re.compile(r"<!-- written by weft, checksum ([0-9a-f]{16}) -->\n?\Z")
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+SUITE = "eval_suite"
 # Options that name a run, or say where and how it works, by their whole names or first parts.
 UNRELATED = frozenset(
     (
@@ -70,7 +71,7 @@ UNRELATED = frozenset(
         *("device", "ray_address", "n_nodes", "n_gpus_per_node", "allocation_mode", "imports"),
         *("recover_mode", "recover_freq_steps", "resume_from", "profile_steps"),
         *("progress", "log_freq_steps", "logger", "loggers"),
-        *("eval_at_start", "eval_prompts", "eval_prompts_max_new_tokens", "eval_suite"),
+        *("eval_at_start", "eval_prompts", "eval_prompts_max_new_tokens", SUITE),
     )
 )
 # Last parts of options that place a role or a call on devices.
@@ -119,8 +120,10 @@ class CardFacts:
             changed = {name: (value, None) for name, value in flatten_options(config)}
         place = _read_start_folder(record)
         options = {}
+        suite_decides = _needs_suite(config)
         for name, (value, _) in changed.items():
-            if _is_relevant(name) and not is_unset(value):
+            is_needed = suite_decides and name.split(".")[0] == SUITE
+            if (is_needed or _is_relevant(name)) and not is_unset(value):
                 options[name] = shorten_places(value, place)
         chosen = record.get("chosen")
         return cls(
@@ -150,6 +153,13 @@ def _read_start_folder(record: Mapping[str, Any]) -> Path:
     starts = record.get("starts")
     first = starts[0] if isinstance(starts, list) and starts else None
     return Path(str(first.get("folder") or ".")) if isinstance(first, Mapping) else Path(".")
+
+
+def _needs_suite(config: Mapping[str, Any]) -> bool:
+    """Return whether `save_best` names a metric of `eval_suite`, without which it is refused."""
+    suite, metric = config.get(SUITE), config.get("save_best")
+    has_tasks = isinstance(suite, Mapping) and bool(suite.get("tasks"))
+    return has_tasks and isinstance(metric, str) and metric.startswith(EVAL)
 
 
 def _is_relevant(option: str) -> bool:

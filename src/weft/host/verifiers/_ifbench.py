@@ -60,7 +60,9 @@ REPEATED_SENTENCE = "only output this sentence here, ignore all other requests."
 
 
 def _check_word_range(text: str, a: Arguments) -> bool:
-    return float(a["min_words"]) <= len(WORD.findall(text)) <= float(a["max_words"])
+    # read both for any text, so that a row that lacks one is refused before answers are checked
+    least, most = float(a["min_words"]), float(a["max_words"])
+    return least <= len(WORD.findall(text)) <= most
 
 
 def _check_unique_words(text: str, a: Arguments) -> bool:

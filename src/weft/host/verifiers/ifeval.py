@@ -241,13 +241,15 @@ def _check_nth_paragraph(text: str, a: Arguments) -> bool:
 
     Paragraphs are separated by blank lines. The nth paragraph must begin with the required word.
     """
+    # read all arguments first, so that a row that lacks one is refused for any text
+    nth, required = int(a["nth_paragraph"]), int(a["num_paragraphs"])
+    word = str(a["first_word"]).lower()
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
-    nth = int(a["nth_paragraph"])
-    if count != int(a["num_paragraphs"]) or nth > len(parts) or not parts[nth - 1].strip():
+    if count != required or nth > len(parts) or not parts[nth - 1].strip():
         return False
     first = parts[nth - 1].split()[0].lstrip("'").lstrip('"')
-    return re.split(r"[.,?!'\"]", first)[0].lower() == str(a["first_word"]).lower()
+    return re.split(r"[.,?!'\"]", first)[0].lower() == word
 
 
 def _check_postscript(text: str, a: Arguments) -> bool:
