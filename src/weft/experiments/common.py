@@ -305,7 +305,7 @@ class RunConfig(ABC):
     )
     eval_freq_steps: int | None = option(
         None,
-        "steps between evaluations; with validation data the last step is always evaluated",
+        "steps between evaluations; with validation data or tasks the last step is evaluated too",
         at_least=1,
     )
     eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
