@@ -16,8 +16,9 @@ from weft.checkpoints.hub_card import (
     complete_card,
     describe_results,
     read_task_results,
+    write_card_results,
 )
-from weft.observe.model_card import README, find_facts, write_card
+from weft.observe.model_card import README, find_facts, strip_checksum, write_card
 
 NOTHING = CardMetadata()
 
@@ -106,6 +107,26 @@ def test_a_card_gets_results_and_the_name_of_the_repository(checkpoint: Path) ->
         ("quiz", "acc", 0.4375),
         ("quiz", "acc_norm", 0.5),
     ]
+
+
+def test_results_stand_in_the_card_once_and_an_edited_card_stays(checkpoint: Path) -> None:
+    plain = (checkpoint / README).read_text()
+    write_card_results(checkpoint)
+    assert (checkpoint / README).read_text() == plain
+    run = checkpoint.parents[2]
+    write_results(run / "eval" / "step4", "results_1.json", 1.0, acc=0.75)
+    write_card_results(checkpoint)
+    write_results(checkpoint / "eval", "results_2.json", 2.0, acc=0.25)
+    write_card_results(checkpoint)
+    text = (checkpoint / README).read_text()
+    assert text.count("## Results") == 1 and "| `quiz` | acc | 0.25 ± 0.05 | 0 | 64 |" in text
+    assert "0.75" not in text and strip_checksum(text) is not None
+    uploaded, _ = complete_card(checkpoint, checkpoint, "me/mine", NOTHING)
+    assert uploaded.count("## Results") == 1
+    (checkpoint / README).write_text(text + "mine")
+    write_results(checkpoint / "eval", "results_3.json", 3.0, acc=0.5)
+    write_card_results(checkpoint)
+    assert (checkpoint / README).read_text() == text + "mine"
 
 
 def test_results_of_a_part_of_the_items_are_marked(checkpoint: Path) -> None:

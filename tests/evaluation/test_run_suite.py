@@ -79,6 +79,8 @@ def test_figures_are_those_of_the_checkpoints(root: Path, monkeypatch: pytest.Mo
     folder = result.directory / "eval"
     assert sorted(each.name for each in folder.iterdir()) == ["step0", "step2", "step3"]
     assert "eval_suite, step 3: quiz acc" in (result.directory / "log.txt").read_text()
+    card = (result.checkpoint("model") / "README.md").read_text()
+    assert f"| `quiz` | acc | {figures[3]['eval/quiz/acc']:.4g} " in card
 
 
 def test_training_is_the_same_with_and_without(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

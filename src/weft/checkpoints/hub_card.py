@@ -1,4 +1,4 @@
-"""Completion of a model card for the hub: results of evaluations, and the name of the repository.
+"""Completion of a model card: results of evaluations and, for the hub, the name of the repository.
 
 The results are those that lm-evaluation-harness, or `weft eval suite`, has stored in the
 checkpoint's folder or below it as `results_*.json`, and those of the run's option `eval_suite`.
@@ -14,19 +14,22 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP, read_json
+from weft.observe.jsonl import CHECKPOINTS, POLICIES, STEP, SUITE_FOLDER, read_json
 from weft.observe.metrics import is_finite
 from weft.observe.model_card import (
+    README,
+    append_checksum,
     build_card,
     describe_use,
     find_facts,
     read_card,
     strip_checksum,
 )
+from weft.writing import write
 
 RESULTS = "results_*.json"
-SUITE_FOLDER = "eval"  # folder of a run with the results of `eval_suite`, in stepN below it
 ADAPTER_ROW = re.compile(r"^\| adapter \| .* \|$", re.MULTILINE)
+RESULTS_SECTION = re.compile(r"\n*^## Results\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 USE_SECTION = re.compile(r"^## Use\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -156,6 +159,23 @@ def describe_results(results: Sequence[TaskResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_card_results(checkpoint: Path, place: Path | None = None) -> None:
+    """Write the results of a checkpoint into its card, in place of those that it has.
+
+    They are the stored results for the folder `place`, by default the checkpoint's own. A card that
+    weft did not write, or that a user has edited, is left as it is.
+    """
+    stored = read_card(checkpoint)
+    body = None if stored is None else strip_checksum(stored)
+    if body is None:
+        return
+    results = read_task_results(place or checkpoint)
+    text = f"{RESULTS_SECTION.sub('', body).rstrip()}\n"
+    if results:
+        text += f"\n{describe_results(results)}"
+    write(checkpoint / README, append_checksum(text))
+
+
 def complete_card(
     checkpoint: Path, folder: Path, repo: str, added: CardMetadata
 ) -> tuple[str, list[str]]:
@@ -175,6 +195,7 @@ def complete_card(
         return str(card), notes
     if body is None:
         body = build_card(checkpoint, *find_facts(checkpoint))
+    body = RESULTS_SECTION.sub("", body)
     use = "".join(describe_use(folder, repo))
     text = USE_SECTION.sub(lambda _: f"{use}\n" if use else "", body)
     if folder == checkpoint:

@@ -21,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 
+from weft.checkpoints.hub_card import write_card_results
 from weft.errors import ConfigError, DataError, UserError
 from weft.evaluation.catalogue import silence_logs
 from weft.evaluation.models import EvaluatedModel
@@ -144,6 +145,8 @@ def evaluate(
     add_intervals(results)
     samples = results.pop("samples", None) or {}
     files = _write(results, samples, tracker, folder)
+    if folder.name == FOLDER:
+        write_card_results(folder.parent)
     return {**results, **({"samples": samples} if keep_samples else {})}, files
 
 

@@ -197,6 +197,7 @@ def _read_step(line: bytes) -> float:
 
 POLICIES = ("actor", "model")  # roles whose checkpoint is a policy, most likely first
 CHECKPOINTS = "checkpoints"
+SUITE_FOLDER = "eval"  # folder of a run with the results of `eval_suite`, in stepN below it
 STEP = re.compile(r"step(\d+)")
 
 

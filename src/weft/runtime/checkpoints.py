@@ -27,6 +27,7 @@ from weft.data import groups
 from weft.data.sample import SequenceSample
 from weft.errors import CheckpointError, RunError
 from weft.experiment import Control
+from weft.observe.jsonl import SUITE_FOLDER
 from weft.observe.model_card import CardFacts, write_card
 from weft.runtime import directory
 from weft.runtime.calls import WorkerGroup
@@ -65,7 +66,9 @@ class CheckpointStore:
             target = self._directory.checkpoints_folder / role / f"step{step}"
             target.parent.mkdir(parents=True, exist_ok=True)
             directories.append(
-                directory.write_directory(target, partial(self._fill, facts=facts, role=role))
+                directory.write_directory(
+                    target, partial(self._fill, target=target, facts=facts, role=role)
+                )
             )
         if milestone and self._roles:
             steps = sorted({*self._read_milestones(), step})
@@ -74,10 +77,14 @@ class CheckpointStore:
             )
         return directories
 
-    def _fill(self, folder: Path, facts: CardFacts, role: str) -> None:
-        """Write the model of a role, and its card."""
+    def _fill(self, folder: Path, target: Path, facts: CardFacts, role: str) -> None:
+        """Write the model of a role, and its card, into a folder that becomes `target`."""
         self._group.save(role, folder).result()
         write_card(folder, facts, role)
+        if (self._directory.path / SUITE_FOLDER).is_dir():
+            from weft.checkpoints.hub_card import write_card_results
+
+            write_card_results(folder, target.absolute())
 
     def prune(self, protected: Collection[int] = (), superseded: Collection[int] = ()) -> None:
         """Remove each role's oldest checkpoints if there are more than the limit.
