@@ -55,6 +55,10 @@ def steps(run: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
+def status_of(run: Path) -> str:
+    return str(json.loads((run / "status.json").read_text())["status"])
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recover")
@@ -115,6 +119,24 @@ def whole(root) -> Iterator[Future[Path]]:
 def long(root) -> Iterator[Future[Path]]:
     with overlap.start(undisturbed, root, "long", *LONG) as run:
         yield run
+
+
+@pytest.mark.parametrize("sign", ["raylet/raylet", "gcs/gcs_server"])
+def test_where_ray_itself_is_killed_no_step_is_lost(root, whole, sign):
+    """The run goes on with another Ray, or has its last steps already, or Ray ends the process
+    before that could hear of its loss: then the same command goes on, unless all steps are done.
+    """
+    folder = sign.split("/")[0]
+    run = root / folder / "e" / "t"
+    command = Command(*words(root, folder), cwd=root)
+    command.after(run / "metrics.jsonl")
+    assert command.kill(sign) == 1
+    code, out = command.end()
+    if code != 0 and status_of(run) != "finished":
+        code, out = Command(*words(root, folder), cwd=root).end()
+        assert code == 0, out
+    assert status_of(run) == "finished" and command.none_left(), out
+    assert timeless(run) == timeless(whole.result())
 
 
 def test_a_device_that_dies_is_replaced_and_the_numbers_stay(root, whole):
@@ -182,28 +204,6 @@ def assert_same_end(run: Path, other: Path) -> None:
     assert directory.compute_checksums(run / "checkpoints") == directory.compute_checksums(
         other / "checkpoints"
     )
-
-
-@pytest.mark.parametrize("sign", ["raylet/raylet", "gcs/gcs_server"])
-def test_where_ray_itself_is_killed_no_step_is_lost(root, whole, sign):
-    """The run goes on with another Ray, or has its last steps already, or Ray ends the process
-    before that could hear of its loss: then the same command goes on, unless all steps are done.
-    """
-    folder = sign.split("/")[0]
-    run = root / folder / "e" / "t"
-    command = Command(*words(root, folder), cwd=root)
-    command.after(run / "metrics.jsonl")
-    assert command.kill(sign) == 1
-    code, out = command.end()
-    if code != 0 and status_of(run) != "finished":
-        code, out = Command(*words(root, folder), cwd=root).end()
-        assert code == 0, out
-    assert status_of(run) == "finished" and command.none_left(), out
-    assert timeless(run) == timeless(whole.result())
-
-
-def status_of(run: Path) -> str:
-    return str(json.loads((run / "status.json").read_text())["status"])
 
 
 def test_before_the_first_recovery_point_a_run_begins_anew(root, whole):
