@@ -65,15 +65,22 @@ def whole(root) -> Iterator[Future[Path]]:
         yield run
 
 
-def on(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
-    """The run on the cluster, once it has made its first step."""
+def begin(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
     command = Command(
         *words(root, folder, "mode=ray", f"ray_address={nodes.address}", *LONG, NAP, *more),
         cwd=root,
         **nodes.environment,
     )
-    run = root / folder / "e" / "t"
+    return command, root / folder / "e" / "t"
+
+
+def on(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
+    """The run on the cluster, once it has made two steps: from there it goes on after a loss, for
+    the recovery point of the first is whole.
+    """
+    command, run = begin(nodes, root, folder, *more)
     command.after(run / "metrics.jsonl")
+    until(command, partial(beyond, run, 1))
     return command, run
 
 
@@ -81,7 +88,7 @@ def in_call(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command,
     """The run on the cluster, which waits in its second reference call."""
     flag = root / f"{folder}-waits"
     hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
-    command, run = on(nodes, root, folder, hang, *more)
+    command, run = begin(nodes, root, folder, hang, *more)
     command.after(flag)
     return command, run
 
@@ -99,7 +106,8 @@ def errors(out: str) -> list[str]:
 def test_workers_killed_at_random_moments_leave_no_trace(root, whole):
     draw = random.Random(3)
     with ray_cluster.cluster(**CHECKED_OFTEN) as nodes:
-        command, run = on(nodes, root, "shot")
+        command, run = begin(nodes, root, "shot")
+        command.after(run / "metrics.jsonl")
         seen = 0
         for number in (1, 2):
             until(command, partial(beyond, run, seen))
