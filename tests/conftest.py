@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 from packaging.version import Version
 
+from tests import overlap
 from tests.ranks import Ranks
 
 hypothesis.settings.register_profile("weft", deadline=None)  # a busy machine is no failure
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if IS_OLD and any(sign in item.nodeid for sign in TWO_HALVES):
             item.add_marker(pytest.mark.skip(reason="zero-bubble schedules need torch 2.13"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that mostly wait at the same time."""
+    return overlap.run_test(pyfuncitem) or None
 
 
 @pytest.hookimpl(wrapper=True)

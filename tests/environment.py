@@ -125,6 +125,14 @@ def prepare() -> None:
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # what `open` reads text as
 
 
+def copy() -> dict[str, str]:
+    """Return this process's variables, also while another thread sets or drops some: pytest names
+    the running test in one.
+    """
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def reset_warnings() -> None:
     """Drop what PYTHONWARNINGS says; pytest sets the filters of pyproject.toml.
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
@@ -42,6 +43,7 @@ PRELOADED = [
     "tests.engine.layouts",
     "tests.frozen",
 ]
+STARTING = threading.Lock()
 
 
 @cache
@@ -77,7 +79,11 @@ def run_weft(
         target=_command, args=(tuple(words), cwd, dict(environment), prepare, folder)
     )
     try:
-        process.start()
+        with STARTING:
+            process.start()
+            # A start polls all processes of this list, and an exit code can be read only once: that
+            # of another thread's process would be lost to it.
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         process.join(seconds)
         if process.is_alive():
             process.kill()

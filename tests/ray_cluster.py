@@ -5,6 +5,7 @@ added at will.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,29 +14,34 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+
+from tests.environment import copy as copy_environment
 
 RAYLET, HEAD, WORKER = "raylet/raylet", "gcs/gcs_server", "ray::_Device"
 
 
 class Nodes:
-    """A head, which has the driver's raylet, and `count - 1` other nodes."""
+    """A head, which has the driver's raylet, and other nodes.
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+    `environment` is for the cluster's processes, and for a run that joins it.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._port = _draw_port()
         self.address = f"127.0.0.1:{self._port}"
-        self.environment = {"RAY_AUTH_TOKEN": "weft" * 8, "RAY_AUTH_MODE": "token"}
+        self.environment = {
+            "RAY_AUTH_TOKEN": "weft" * 8,
+            "RAY_AUTH_MODE": "token",
+            **environment,
+        }
         # in the environment of all that the cluster starts
         self.mark = f"cluster-{uuid.uuid4().hex}"
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._folder = folder
-        self.start_head()
-        for _ in range(count - 1):
-            self.add()
 
     def start_head(self) -> None:
         """The first, or another one at the address of one that is lost."""
@@ -46,6 +52,8 @@ class Nodes:
             "--node-ip-address=127.0.0.1",
             f"--temp-dir={folder}",
             "--include-dashboard=false",
+            # Ray would serve clients at a port that all clusters share
+            *([f"--ray-client-server-port={_draw_port()}"] if find_spec("grpc") else []),
         )
 
     def add(self, address: str | None = None) -> None:
@@ -55,9 +63,12 @@ class Nodes:
     def _start(self, *words: str) -> None:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
         line += ["--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
+        # ports that the system gives out; Ray takes the first free ones of a range, which another
+        # cluster may take at the same moment
+        line += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
         log = self._folder / f"node{len(self.nodes)}.log"
         environment = {
-            **os.environ,
+            **copy_environment(),
             **self.environment,
             "WEFT_TEST_CLUSTER": self.mark,
             "OMP_NUM_THREADS": "1",
@@ -114,14 +125,29 @@ class Nodes:
 
 
 @contextmanager
-def cluster(count: int = 2) -> Iterator[Nodes]:
+def cluster(count: int = 2, **environment: str) -> Iterator[Nodes]:
+    """A head and `count - 1` other nodes, whose processes have the `environment` too."""
     folder = Path(tempfile.mkdtemp(prefix="n-"))  # the name of a socket is short
-    nodes = Nodes(folder, count)
+    nodes = Nodes(folder, environment)
     try:
+        nodes.start_head()
+        for _ in range(count - 1):
+            nodes.add()
         yield nodes
     finally:
         nodes.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _draw_port() -> int:
+    """Return a free port below those of outgoing connections, so that none of them takes it before
+    it is used, or used again; and above those of the jobs of `SlurmCluster`.
+    """
+    while True:
+        port = random.randrange(22_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _ancestors(pid: int) -> set[int]:

@@ -15,6 +15,7 @@ OF_THE_WHOLE_TREE = {
     "test_environment.py",
     "test_layers.py",
     "test_mirror.py",
+    "test_overlap.py",
     "test_processors.py",
     "test_public_names.py",
 }

@@ -11,12 +11,14 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests import ray_cluster
+from tests import overlap, ray_cluster
 from tests.launch.cases import prepare
 from tests.launch.test_supervisor_restarts import (
     beyond,
@@ -24,19 +26,28 @@ from tests.launch.test_supervisor_restarts import (
     restarts,
     status_of,
     steps,
+    undisturbed,
     until,
     words,
 )
 from tests.ray_cluster import WORKER, Nodes
-from tests.runtime.placed import Command, run_forked, timeless, write_hooks
+from tests.runtime.placed import Command, timeless, write_hooks
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.overlap]
 # Long enough for something to happen to it, and every call with a deadline.
 NAP = "ref_inf.pre_hooks=[{function: nap, args: {seconds: 1.0}}]"
 CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
 LONG = ("max_steps=8", "total_train_epochs=3")
 SECONDS = 400.0  # for a run to end, on a busy machine
+# Ray gives up a node after five checks without an answer, of which it makes one in three seconds.
+# A dead node's port refuses at once; a busy node has ten seconds for each answer, as ever.
+CHECKED_OFTEN = {"RAY_health_check_period_ms": "500"}
+# Ray ends what has lost its head after a minute; weft has seen it by then, after `GONE_SECONDS`.
+WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "25"}
+# Ray's helpers of a head that is lost end by themselves: once they have tried for a minute to reach
+# it, and later on a busy machine.
+HELPERS_END = 150.0
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +59,36 @@ def root(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(root) -> Path:
-    """A run of the same length that nothing happens to."""
-    code, out = run_forked(*words(root, "whole", *LONG), cwd=root)
-    assert code == 0, out
-    return root / "whole" / "e" / "t"
+def whole(root) -> Iterator[Future[Path]]:
+    """A run of the same length that nothing happens to, made while clusters start."""
+    with overlap.start(undisturbed, root, "whole", *LONG) as run:
+        yield run
 
 
-def on(
-    nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Command, Path]:
-    """The run on the cluster, once it has made its first step."""
-    for name, value in nodes.environment.items():
-        monkeypatch.setenv(name, value)
+def begin(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
     command = Command(
         *words(root, folder, "mode=ray", f"ray_address={nodes.address}", *LONG, NAP, *more),
         cwd=root,
+        **nodes.environment,
     )
-    run = root / folder / "e" / "t"
+    return command, root / folder / "e" / "t"
+
+
+def on(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
+    """The run on the cluster, once it has made two steps: from there it goes on after a loss, for
+    the recovery point of the first is whole.
+    """
+    command, run = begin(nodes, root, folder, *more)
     command.after(run / "metrics.jsonl")
+    until(command, partial(beyond, run, 1))
     return command, run
 
 
-def in_call(
-    nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Command, Path]:
+def in_call(nodes: Nodes, root: Path, folder: str, *more: str) -> tuple[Command, Path]:
     """The run on the cluster, which waits in its second reference call."""
     flag = root / f"{folder}-waits"
     hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
-    command, run = on(nodes, root, folder, hang, *more, monkeypatch=monkeypatch)
+    command, run = begin(nodes, root, folder, hang, *more)
     command.after(flag)
     return command, run
 
@@ -91,10 +103,11 @@ def errors(out: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith("error")]
 
 
-def test_workers_killed_at_random_moments_leave_no_trace(root, whole, monkeypatch):
+def test_workers_killed_at_random_moments_leave_no_trace(root, whole):
     draw = random.Random(3)
-    with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "shot", monkeypatch=monkeypatch)
+    with ray_cluster.cluster(**CHECKED_OFTEN) as nodes:
+        command, run = begin(nodes, root, "shot")
+        command.after(run / "metrics.jsonl")
         seen = 0
         for number in (1, 2):
             until(command, partial(beyond, run, seen))
@@ -108,36 +121,36 @@ def test_workers_killed_at_random_moments_leave_no_trace(root, whole, monkeypatc
         assert code == 0 and restarts(run) == 2 and command.none_left(20) and nodes.no_workers(), (
             out
         )
-        assert timeless(run) == timeless(whole)
+        assert timeless(run) == timeless(whole.result())
 
 
-def test_a_node_that_is_lost_gives_way_to_another(root, whole, monkeypatch):
-    with ray_cluster.cluster(3) as nodes:
-        command, run = on(nodes, root, "node", monkeypatch=monkeypatch)
+def test_a_node_that_is_lost_gives_way_to_another(root, whole):
+    with ray_cluster.cluster(3, **CHECKED_OFTEN) as nodes:
+        command, run = on(nodes, root, "node")
         used = next(index for index in (1, 2) if nodes.processes(WORKER, index))
         nodes.lose(used)
         code, out = command.end(SECONDS)
         assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), (
             out
         )
-        assert timeless(run) == timeless(whole)
+        assert timeless(run) == timeless(whole.result())
 
 
-def test_a_node_that_comes_back_under_another_id_is_taken_up(root, whole, monkeypatch):
+def test_a_node_that_comes_back_under_another_id_is_taken_up(root, whole):
     """It joins before the cluster has given up the node that was lost, and has its address."""
     with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "back", monkeypatch=monkeypatch)
+        command, run = on(nodes, root, "back")
         nodes.lose(1)
         nodes.add(address="127.0.0.2")
         code, out = command.end(SECONDS)
         assert code == 0 and command.none_left(20) and nodes.no_workers(), out
         assert "its node 127.0.0.2 is lost" in (run / "log.txt").read_text()
-        assert timeless(run) == timeless(whole)
+        assert timeless(run) == timeless(whole.result())
 
 
-def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monkeypatch):
-    with ray_cluster.cluster() as nodes:
-        command, run = in_call(nodes, root, "off", "recover_mode=disabled", monkeypatch=monkeypatch)
+def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root):
+    with ray_cluster.cluster(**CHECKED_OFTEN) as nodes:
+        command, run = in_call(nodes, root, "off", "recover_mode=disabled")
         nodes.lose(1)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
@@ -149,45 +162,33 @@ def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monk
         assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
 
 
-def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypatch):
+def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole):
     with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "head", monkeypatch=monkeypatch)
+        command, run = on(nodes, root, "head")
         nodes.lose(0)
         until(command, partial(noticed, run))
         nodes.start_head()
         nodes.add()
         code, out = command.end(SECONDS)
-        assert code == 0 and command.none_left(20) and nodes.no_workers(), out
-        assert timeless(run) == timeless(whole)
+        assert code == 0 and command.none_left(HELPERS_END) and nodes.no_workers(), out
+        assert timeless(run) == timeless(whole.result())
 
 
-def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
-    # after which Ray ends what has lost its head: it waits for a minute by default
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "25")
-    with ray_cluster.cluster() as nodes:
-        command, run = in_call(
-            nodes, root, "headless", "recover_mode=disabled", monkeypatch=monkeypatch
-        )
+def test_a_head_that_is_lost_ends_the_run_with_one_message(root):
+    with ray_cluster.cluster(**WITHOUT_HEAD) as nodes:
+        command, run = in_call(nodes, root, "headless", "recover_mode=disabled")
         nodes.lose(0)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
         assert "Ray's head" in errors(out)[0] or "Ray's raylet" in errors(out)[0], out
         port = nodes.address.rpartition(":")[2]
         assert f":{port}) does not respond" in errors(out)[0] and "call '" in errors(out)[0], out
-        assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
+        assert status_of(run) == "failed" and command.none_left(HELPERS_END) and nodes.no_workers()
 
 
-def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
-    root, whole, monkeypatch
-):
+def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(root, whole):
     with ray_cluster.cluster() as nodes:
-        command, run = on(
-            nodes,
-            root,
-            "still",
-            *(f"{call}.deadline_s=30" for call in CALLS),
-            monkeypatch=monkeypatch,
-        )
+        command, run = on(nodes, root, "still", *(f"{call}.deadline_s=30" for call in CALLS))
         (worker,) = nodes.processes(WORKER, 1)
         os.kill(worker, signal.SIGSTOP)
         code, out = command.end(SECONDS)
@@ -201,4 +202,4 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
         )
         assert re.search(where, log), log
         assert f"process {worker})" in log, log
-        assert timeless(run) == timeless(whole)
+        assert timeless(run) == timeless(whole.result())

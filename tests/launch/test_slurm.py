@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import overlap
 from tests.launch.cases import prepare
 from tests.runtime.test_parameters_runs import assert_equal
 from tests.slurm_cluster import SlurmCluster, missing
@@ -340,8 +341,9 @@ def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
         "ref.device_mesh=1",
         "rew.device_mesh=1",
     ]
-    job, here = on_two_nodes(tmp_path, *words, *layouts), tmp_path / "runs" / "e" / "here"
-    weft(tmp_path, *words, "trial_name=here")
+    with overlap.start(weft, tmp_path, *words, "trial_name=here") as alone:
+        job, here = on_two_nodes(tmp_path, *words, *layouts), tmp_path / "runs" / "e" / "here"
+        alone.result()
     assert_equal(job, here)
     assert sampled(job) == sampled(here) and len(sampled(job)) > 2
     assert "actor (actor_gen): layout d2f1t1p1c1e1 on devices 0, 1" in (job / "log.txt").read_text()

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from tests import overlap
 from tests.launch.cases import prepare
-from tests.launch.test_supervisor_restarts import status_of, words
-from tests.runtime.placed import Command, run_forked, timeless, write_hooks
+from tests.launch.test_supervisor_restarts import status_of, undisturbed, words
+from tests.runtime.placed import Command, timeless, write_hooks
 from weft.launch.supervisor import _read_lines, needs_ray
 
 pytest.importorskip("ray")
@@ -28,6 +31,12 @@ def root(tmp_path_factory) -> Path:
     prepare(folder)
     write_hooks(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(root) -> Iterator[Future[Path]]:
+    with overlap.start(undisturbed, root, "whole", "max_steps=3") as run:
+        yield run
 
 
 def under_way(root: Path, folder: str, *more: str) -> tuple[Command, Path, int]:
@@ -51,28 +60,29 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_another_process_goes_on_and_the_numbers_stay(root):
-    assert run_forked(*words(root, "plain", "max_steps=3"), cwd=root)[0] == 0
+@pytest.mark.overlap
+def test_another_process_goes_on_and_the_numbers_stay(root, whole):
     command, run, child = under_way(root, "lost")
     os.kill(child, signal.SIGKILL)
     code, out = command.end(SECONDS)
-    assert code == 0 and command.none_left(5), out
+    assert code == 0 and command.none_left(20), out
     log = (run / "log.txt").read_text()
     lost = next(line for line in log.splitlines() if "was killed by SIGKILL in " in line)
     assert f"the run's process {child} on " in lost and "call 'ref_inf' of role 'ref'" in lost
     assert (
         "continuing with a new process (restart 1 of 3)" in log and "resuming after step 1" in log
     )
-    assert timeless(run) == timeless(root / "plain" / "e" / "t")
+    assert timeless(run) == timeless(whole.result())
 
 
 @pytest.mark.slow
+@pytest.mark.overlap
 def test_without_recovery_one_message_says_what_was_lost(root):
     command, run, child = under_way(root, "off", "recover_mode=disabled")
     os.kill(child, signal.SIGKILL)
     code, out = command.end(SECONDS)
     told = [line for line in out.splitlines() if line.startswith("error")]
-    assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(5), out
+    assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(20), out
     assert (
         f"process {child} on " in told[0]
         and "call 'ref_inf' of role 'ref' (firing 1, device 1 (" in told[0]
@@ -81,6 +91,7 @@ def test_without_recovery_one_message_says_what_was_lost(root):
 
 
 @pytest.mark.slow
+@pytest.mark.overlap
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
     command, run, _ = under_way(root, f"asked{code}")
@@ -100,6 +111,7 @@ def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
 
 
 @pytest.mark.slow
+@pytest.mark.overlap
 def test_with_the_command_its_processes_end(root):
     command, _, _ = under_way(root, "shot")
     assert len(command.left()) > 4, "the command, the run's process, two devices, and Ray"

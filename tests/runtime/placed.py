@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.environment import copy as copy_environment
 from tests.processes import run_weft
 
 HOOKS = '''
@@ -126,7 +127,12 @@ class Command:
 
     def __init__(self, *words: str, cwd: Path, **environment: str | None) -> None:
         self.mark = f"weft-{uuid.uuid4().hex}"
-        asked = {**os.environ, "OMP_NUM_THREADS": "1", "WEFT_TEST_MARK": self.mark, **environment}
+        asked = {
+            **copy_environment(),
+            "OMP_NUM_THREADS": "1",
+            "WEFT_TEST_MARK": self.mark,
+            **environment,
+        }
         environment = {name: value for name, value in asked.items() if value is not None}
         line = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
         self.process = subprocess.Popen(
@@ -207,7 +213,7 @@ def run_forked(*words: str, cwd: Path, **environment: str) -> tuple[int, str]:
     For tests of a run's numbers. Tests of the command itself, of its signals and of what it leaves
     behind take `Command`.
     """
-    asked = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    asked = {**copy_environment(), "OMP_NUM_THREADS": "1", **environment}
     done = run_weft(["quickstart", *words], cwd, asked, _fork_devices)
     return done.returncode, done.stdout + done.stderr
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests import overlap
 from tests.launch.cases import options, ppo, prepare
 from tests.runtime.placed import Command, run_forked, timeless, write_hooks
 from weft.errors import ConfigError, DevicesLost, RunError
@@ -23,6 +26,7 @@ from weft.runtime import directory
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # a cluster starts for them
 STEPS = 3
+SLOW = "ref_inf.pre_hooks=[{function: nap}]"
 
 
 @pytest.fixture(scope="module")
@@ -120,28 +124,36 @@ def words(root: Path, folder: str, *more: str) -> list[str]:
     ]
 
 
-def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path):
+@pytest.fixture(scope="module")
+def whole(root) -> Iterator[Future[tuple[int, str]]]:
+    with overlap.start(run_forked, *words(root, "whole", SLOW), cwd=root) as ended:
+        yield ended
+
+
+@pytest.mark.overlap
+def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, whole):
     """What SIGINT does, and what becomes of a command that is killed, is tested in
     `launch/test_supervisor.py`.
     """
-    slow = "ref_inf.pre_hooks=[{function: nap}]"
-    first = Command(*words(root, "stopped", slow), cwd=tmp_path)
+    first = Command(*words(root, "stopped", SLOW), cwd=root)
     first.after(root / "stopped" / "e" / "t" / "metrics.jsonl")
     first.signal(signal.SIGTERM)
     code, out = first.end()
     assert code == 128 + signal.SIGTERM and "rerun the same command to resume" in out, out
     assert first.none_left()
-    second = Command(*words(root, "stopped", slow), cwd=tmp_path)
+    second = Command(*words(root, "stopped", SLOW), cwd=root)
     code, out = second.end()
     assert code == 0 and "resuming after step" in out, out
-    assert run_forked(*words(root, "whole", slow), cwd=tmp_path)[0] == 0
+    code, out = whole.result()
+    assert code == 0, out
     assert timeless(root / "stopped" / "e" / "t") == timeless(root / "whole" / "e" / "t")
 
 
-def test_an_error_in_a_device_is_told_once_with_where_it_was(root, tmp_path):
+@pytest.mark.overlap
+def test_an_error_in_a_device_is_told_once_with_where_it_was(root):
     command = Command(
         *words(root, "failed", "ref_inf.pre_hooks=[{function: fail, args: {step: 1}}]"),
-        cwd=tmp_path,
+        cwd=root,
     )
     code, out = command.end()
     told = [line for line in out.splitlines() if line.startswith("error")]
