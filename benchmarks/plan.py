@@ -1,0 +1,176 @@
+"""How right `weft plan` is: the forecast of a step and its measured time, for runs of every
+algorithm on at most two processes of one thread each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import data, model, results
+from benchmarks.plan_cases import CASES, LARGE, SMALL, Case
+
+WARM = 2  # steps before the clock starts
+STEPS = 20
+BAR = 15  # percent: the most that the median error may be
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = results.parser("plan", str(__doc__), repeats=1)
+    parser.set_defaults(threads=1)
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="timed steps of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", default="", help="names of cases, with semicolons between; without it, all"
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", help="forecast from the estimated speeds of a CPU"
+    )
+    arguments = parser.parse_args(words)
+    results.start(arguments)
+    cases = [case for case in CASES if not arguments.only or case.name in arguments.only.split(";")]
+    if not cases:
+        raise SystemExit(f"--only={arguments.only}: cases are {'; '.join(c.name for c in CASES)}")
+    steps, shapes = arguments.steps, (SMALL, LARGE)
+    if arguments.quick:
+        cases, steps, shapes = [case.quick() for case in cases], 1, ("tiny", "tiny")
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
+        work = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(work / "cache")
+        write_models(work, arguments.data, shapes)
+        spent = 0.0 if arguments.no_profile else profile_models(work)
+        runs = {}
+        for case in cases:
+            runs[case.name] = run_case(case, work, arguments.data, steps)
+            print(f"{case.name}: {describe(runs[case.name])}", flush=True)
+    rows = [build_row(name, each) for name, each in runs.items()]
+    errors = [abs(row["error, %"]) for row in rows]
+    notes = [
+        f"median error {median(errors):.0f}%, at most {max(errors):.0f}%; to reach: {BAR}%",
+        f"measured: the median of {steps} steps after {WARM}; a process of {arguments.threads} "
+        "thread for each device",
+    ]
+    if not arguments.no_profile:
+        notes.append(f"weft plan profile took {spent:.0f} s for the {len(shapes)} models together")
+    settings = {"steps": steps, "warm": WARM, "shapes": shapes, "profile": not arguments.no_profile}
+    results.report(results.Results("plan", rows, settings, runs, notes), arguments)
+
+
+def write_models(work: Path, source: Path, shapes: Sequence[str]) -> None:
+    """Write a small and a larger model, and a reward model."""
+    tokenizer = source / "tokenizers" / "llama2"
+    small, large = (model.SHAPES[name] for name in shapes)
+    model.write_model(work / "model", small, tokenizer)
+    model.write_model(work / "large", large, tokenizer, seed=1)
+    model.write_model(work / "rewards", small, tokenizer, score=True, seed=2)
+
+
+def profile_models(work: Path) -> float:
+    """Profile the models as a user does; return the seconds that it took."""
+    from weft.cli.main import main as weft
+
+    started = time.perf_counter()
+    for name in ("model", "large"):
+        code = weft(["plan", "profile", str(work / name), "--device", "cpu", "--threads", "1"])
+        if code:
+            raise SystemExit(f"weft plan profile ends with exit code {code}")
+    return time.perf_counter() - started
+
+
+def run_case(case: Case, work: Path, source: Path, steps: int) -> dict[str, Any]:
+    """Forecast and run one case; return the forecast and each measured step."""
+    from weft.cli.quickstart import build_config
+    from weft.launch import run
+    from weft.launch.facts import TargetDevices
+    from weft.launch.plan import forecast_run_step
+    from weft.launch.resolve import read_data, resolve_run, set_up_device
+    from weft.launch.run import set_up_experiment
+
+    folder = work / case.name.replace(" ", "-").replace(",", "")
+    words = build_words(case, work, folder, source, steps)
+    config, _ = build_config(words)
+    experiment, mode = set_up_experiment(config, None)
+    target = TargetDevices.from_experiment(experiment, mode)
+    resolved = resolve_run(experiment, set_up_device(experiment, alone=True))
+    rows = read_data(resolved, progress=False)
+    forecast = forecast_run_step(resolved.experiment, target, rows.loaded)
+    rows.loaded.close()
+    assert forecast is not None
+    lines = run(build_config(words)[0]).metrics[WARM:]
+    return {"forecast": forecast.to_dict(), "steps": [select_times(line) for line in lines]}
+
+
+def build_words(case: Case, work: Path, folder: Path, source: Path, steps: int) -> list[str]:
+    """Write the rows of a case, and return the arguments of `weft quickstart` that run it."""
+    folder.mkdir()
+    places = {"MODEL": work / "model", "LARGE": work / "large", "REWARDS": work / "rewards"}
+    lengths = data.Lengths(source / "tokenizers" / "llama2" / "tokenizer.json")
+    count = case.batch * (steps + WARM)
+    rows, _ = data.take(data.SOURCES[case.rows](source), lengths, count, case.longest)
+    path = data.write(folder / "rows.jsonl", rows)
+    words = [case.algorithm]
+    for word in case.words:
+        name, _, value = word.partition("=")
+        words.append(f"{name}={places.get(value, value)}")
+    longest = case.longest + case.new_tokens
+    words += [
+        f"dataset.train_path={path}",
+        f"dataset.train_bs_n_seqs={case.batch}",
+        f"dataset.max_seqlen={longest}",
+        f"dataset.cache_dir={folder / 'rows'}",
+        "dataset.shuffle=false",
+        "device=cpu",
+        "progress=false",
+        "recover_mode=disabled",
+        f"max_steps={steps + WARM}",
+        "experiment_name=bench",
+        "trial_name=plan",
+        f"fileroot={folder}",
+    ]
+    if case.samples:
+        gen = "gen" if case.algorithm == "gen" else f"{case.algorithm}.gen"
+        words += [f"dataset.max_prompt_len={case.longest}"]
+        words += [f"{gen}.{end}_new_tokens={case.new_tokens}" for end in ("min", "max")]
+    return words
+
+
+def select_times(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the times of a step from its line of metrics, in seconds."""
+    kept = {"step_seconds": float(line["step_seconds"])}
+    for name, value in line.items():
+        if name.startswith("time/"):
+            kept[name] = float(value)
+    return kept
+
+
+def build_row(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    expected = measured["forecast"]["step_seconds"]
+    took = median(step["step_seconds"] for step in measured["steps"])
+    return {
+        "run": name,
+        "forecast, s": expected,
+        "measured, s": took,
+        "error, %": 100 * (expected / took - 1),
+    }
+
+
+def describe(measured: Mapping[str, Any]) -> str:
+    """Return forecast and measured seconds of a step and of each of its calls."""
+    parts = []
+    for name, call in measured["forecast"]["calls"].items():
+        times = [step[f"time/{name}"] for step in measured["steps"]]
+        parts.append(f"{name} {call['seconds']:.3f} ({median(times):.3f})")
+    row = build_row("", measured)
+    return f"{row['forecast, s']:.3f} ({row['measured, s']:.3f}): {json.dumps(parts)}"
+
+
+if __name__ == "__main__":
+    main()
