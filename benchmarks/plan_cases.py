@@ -36,9 +36,7 @@ class Case:
     def quick(self) -> Case:
         """Return the case at a size that only shows that it runs."""
         words = tuple(word.replace("=8", "=2") for word in self.words)
-        return replace(
-            self, batch=2, longest=96, words=words, new_tokens=min(self.new_tokens, 4)
-        )
+        return replace(self, batch=2, longest=96, words=words, new_tokens=min(self.new_tokens, 4))
 
 
 CASES = (

@@ -15,7 +15,7 @@ from weft.experiments import PPOConfig
 from weft.launch.facts import TargetDevices
 from weft.launch.plan import forecast_run_step
 from weft.launch.run import set_up_experiment
-from weft.planner.cost import build_decoder_sizes
+from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.step_forecast import StepForecast
 
 

@@ -2,7 +2,8 @@
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
 the estimated times. `realloc` shows the transfers that move parameters between two layouts.
-`memory` shows which GPUs have enough memory to train a model.
+`memory` shows which GPUs have enough memory to train a model. `profile` measures a model's parts on
+this machine, so that estimated times are right.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import overrides
+from weft.cli import overrides, plan_profile
 from weft.cli.parsing import CommandParser
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.options import read, to_mapping, validate
 from weft.planner.forecast import find_install_command, format_table, list_memory_options
 from weft.planner.memory import BYTES, CallDemand
+from weft.planner.profile import NOTE
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
@@ -94,6 +96,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "memory":
         print_memory_plan(arguments)
         return 0
+    if arguments.command == "profile":
+        plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))
+        return 0
     if arguments.devices_per_node < 1:
         realloc_parser.error(
             f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
@@ -104,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory,profile}")
     summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",
@@ -164,6 +169,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--json", action="store_true", help="print everything as one JSON object"
     )
     _add_memory_parser(commands)
+    plan_profile.add_parser(commands)
     return parser, realloc_parser
 
 
@@ -218,6 +224,9 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
     experiment = build_experiment(config)
     if fetch_configs(experiment, data=False):
         experiment = build_experiment(config)  # build again with the downloaded config.json files
+    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
+    if stale:
+        raise ConfigError("\n".join(stale))
     if not experiment.search:
         missing = []
         for note in experiment.plan_notes:
@@ -377,12 +386,12 @@ def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
         raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {rule}") from None
 
 
-def _read_model_config(model: str | None) -> TransformerConfig:
+def _read_model_config(model: str | None, option: str = "--model") -> TransformerConfig:
     from weft.checkpoints.config_file import find_family
     from weft.checkpoints.hf_io import read_config
 
     if model:
-        return read_config(find_model(model, ModelQuery("--model")).path)[1]
+        return read_config(find_model(model, ModelQuery(option)).path)[1]
     return find_family(SMALL_LLAMA).config(SMALL_LLAMA)
 
 

@@ -1,0 +1,422 @@
+"""Measured times of the parts of a network's calls: what `weft plan profile` stores.
+
+The engine that is measured is a run's: the same network with fewer layers and random weights. Marks
+at the first and the last block divide each call into parts, whose times add up to the call's. All
+results are plain values in seconds, medians of several repetitions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.algorithms.sft import SFTLoss
+from weft.data.sample import SequenceSample
+from weft.engine.backends.torch import compute_cost
+from weft.engine.base import Request
+from weft.engine.device import wait_for_device
+from weft.engine.spec import GenerationSpec, LoRASpec, ModelSpec, Schedule
+from weft.engine.torch.engine import BuiltNetwork, TorchEngine
+from weft.engine.torch.network_source import NetworkSource
+from weft.models.network.config import TransformerConfig
+from weft.models.network.linear import find_canonical_parameters
+from weft.parallel.tensor import narrow_config
+from weft.topology import Layout
+
+ADAPTER_RANK = 16  # rank of the adapters that are measured
+MAX_LAYERS = 4  # layers of the network whose passes are measured
+MAX_DECODED_LAYERS = 8  # layers of the deeper network that decodes
+MAX_TOKENS = 2048  # tokens of the largest pack
+SEQUENCE = 128  # tokens of a sequence where the number of tokens varies
+LENGTHS = (512, 2048)  # further lengths of sequences, in a pack of as many tokens as the largest
+BATCHES = (1, 8, 32)  # sequences that are decoded together
+CONTEXTS = (32, 256)  # tokens in the cache of each sequence
+DECODE_STEPS = 16  # steps of one measurement
+MIN_REPEATS, MAX_REPEATS = 3, 10
+REPEAT_SECONDS = 0.5  # a measurement is repeated for at least this long, if it is not slow
+SLOW_SECONDS = 3.0  # a measurement that takes longer is not repeated
+HOST_COPIES = (2**20, 2**24, 2**28)  # bytes that are copied to the host and back
+MAX_STEP_SECONDS = 6.0  # packs whose step would take longer are left out
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """Network to measure: a configuration, and how it is used.
+
+    Attributes:
+        config: Configuration of the whole model.
+        device: Device of the network.
+        dtype: Name of the dtype of the computation.
+        tensor: Number of tensor-parallel ranks; the network is the part of the first of them.
+        layers: Number of layers that are built.
+    """
+
+    config: TransformerConfig
+    device: torch.device
+    dtype: str
+    tensor: int = 1
+    layers: int = MAX_LAYERS
+
+    def build_engine(self, *, trained: bool, rank: int = 0) -> TorchEngine:
+        """Build an engine with random weights; with `rank` above 0, it has adapters of that rank.
+
+        Raises `UserError` for a model that cannot be built with these settings.
+        """
+        config = shorten(self.config, min(self.layers, self.config.num_layers))
+        if self.tensor > 1:
+            config = narrow_config(config, self.tensor, 0)
+        spec = ModelSpec(
+            path="",
+            dtype=self.dtype,
+            device=str(self.device),
+            trained=trained,
+            init_from_scratch=True,
+            lora=LoRASpec(r=rank),
+            schedule=Schedule(1_000_000, 0),
+        )
+        source = NetworkSource(spec, "", config)
+        network = source.build_network(None)
+        network.to_empty(device=self.device)
+        source.fill(find_canonical_parameters(network), {})
+        built = BuiltNetwork(
+            network=network,
+            save=_refuse_to_save,
+            cost=compute_cost(network, frozen=spec.has_adapters),
+            facts={},
+            blocks=tuple(network.blocks),
+        )
+        return TorchEngine(built, spec, Layout(), self.device)
+
+
+def _refuse_to_save(*_: object) -> None:
+    raise AssertionError("a network that is only measured is never saved")
+
+
+def shorten(config: TransformerConfig, layers: int) -> TransformerConfig:
+    """Return the configuration of the model's first `layers` layers."""
+    experts = config.experts
+    if experts is not None and experts.layers:
+        experts = replace(experts, layers=experts.layers[:layers])
+    return replace(config, num_layers=layers, windows=config.windows[:layers], experts=experts)
+
+
+# -- passes
+
+
+@dataclass
+class PassMarks:
+    """Times at which a pass reaches the first and the last block, forward and backward.
+
+    On a CUDA device, the times are those of the device's stream, not of the host.
+    """
+
+    network: nn.Module
+    device: torch.device
+    reached: dict[str, Any] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Record the time at which the device reaches this place."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self.reached[name] = event
+        else:
+            self.reached[name] = time.perf_counter()
+
+    def compute_seconds(self, first: str, last: str) -> float:
+        """Return the time between two marks, or 0 if the pass did not reach one of them."""
+        if first not in self.reached or last not in self.reached:
+            return 0.0
+        begin, end = self.reached[first], self.reached[last]
+        if self.device.type == "cuda":
+            return 1e-3 * float(begin.elapsed_time(end))
+        return float(end - begin)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attach the marks to the network's first and last block, until the context ends."""
+        blocks = cast("nn.ModuleList", self.network.blocks)
+        hooks = [
+            blocks[0].register_forward_pre_hook(self._enter),
+            blocks[-1].register_forward_hook(self._leave),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, block: nn.Module, given: tuple[Any, ...]) -> None:
+        self.mark("blocks begin")
+        states: Tensor = given[0]
+        if torch.is_grad_enabled() and states.requires_grad:
+            states.register_hook(lambda gradient: self.mark("blocks backward end"))
+
+    def _leave(self, block: nn.Module, given: tuple[Any, ...], states: Tensor) -> None:
+        self.mark("blocks end")
+        if torch.is_grad_enabled() and states.requires_grad:
+            states.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self.mark("blocks backward begin")
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self.mark("backward end"))
+
+
+def build_batch(lengths: Sequence[int]) -> SequenceSample:
+    """Return sequences of random tokens: a prompt of one token, and a completion to train on."""
+    random = torch.Generator().manual_seed(0)
+    data = {
+        "prompt": torch.ones(len(lengths), dtype=torch.int64),
+        "completion": torch.randint(3, 256, (sum(lengths) - len(lengths),), generator=random),
+    }
+    sizes = {"prompt": [[1] for _ in lengths], "completion": [[length - 1] for length in lengths]}
+    return SequenceSample.from_groups([str(i) for i in range(len(lengths))], sizes, data)
+
+
+def measure_pass(engine: TorchEngine, batch: SequenceSample, *, trains: bool) -> Parts:
+    """Return the medians of the parts of one call of the engine, by name.
+
+    The parts are `begin` (packing, the embedding), `blocks`, `head` (and its gradient),
+    `blocks_backward`, `embedding_backward` and `update` (the optimizer step, and reading results).
+    """
+    marks = PassMarks(engine._network, engine._device)
+    limit = 1 << 30
+
+    def run() -> Parts:
+        marks.reached.clear()
+        wait_for_device(marks.device)
+        marks.mark("start")
+        if trains:
+            engine.train([batch], SFTLoss(), max_tokens=limit)
+        else:
+            engine.forward(batch, frozenset({"logprobs"}), max_tokens=limit)
+        marks.mark("end")
+        wait_for_device(marks.device)
+        return _divide(marks, trains=trains)
+
+    with marks.attached():
+        runs = repeat(run)
+    return {name: statistics.median(each[name] for each in runs) for name in runs[0]}
+
+
+def _divide(marks: PassMarks, *, trains: bool) -> Parts:
+    """Return the parts of the call that the marks have recorded."""
+    between = marks.compute_seconds
+    if not trains:
+        return {
+            "begin": between("start", "blocks begin"),
+            "blocks": between("blocks begin", "blocks end"),
+            "head": between("blocks end", "end"),
+        }
+    # Frozen embeddings need no gradient: the backward pass ends with the blocks.
+    has_end = "blocks backward end" in marks.reached
+    last = "blocks backward end" if has_end else "backward end"
+    return {
+        "begin": between("start", "blocks begin"),
+        "blocks": between("blocks begin", "blocks end"),
+        "head": between("blocks end", "blocks backward begin"),
+        "blocks_backward": between("blocks backward begin", last),
+        "embedding_backward": between(last, "backward end"),
+        "update": between("backward end", "end"),
+    }
+
+
+def repeat(run: Callable[[], Parts]) -> list[Parts]:
+    """Run a measurement once to warm up, then several times; return the results of the latter.
+
+    A slow measurement is not repeated.
+    """
+    started = time.perf_counter()
+    run()
+    slow = time.perf_counter() - started > SLOW_SECONDS
+    runs: list[Parts] = []
+    started = time.perf_counter()
+    while len(runs) < (1 if slow else MIN_REPEATS) or (
+        len(runs) < MAX_REPEATS and time.perf_counter() - started < REPEAT_SECONDS
+    ):
+        runs.append(run())
+    return runs
+
+
+def list_packs(max_tokens: int) -> list[tuple[int, int]]:
+    """Return the packs that are measured, as (tokens, tokens of each sequence), small ones first."""
+    packs = []
+    tokens = SEQUENCE
+    while tokens <= max_tokens:
+        packs.append((tokens, SEQUENCE))
+        tokens *= 4
+    largest = packs[-1][0]
+    return packs + [(largest, length) for length in LENGTHS if length <= largest]
+
+
+def measure_passes(
+    network: MeasuredNetwork, kind: str, max_tokens: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the measured passes of one kind: "score", "full" or "adapters".
+
+    The result has the lists `tokens`, `lengths` and one list for each part of a call, with one
+    entry per pack; times of blocks are per layer. `trained` is the number of trained parameters.
+    """
+    trains = kind != "score"
+    engine = network.build_engine(trained=trains, rank=ADAPTER_RANK if kind == "adapters" else 0)
+    depth = len(engine._built.blocks)
+    result: dict[str, Any] = {"tokens": [], "lengths": []}
+    slowest = 0.0
+    for tokens, length in list_packs(max_tokens):
+        # The next pack takes four times as long as the last.
+        if 4 * slowest > MAX_STEP_SECONDS and tokens > max(result["tokens"]):
+            break
+        tell(f"{kind}: {tokens:,} tokens in sequences of {length:,}")
+        parts = measure_pass(engine, build_batch([length] * (tokens // length)), trains=trains)
+        slowest = max(slowest, sum(parts.values()))
+        result["tokens"].append(tokens)
+        result["lengths"].append(length)
+        for name, seconds in parts.items():
+            share = depth if name.startswith("blocks") else 1
+            result.setdefault(name, []).append(seconds / share)
+    result["trained"] = sum(p.numel() for p in engine._network.parameters() if p.requires_grad)
+    return result
+
+
+# -- decoding
+
+
+def measure_decoding(
+    network: MeasuredNetwork, rank: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the times of decode steps and of prefills, with adapters if `rank` is above 0.
+
+    The lists `batches`, `contexts`, `block`, `rest`, `prefill_block` and `prefill_rest` have one
+    entry per measurement: times of a layer, and of all else. They follow from two networks that
+    differ in their number of layers.
+    """
+    most = min(MAX_DECODED_LAYERS, network.config.num_layers)
+    depths = [1, most] if most > 1 else [1]
+    timed = []
+    for depth in depths:
+        engine = replace(network, layers=depth).build_engine(trained=rank > 0, rank=rank)
+        steps = {}
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                tell(f"decoding: {batch} sequences of {context} tokens, {depth} layers")
+                steps[batch, context] = measure_decode_step(engine, batch, context)
+        timed.append(steps)
+    names = ("batches", "contexts", "block", "rest", "prefill_block", "prefill_rest")
+    result: dict[str, Any] = {name: [] for name in names}
+    for batch, context in timed[0]:
+        result["batches"].append(batch)
+        result["contexts"].append(context)
+        for prefix, part in (("", 0), ("prefill_", 1)):
+            shallow, deep = (steps[batch, context][part] for steps in (timed[0], timed[-1]))
+            if most > 1:
+                block = max(0.0, (deep - shallow) / (most - 1))
+            else:
+                block = shallow / 2
+            result[f"{prefix}block"].append(block)
+            result[f"{prefix}rest"].append(max(0.0, deep - most * block))
+    return result
+
+
+def measure_decode_step(engine: TorchEngine, batch: int, context: int) -> tuple[float, float]:
+    """Return the time of one decode step at `context` tokens, and that of computing the prompts."""
+    steps, fills = [], []
+    for number in range(1 + MIN_REPEATS):
+        spec = GenerationSpec(max_new_tokens=2 * DECODE_STEPS + 2)
+        prompts = []
+        for row in range(batch):
+            prompts.append([3 + (row + 7 * number + 5 * i) % 200 for i in range(context)])
+            prompts[-1][0] = 3 + row
+        requests = [Request(id=str(row), k=0, prompt=prompts[row]) for row in range(batch)]
+        with engine.generating(spec) as generator:
+            started = time.perf_counter()
+            generator.submit(requests)
+            produced = 0
+            while produced < batch:
+                produced += len(generator.step())
+            filled = time.perf_counter()
+            # A generator can compute several steps in one call: count the tokens.
+            produced = 0
+            while produced < DECODE_STEPS * batch:
+                produced += len(generator.step())
+            wait_for_device(engine._device)
+            ended = time.perf_counter()
+            generator.abort([request.id for request in requests])
+        if number:
+            fills.append(filled - started)
+            steps.append((ended - filled) * batch / produced)
+    return statistics.median(steps), statistics.median(fills)
+
+
+def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str, Any]]:
+    """Return measured calls that lie between the other measurements, to see how right these are."""
+    tokens, length = max_tokens // 3 // 96 * 96, 96
+    points: list[dict[str, Any]] = []
+    for kind in ("score", "full"):
+        if not tokens:
+            continue
+        trains = kind == "full"
+        engine = network.build_engine(trained=trains)
+        parts = measure_pass(engine, build_batch([length] * (tokens // length)), trains=trains)
+        points.append(
+            {
+                "kind": kind,
+                "tokens": tokens,
+                "length": length,
+                "layers": len(engine._built.blocks),
+                "seconds": sum(parts.values()),
+            }
+        )
+    batch, context = 16, 128
+    engine = network.build_engine(trained=False)
+    seconds = measure_decode_step(engine, batch, context)[0]
+    layers = len(engine._built.blocks)
+    points.append(
+        {"kind": "plain", "batch": batch, "context": context, "layers": layers, "seconds": seconds}
+    )
+    return points
+
+
+def measure_host_copies(device: torch.device) -> dict[str, list[list[float]]]:
+    """Return bytes and seconds of copies to pinned host memory ("out") and from there ("back")."""
+    result: dict[str, list[list[float]]] = {}
+    for name in ("out", "back"):
+        seconds = []
+        for size in HOST_COPIES:
+            there = torch.empty(size, dtype=torch.uint8, device=device)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            target, source = (host, there) if name == "out" else (there, host)
+            times = []
+            for _ in range(1 + MIN_REPEATS):
+                wait_for_device(device)
+                started = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                wait_for_device(device)
+                times.append(time.perf_counter() - started)
+            seconds.append(statistics.median(times[1:]))
+        result[name] = [list(map(float, HOST_COPIES)), seconds]
+    return result
+
+
+def measure_network(
+    network: MeasuredNetwork, max_tokens: int, tell: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """Return all measurements of a network: `passes` by kind, `decoding`, and `held_out`."""
+    passes = {}
+    for kind in ("score", "full", "adapters"):
+        passes[kind] = measure_passes(network, kind, max_tokens, tell)
+    decoding = {}
+    for kind, rank in (("plain", 0), ("adapters", ADAPTER_RANK)):
+        decoding[kind] = measure_decoding(network, rank, tell)
+    tell("points between the others")
+    held_out = measure_held_out(network, max(passes["full"]["tokens"]))
+    return {"passes": passes, "decoding": decoding, "held_out": held_out}

@@ -1,0 +1,214 @@
+"""Times of a device's computation: passes, optimizer steps and decode steps of one device.
+
+They are interpolated from a profile if one fits the network, and otherwise follow from the numbers
+of operations and bytes and from the rates of the device. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.devices import DeviceRates
+from weft.planner.memory import SLOTS, WIDE
+from weft.planner.profile import ShapeTimes, remember
+
+STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
+# Reads and writes of elementwise operations in a block's forward pass: elements per token of the
+# hidden states, and of the MLP
+HIDDEN_TRAFFIC = 12
+INNER_TRAFFIC = 4
+BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
+PARTS = ("products", "memory", "messages", "overhead", "bubble")
+
+
+class Cost(NamedTuple):
+    """Seconds by what takes them.
+
+    `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
+    packing and passing calls on, and `bubble` the time in which a pipeline stage has no work.
+    """
+
+    products: float = 0.0
+    memory: float = 0.0
+    messages: float = 0.0
+    overhead: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+    def plus(self, *others: Cost) -> Cost:
+        """Return the sum of this cost and others."""
+        return Cost(*(sum(parts) for parts in zip(self, *others, strict=True)))
+
+    def times(self, factor: float) -> Cost:
+        """Return `factor` times this cost."""
+        return Cost(*(factor * part for part in self))
+
+    def split(self, seconds: float) -> Cost:
+        """Return a cost of `seconds` whose parts are in the proportion of this one's."""
+        whole = self.seconds
+        return self.times(seconds / whole) if whole else Cost(products=seconds)
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """Size of one micro-batch on one device.
+
+    Attributes:
+        tokens: Number of tokens that are computed.
+        length: Mean number of tokens of a sequence, each token counted once.
+        rows: Number of tokens for which outputs are computed.
+        trains: True if a backward pass follows.
+    """
+
+    tokens: float
+    length: float
+    rows: float
+    trains: bool
+
+
+class PassCost(NamedTuple):
+    """Cost of one micro-batch: of a layer forward and backward, and of all else (the ends)."""
+
+    block: Cost
+    block_backward: Cost
+    ends: Cost
+
+
+class ComputeTimes:
+    """Times of one network's computation on one rank of a tensor-parallel group."""
+
+    def __init__(self, network: DecoderSizes, rates: DeviceRates, tensor: int) -> None:
+        self._network = network
+        self._rates = rates
+        self._tensor = tensor
+        self._profile: ShapeTimes | None = None
+        if rates.profile is not None:
+            self._profile = rates.profile.find(
+                network.profile_key, network.settings.dtype, tensor, rates.threads_used
+            )
+
+    @property
+    def is_measured(self) -> bool:
+        """True if a profile fits the network."""
+        return self._profile is not None
+
+    # -- passes
+
+    def compute_pass(self, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch."""
+        key = ("pass", self._network, self._tensor, size, self._rates.slowdown)
+        if self._profile is None:
+            return self._rate_pass(size)
+        assert self._rates.profile is not None
+        times = self._profile
+        return PassCost(
+            *remember(self._rates.profile.memo, key, lambda: self._measure_pass(times, size))
+        )
+
+    def _rate_pass(self, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch from the rates of the device."""
+        network, rates = self._network, self._rates
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        attention = 2 * shape.query * size.length * size.tokens * share / rates.attention_share
+        weights = 2 * network.active * size.tokens * share
+        products = Cost(products=(weights + attention) / rates.flops)
+        reads = Cost(memory=network.active * share * width / rates.memory_bandwidth)
+        elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
+        traffic = rates.elementwise * elements * width * size.tokens / rates.memory_bandwidth
+        slower = max(products, reads, key=lambda cost: cost.seconds)
+        launch = Cost(overhead=rates.launch)
+        forward = slower.plus(launch, Cost(memory=traffic))
+        head = Cost(products=2 * network.outputs * size.rows * share / rates.flops)
+        if not size.trains:
+            return PassCost(forward, Cost(), head)
+        # The gradients of activations cost a forward pass, those of trained weights a share of one.
+        trained_layers = shape.layers - network.frozen_layers
+        if network.frozen_layers or not network.has_adapters:
+            gradients = 1.0
+        else:
+            gradients = network.num_trained / shape.parameters
+        backward = slower.times(1.0 + gradients).plus(
+            Cost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
+        )
+        backward = backward.times(trained_layers / max(1, shape.layers))
+        return PassCost(forward, backward, head.times(2.0 + gradients))
+
+    def _measure_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch from a profile."""
+        network = self._network
+        kind = "score"
+        if size.trains:
+            kind = "adapters" if network.has_adapters else "full"
+        found = times.passes[kind].compute_seconds(size.tokens, size.length, size.rows)
+        slowdown = self._rates.slowdown
+        head = found.head if network.shape.vocab > 1 else 0.0
+        embedding = 0.0 if network.frozen_layers else found.embedding_backward
+        trained = (network.shape.layers - network.frozen_layers) / max(1, network.shape.layers)
+        return PassCost(
+            Cost(products=slowdown * found.block),
+            Cost(products=slowdown * found.block_backward * trained),
+            Cost(
+                products=slowdown * head,
+                memory=slowdown * embedding,
+                overhead=slowdown * found.begin,
+            ),
+        )
+
+    # -- the optimizer
+
+    def compute_update(self, elements: float) -> Cost:
+        """Return the cost of an optimizer step with `elements` trained parameters on this device."""
+        network, rates = self._network, self._rates
+        if self._profile is not None:
+            return Cost(memory=rates.slowdown * self._profile.compute_update(elements))
+        traffic = elements * WIDE * (2 + SLOTS[network.settings.optimizer]) * STATE_READS
+        return Cost(memory=traffic / rates.memory_bandwidth)
+
+    # -- decoding
+
+    def compute_decode(self, batch: float, context: float) -> tuple[Cost, Cost]:
+        """Return the cost of a decode step of `batch` sequences: of a layer, and of all else.
+
+        `context` is the number of tokens before each new token.
+        """
+        network, rates = self._network, self._rates
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        # A step reads all weights and the KV cache, or is bound by its products.
+        cache = batch * context * 2 * shape.key * width * share
+        attention = 2 * shape.query * context / rates.attention_share
+        products = Cost(products=batch * share * 2 * (network.active + attention / 2) / rates.flops)
+        reads = Cost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
+        block = max(products, reads, key=lambda cost: cost.seconds)
+        block = block.plus(Cost(overhead=rates.launch))
+        products = Cost(products=batch * share * 2 * network.outputs / rates.flops)
+        reads = Cost(memory=network.outputs * width * share / rates.memory_bandwidth)
+        rest = max(products, reads, key=lambda cost: cost.seconds)
+        if self._profile is None:
+            return block, rest
+        kind = "adapters" if network.has_adapters else "plain"
+        times = self._profile.decoding[kind].compute_step(batch, context)
+        slowdown = rates.slowdown
+        return block.split(slowdown * times[0]), rest.split(slowdown * times[1])
+
+    def compute_prefill(self, tokens: float, length: float, sequences: float) -> tuple[Cost, Cost]:
+        """Return the cost of computing prompts: of a layer, and of all else.
+
+        `tokens` is the number of all prompt tokens, in `sequences` prompts of `length` tokens.
+        """
+        if self._profile is None:
+            cost = self._rate_pass(PassSize(tokens, length, sequences, trains=False))
+            return cost.block, cost.ends
+        kind = "adapters" if self._network.has_adapters else "plain"
+        block, rest = self._profile.decoding[kind].compute_prefill(tokens)
+        slowdown = self._rates.slowdown
+        return Cost(products=slowdown * block), Cost(overhead=slowdown * rest)
