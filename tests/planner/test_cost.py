@@ -181,9 +181,7 @@ def test_copies_sum_their_gradients_and_shards_gather_their_weights() -> None:
 def test_gradients_are_scattered_after_each_micro_batch_or_once() -> None:
     many = replace(TRAIN, num_updates=1, microbatch=100)  # 4 on each of two ranks
     each = estimate_call_seconds(TRAINED, many, mesh("d2f2"), RATES)
-    once = estimate_call_seconds(
-        with_settings(TRAINED, sums_once=True), many, mesh("d2f2"), RATES
-    )
+    once = estimate_call_seconds(with_settings(TRAINED, sums_once=True), many, mesh("d2f2"), RATES)
     assert each - once == pytest.approx(3 * PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
 
 

@@ -172,12 +172,12 @@ class PassMarks:
         engine.queue_callback(lambda: self.mark("backward end"))
 
 
-def build_batch(lengths: Sequence[int]) -> SequenceSample:
+def build_batch(lengths: Sequence[int], vocab_size: int) -> SequenceSample:
     """Return sequences of random tokens: a prompt of one token, and a completion to train on."""
     random = torch.Generator().manual_seed(0)
     data = {
         "prompt": torch.ones(len(lengths), dtype=torch.int64),
-        "completion": torch.randint(3, 256, (sum(lengths) - len(lengths),), generator=random),
+        "completion": torch.randint(vocab_size, (sum(lengths) - len(lengths),), generator=random),
     }
     sizes = {"prompt": [[1] for _ in lengths], "completion": [[length - 1] for length in lengths]}
     return SequenceSample.from_groups([str(i) for i in range(len(lengths))], sizes, data)
@@ -270,6 +270,7 @@ def measure_passes(
     trains = kind != "score"
     engine = network.build_engine(trained=trains, rank=ADAPTER_RANK if kind == "adapters" else 0)
     depth = len(engine._built.blocks)
+    vocab = engine._network.config.vocab_size
     result: dict[str, Any] = {"tokens": [], "lengths": []}
     slowest = 0.0
     for tokens, length in list_packs(max_tokens):
@@ -277,7 +278,9 @@ def measure_passes(
         if 4 * slowest > MAX_STEP_SECONDS and tokens > max(result["tokens"]):
             break
         tell(f"{kind}: {tokens:,} tokens in sequences of {length:,}")
-        parts = measure_pass(engine, build_batch([length] * (tokens // length)), trains=trains)
+        parts = measure_pass(
+            engine, build_batch([length] * (tokens // length), vocab), trains=trains
+        )
         slowest = max(slowest, sum(parts.values()))
         result["tokens"].append(tokens)
         result["lengths"].append(length)
@@ -330,12 +333,14 @@ def measure_decoding(
 def measure_decode_step(engine: TorchEngine, batch: int, context: int) -> tuple[float, float]:
     """Return the time of one decode step at `context` tokens, and that of computing the prompts."""
     steps, fills = [], []
+    vocab = engine._network.config.vocab_size
     for number in range(1 + MIN_REPEATS):
         spec = GenerationSpec(max_new_tokens=2 * DECODE_STEPS + 2)
         prompts = []
         for row in range(batch):
-            prompts.append([3 + (row + 7 * number + 5 * i) % 200 for i in range(context)])
-            prompts[-1][0] = 3 + row
+            # Prompts that begin with other tokens share nothing.
+            prompts.append([(row + 7 * number + 5 * i) % vocab for i in range(context)])
+            prompts[-1][0] = row % vocab
         requests = [Request(id=str(row), k=0, prompt=prompts[row]) for row in range(batch)]
         with engine.generating(spec) as generator:
             started = time.perf_counter()
@@ -366,7 +371,10 @@ def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str
             continue
         trains = kind == "full"
         engine = network.build_engine(trained=trains)
-        parts = measure_pass(engine, build_batch([length] * (tokens // length)), trains=trains)
+        vocab = engine._network.config.vocab_size
+        parts = measure_pass(
+            engine, build_batch([length] * (tokens // length), vocab), trains=trains
+        )
         points.append(
             {
                 "kind": kind,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft.engine.device import set_threads, wait_for_device
 from weft.engine.measure import MeasuredNetwork, build_batch, measure_pass
+from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.mesh import choose_backend
@@ -39,6 +40,8 @@ def measure_links(
     network: MeasuredNetwork, threads: int, tell: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Return times of messages between two devices, or None if there is only one GPU.
+
+    With a CPU, the devices are two processes of `threads` threads each.
 
     `sum`, `gather`, `scatter` and `send` are pairs of lists: bytes and seconds. `contention` is the
     time of a pass while the other process computes too, relative to that alone. `startup_seconds`
@@ -109,26 +112,32 @@ def _run_rank(
             world_size=2,
             timeout=timedelta(seconds=DEADLINE),
         )
-        result: dict[str, Any] = {}
-        for name, exchange in EXCHANGES.items():
-            seconds = [_measure_exchange(exchange, size // WIDTH, device) for size in SIZES]
-            result[name] = [list(SIZES), seconds]
-        # Compute in turn, then together.
-        batch = build_batch([CONTENTION_TOKENS])
-        alone = 0.0
-        for turn in range(2):
-            if turn == rank:
-                alone = sum(measure_pass(engine, batch, trains=True).values())
-            _wait_for_other(device)
-        together = sum(measure_pass(engine, batch, trains=True).values())
-        _wait_for_other(device)
-        result["contention"] = max(1.0, together / alone)
+        result = measure_with_other(engine, device)
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def measure_with_other(engine: TorchEngine, device: torch.device) -> dict[str, Any]:
+    """Return the times of messages, and `contention`; both processes call this function."""
+    result: dict[str, Any] = {}
+    for name, exchange in EXCHANGES.items():
+        seconds = [_measure_exchange(exchange, size // WIDTH, device) for size in SIZES]
+        result[name] = [list(SIZES), seconds]
+    # Compute in turn, then together.
+    batch = build_batch([CONTENTION_TOKENS], engine._network.config.vocab_size)
+    alone = 0.0
+    for turn in range(2):
+        if turn == dist.get_rank():
+            alone = sum(measure_pass(engine, batch, trains=True).values())
+        _wait_for_other(device)
+    together = sum(measure_pass(engine, batch, trains=True).values())
+    _wait_for_other(device)
+    result["contention"] = max(1.0, together / alone)
+    return result
 
 
 def _wait_for_other(device: torch.device) -> None:
@@ -142,11 +151,11 @@ def _sum(x: torch.Tensor) -> None:
 
 
 def _gather(x: torch.Tensor) -> None:
-    dist.all_gather_into_tensor(x, x.chunk(2)[dist.get_rank()].clone())
+    dist.all_gather(list(x.chunk(2)), x.chunk(2)[dist.get_rank()].clone())
 
 
 def _scatter(x: torch.Tensor) -> None:
-    dist.reduce_scatter_tensor(torch.empty_like(x.chunk(2)[0]), x)
+    dist.reduce_scatter(torch.empty_like(x.chunk(2)[0]), list(x.chunk(2)))
 
 
 def _send(x: torch.Tensor) -> None:
