@@ -100,9 +100,9 @@ def test_a_part_of_tensor_ranks_is_narrower() -> None:
     )
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_decoding_has_a_time_for_each_size(rank: int) -> None:
-    found = measure.measure_decoding(NETWORK, rank, quiet)
+@pytest.mark.parametrize("kind", ["plain", "modules", "adapters"])
+def test_decoding_has_a_time_for_each_size(kind: str) -> None:
+    found = measure.measure_decoding(NETWORK, kind, quiet)
     assert found["batches"] == [1, 1, 4, 4] and found["contexts"] == [4, 8, 4, 8]
     for name in ("block", "rest", "prefill_block", "prefill_rest"):
         assert len(found[name]) == 4 and min(found[name]) >= 0.0

@@ -78,6 +78,10 @@ def measured() -> Mapping[str, Any]:
             "full": passes(1.5, trains=True, trained=1_000_000),
             "adapters": passes(1.2, trains=True, trained=10_000),
         },
-        "decoding": {"plain": decoding(1.0), "adapters": decoding(2.0)},
+        "decoding": {
+            "plain": decoding(1.0),
+            "modules": decoding(1.5),
+            "adapters": decoding(2.0),
+        },
         "links": links(),
     }

@@ -45,12 +45,14 @@ def mesh(layout: str) -> Mesh:
 
 def test_a_profile_is_used_where_it_fits() -> None:
     assert RATES.basis == "a profile of 2026-01-02"
-    assert ComputeTimes(NETWORK, ALONE, 1).is_measured
-    assert not ComputeTimes(NETWORK, ALONE, 2).is_measured  # not measured with two tensor ranks
+    assert ComputeTimes(NETWORK, ALONE, Layout()).is_measured
+    assert not ComputeTimes(
+        NETWORK, ALONE, Layout(tensor=2)
+    ).is_measured  # not measured with two tensor ranks
     other = replace(NETWORK, shape=replace(NETWORK.shape, inner=300))
-    assert not ComputeTimes(other, ALONE, 1).is_measured
+    assert not ComputeTimes(other, ALONE, Layout()).is_measured
     two_threads = replace(RATES, threads=2).share_cores(1, 1)
-    assert not ComputeTimes(NETWORK, two_threads, 1).is_measured
+    assert not ComputeTimes(NETWORK, two_threads, Layout()).is_measured
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_a_profile_is_used_where_it_fits() -> None:
 def test_a_pass_is_that_of_its_kind(
     network: object, trains: bool, block: float, backward: float
 ) -> None:
-    times = ComputeTimes(network, ALONE, 1)  # type: ignore[arg-type]
+    times = ComputeTimes(network, ALONE, Layout())  # type: ignore[arg-type]
     found = times.compute_pass(PassSize(250, 100, 100, trains))
     assert found.block.seconds == pytest.approx(block * 2.5e-4)
     assert found.block_backward.seconds == pytest.approx(backward * 2.5e-4)
@@ -75,7 +77,7 @@ def test_a_pass_is_that_of_its_kind(
 
 def test_a_value_head_costs_nothing() -> None:
     value = replace(NETWORK, shape=replace(NETWORK.shape, vocab=1))
-    found = ComputeTimes(value, ALONE, 1).compute_pass(PassSize(250, 100, 250, False))
+    found = ComputeTimes(value, ALONE, Layout()).compute_pass(PassSize(250, 100, 250, False))
     assert found.ends.seconds == pytest.approx(1e-3)
 
 
@@ -101,6 +103,9 @@ def test_a_generation_adds_up() -> None:
     # Adapters make the products of a layer take twice as long in this profile.
     adapted = estimate_call(ADAPTED, load, mesh("d1"), ALONE)
     assert adapted.seconds == pytest.approx(prefill + 20 * (2 * step - 2e-3), rel=1e-9)
+    # The stages of a pipeline have modules that no kernel computes as a whole.
+    staged = ComputeTimes(NETWORK, ALONE, Layout(pipeline=2)).compute_decode(4, 110)
+    assert staged[0].seconds == pytest.approx(1.5 * (1e-3 + 4 * (1e-4 + 1e-6 * 110)))
     # Four samples of one prompt compute it once.
     grouped = estimate_call(NETWORK, replace(load, samples=4), mesh("d1"), ALONE)
     assert grouped.seconds == pytest.approx(4 * 100e-6 + 1e-3 + 20 * step, rel=1e-9)

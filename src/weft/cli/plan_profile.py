@@ -191,14 +191,14 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
             text += f"; optimizer step of {values['trained']:,} parameters {1e3 * update:.1f} ms"
         lines.append(text)
     for kind, values in contents["decoding"].items():
-        with_adapters = "" if kind == "plain" else " with adapters"
+        named = {"plain": "", "modules": ", module by module", "adapters": ", with adapters"}
         shown = []
         for batch, context, block, rest in zip(
             *(values[name] for name in ("batches", "contexts", "block", "rest")), strict=True
         ):
             shown.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * rest:.2f}")
         lines.append(
-            f"decode step{with_adapters}, ms of a layer + the rest, by sequences x tokens: "
+            f"decode step{named[kind]}, ms of a layer + the rest, by sequences x tokens: "
             + "; ".join(shown)
         )
     links = contents["links"]

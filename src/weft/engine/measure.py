@@ -295,9 +295,12 @@ def measure_passes(
 
 
 def measure_decoding(
-    network: MeasuredNetwork, rank: int, tell: Callable[[str], None]
+    network: MeasuredNetwork, kind: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the times of decode steps and of prefills, with adapters if `rank` is above 0.
+    """Return the times of decode steps and of prefills.
+
+    The kinds are "plain" and "adapters", and "modules": a network whose modules have hooks, as
+    those that join tensor-parallel ranks, which no kernel computes as a whole.
 
     The lists `batches`, `contexts`, `block`, `rest`, `prefill_block` and `prefill_rest` have one
     entry per measurement: times of a layer, and of all else. They follow from two networks that
@@ -306,12 +309,15 @@ def measure_decoding(
     most = min(MAX_DECODED_LAYERS, network.config.num_layers)
     depths = [1, most] if most > 1 else [1]
     timed = []
+    rank = ADAPTER_RANK if kind == "adapters" else 0
     for depth in depths:
         engine = replace(network, layers=depth).build_engine(trained=rank > 0, rank=rank)
+        if kind == "modules":
+            engine._built.blocks[0].register_forward_pre_hook(lambda block, given: None)
         steps = {}
         for batch in BATCHES:
             for context in CONTEXTS:
-                tell(f"decoding: {batch} sequences of {context} tokens, {depth} layers")
+                tell(f"decoding, {kind}: {batch} sequences of {context} tokens, {depth} layers")
                 steps[batch, context] = measure_decode_step(engine, batch, context)
         timed.append(steps)
     names = ("batches", "contexts", "block", "rest", "prefill_block", "prefill_rest")
@@ -359,7 +365,8 @@ def measure_decode_step(engine: TorchEngine, batch: int, context: int) -> tuple[
         if number:
             fills.append(filled - started)
             steps.append((ended - filled) * batch / produced)
-    return statistics.median(steps), statistics.median(fills)
+    # Times of a few layers are differences of these, so the least disturbed measurement counts.
+    return min(steps), min(fills)
 
 
 def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str, Any]]:
@@ -423,8 +430,8 @@ def measure_network(
     for kind in ("score", "full", "adapters"):
         passes[kind] = measure_passes(network, kind, max_tokens, tell)
     decoding = {}
-    for kind, rank in (("plain", 0), ("adapters", ADAPTER_RANK)):
-        decoding[kind] = measure_decoding(network, rank, tell)
+    for kind in ("plain", "modules", "adapters"):
+        decoding[kind] = measure_decoding(network, kind, tell)
     tell("points between the others")
     held_out = measure_held_out(network, max(passes["full"]["tokens"]))
     return {"passes": passes, "decoding": decoding, "held_out": held_out}

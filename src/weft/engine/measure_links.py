@@ -26,6 +26,7 @@ from weft.engine.measure import MeasuredNetwork, build_batch, measure_pass
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.observe.memory import keep_freed_memory
+from weft.parallel.collectives import sum_over_ranks
 from weft.parallel.mesh import choose_backend
 
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes of messages
@@ -34,6 +35,9 @@ WIDTH = 4  # bytes of a float32
 DEADLINE = 300.0  # seconds that the two processes may take together
 CONTENTION_TOKENS = 256  # tokens of the passes that both processes compute
 LOOPBACK = "lo"
+# What FSDP2 calls, under the names of torch 2.13 or of earlier versions
+GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def measure_links(
@@ -147,15 +151,17 @@ def _wait_for_other(device: torch.device) -> None:
 
 
 def _sum(x: torch.Tensor) -> None:
-    dist.all_reduce(x)
+    group = dist.group.WORLD
+    assert group is not None
+    sum_over_ranks(x, group)
 
 
 def _gather(x: torch.Tensor) -> None:
-    dist.all_gather(list(x.chunk(2)), x.chunk(2)[dist.get_rank()].clone())
+    GATHER(x, x.chunk(2)[dist.get_rank()].clone())
 
 
 def _scatter(x: torch.Tensor) -> None:
-    dist.reduce_scatter(torch.empty_like(x.chunk(2)[0]), list(x.chunk(2)))
+    SCATTER(torch.empty_like(x.chunk(2)[0]), x)
 
 
 def _send(x: torch.Tensor) -> None:

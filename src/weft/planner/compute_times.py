@@ -13,6 +13,7 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import SLOTS, WIDE
 from weft.planner.profile import ShapeTimes, remember
+from weft.topology import Layout
 
 STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 # Reads and writes of elementwise operations in a block's forward pass: elements per token of the
@@ -81,16 +82,20 @@ class PassCost(NamedTuple):
 
 
 class ComputeTimes:
-    """Times of one network's computation on one rank of a tensor-parallel group."""
+    """Times of one network's computation on one rank of a layout."""
 
-    def __init__(self, network: DecoderSizes, rates: DeviceRates, tensor: int) -> None:
+    def __init__(self, network: DecoderSizes, rates: DeviceRates, layout: Layout) -> None:
         self._network = network
         self._rates = rates
-        self._tensor = tensor
+        self._tensor = layout.tensor
+        # Parts of a network are decoded module by module.
+        self._decoding = "modules" if layout.tensor * layout.pipeline > 1 else "plain"
+        if network.has_adapters:
+            self._decoding = "adapters"
         self._profile: ShapeTimes | None = None
         if rates.profile is not None:
             self._profile = rates.profile.find(
-                network.profile_key, network.settings.dtype, tensor, rates.threads_used
+                network.profile_key, network.settings.dtype, layout.tensor, rates.threads_used
             )
 
     @property
@@ -195,8 +200,7 @@ class ComputeTimes:
         rest = max(products, reads, key=lambda cost: cost.seconds)
         if self._profile is None:
             return block, rest
-        kind = "adapters" if network.has_adapters else "plain"
-        times = self._profile.decoding[kind].compute_step(batch, context)
+        times = self._profile.decoding[self._decoding].compute_step(batch, context)
         slowdown = rates.slowdown
         return block.split(slowdown * times[0]), rest.split(slowdown * times[1])
 
@@ -208,7 +212,6 @@ class ComputeTimes:
         if self._profile is None:
             cost = self._rate_pass(PassSize(tokens, length, sequences, trains=False))
             return cost.block, cost.ends
-        kind = "adapters" if self._network.has_adapters else "plain"
-        block, rest = self._profile.decoding[kind].compute_prefill(tokens)
+        block, rest = self._profile.decoding[self._decoding].compute_prefill(tokens)
         slowdown = self._rates.slowdown
         return Cost(products=slowdown * block), Cost(overhead=slowdown * rest)

@@ -138,7 +138,7 @@ def estimate_call(
 def _estimate_cost(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> Cost:
-    times = ComputeTimes(network, rates, mesh.layout.tensor)
+    times = ComputeTimes(network, rates, mesh.layout)
     if load.method == "generate":
         return _estimate_generation(network, load, mesh, rates, times)
     if not load.trains:

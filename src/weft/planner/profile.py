@@ -381,7 +381,7 @@ def parse_times(values: Mapping[str, Any]) -> ShapeTimes:
     _check_numbers(values["decoding"])
     return ShapeTimes(
         {kind: PassTimes(values["passes"][kind]) for kind in ("score", "full", "adapters")},
-        {kind: DecodeTimes(each) for kind, each in values["decoding"].items()},
+        {kind: DecodeTimes(values["decoding"][kind]) for kind in ("plain", "modules", "adapters")},
     )
 
 
