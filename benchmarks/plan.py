@@ -5,7 +5,8 @@ algorithm on at most two processes of one thread each.
 from __future__ import annotations
 
 import json
-import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ def main(words: Sequence[str] | None = None) -> None:
         "--only", default="", help="names of cases, with semicolons between; without it, all"
     )
     parser.add_argument(
+        "--profiles", type=Path, help="folder of profiles of these models, in place of new ones"
+    )
+    parser.add_argument(
         "--no-profile", action="store_true", help="forecast from the estimated speeds of a CPU"
     )
     arguments = parser.parse_args(words)
@@ -43,12 +47,14 @@ def main(words: Sequence[str] | None = None) -> None:
         cases, steps, shapes = [case.quick() for case in cases], 1, ("tiny", "tiny")
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
         work = Path(name)
-        os.environ["XDG_CACHE_HOME"] = str(work / "cache")
         write_models(work, arguments.data, shapes)
-        spent = 0.0 if arguments.no_profile else profile_models(work)
+        spent = 0.0
+        folder = None if arguments.no_profile else arguments.profiles or work / "profiles"
+        if folder is not None and arguments.profiles is None:
+            spent = profile_models(work, folder, quick=arguments.quick)
         runs = {}
         for case in cases:
-            runs[case.name] = run_case(case, work, arguments.data, steps)
+            runs[case.name] = run_case(case, work, arguments.data, steps, folder)
             print(f"{case.name}: {describe(runs[case.name])}", flush=True)
     rows = [build_row(name, each) for name, each in runs.items()]
     errors = [abs(row["error, %"]) for row in rows]
@@ -57,8 +63,8 @@ def main(words: Sequence[str] | None = None) -> None:
         f"measured: the median of {steps} steps after {WARM}; a process of {arguments.threads} "
         "thread for each device",
     ]
-    if not arguments.no_profile:
-        notes.append(f"weft plan profile took {spent:.0f} s for the {len(shapes)} models together")
+    if spent:
+        notes.append(f"weft plan profile took {spent:.0f} s for the two models together")
     settings = {"steps": steps, "warm": WARM, "shapes": shapes, "profile": not arguments.no_profile}
     results.report(results.Results("plan", rows, settings, runs, notes), arguments)
 
@@ -72,20 +78,29 @@ def write_models(work: Path, source: Path, shapes: Sequence[str]) -> None:
     model.write_model(work / "rewards", small, tokenizer, score=True, seed=2)
 
 
-def profile_models(work: Path) -> float:
-    """Profile the models as a user does; return the seconds that it took."""
-    from weft.cli.main import main as weft
+def profile_models(work: Path, folder: Path, *, quick: bool) -> float:
+    """Profile the models as a user does, for one and two tensor-parallel ranks.
 
+    Returns the seconds that it took.
+    """
     started = time.perf_counter()
     for name in ("model", "large"):
-        code = weft(["plan", "profile", str(work / name), "--device", "cpu", "--threads", "1"])
-        if code:
-            raise SystemExit(f"weft plan profile ends with exit code {code}")
+        for tensor in (1, 2):
+            words = ["--device", "cpu", "--threads", "1", "--tensor", str(tensor)]
+            words += ["--output", str(folder / f"{name}-t{tensor}.json")]
+            words += ["--max-tokens", "128"] if quick else []
+            command = [sys.executable, "-m", "weft.cli.main", "plan", "profile", str(work / name)]
+            subprocess.run([*command, *words], check=True)
     return time.perf_counter() - started
 
 
-def run_case(case: Case, work: Path, source: Path, steps: int) -> dict[str, Any]:
-    """Forecast and run one case; return the forecast and each measured step."""
+def run_case(
+    case: Case, work: Path, source: Path, steps: int, profiles: Path | None
+) -> dict[str, Any]:
+    """Forecast and run one case; return the forecast and each measured step.
+
+    `profiles` is the folder of profiles, or None to forecast without them.
+    """
     from weft.cli.quickstart import build_config
     from weft.launch import run
     from weft.launch.facts import TargetDevices
@@ -95,6 +110,7 @@ def run_case(case: Case, work: Path, source: Path, steps: int) -> dict[str, Any]
 
     folder = work / case.name.replace(" ", "-").replace(",", "")
     words = build_words(case, work, folder, source, steps)
+    words += [] if profiles is None else [f"search.profile={profiles}"]
     config, _ = build_config(words)
     experiment, mode = set_up_experiment(config, None)
     target = TargetDevices.from_experiment(experiment, mode)

@@ -146,6 +146,7 @@ class PlacementReport:
         return {
             "device": self.rates.name,
             "device_memory_gb": self.rates.capacity / GIB,
+            "basis": self.rates.basis,
             "tried": result.num_tried,
             "exhaustive": result.is_exhaustive,
             "search": _estimate_to_dict(result.best),
@@ -167,8 +168,8 @@ class PlacementReport:
         else:
             fits = f", which does not fit: {first.peak_bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
         lines = [
-            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on {self.rates.name} as "
-            f"estimated, {_format_seconds(first.step_seconds)} "
+            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on "
+            f"{_format_basis(self.rates)}, {_format_seconds(first.step_seconds)} "
             f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
         # Compare both placements for each call.
@@ -234,7 +235,7 @@ def _build_heuristic_lines(
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
     lines = [
-        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {rates.name} as estimated, "
+        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {_format_basis(rates)}, "
         f"{_format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
     ]
     return [*lines, *(f"  {call}: {_format_mesh(mesh)}" for call, mesh in best.meshes.items())]
@@ -497,6 +498,11 @@ def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
         "fits": not estimate.excess_bytes,
         "calls": calls,
     }
+
+
+def _format_basis(rates: DeviceRates) -> str:
+    """Return the device, and what the estimate for it is based on if that is a profile."""
+    return f"{rates.name} as estimated" + ("" if rates.profile is None else f" from {rates.basis}")
 
 
 def _format_mesh(mesh: Mesh) -> str:
