@@ -37,8 +37,8 @@ MAX_TOKENS = 2048  # tokens of the largest pack
 SEQUENCE = 128  # tokens of a sequence where the number of tokens varies
 LENGTHS = (512, 2048)  # further lengths of sequences, in a pack of as many tokens as the largest
 BATCHES = (1, 8, 32)  # sequences that are decoded together
-CONTEXTS = (32, 256)  # tokens in the cache of each sequence
-DECODE_STEPS = 16  # steps of one measurement
+CONTEXTS = (32, 96, 256)  # tokens of each sequence's prompt
+DECODE_STEPS = 32  # steps of one measurement
 MIN_REPEATS, MAX_REPEATS = 3, 10
 REPEAT_SECONDS = 0.5  # a measurement is repeated for at least this long, if it is not slow
 SLOW_SECONDS = 3.0  # a measurement that takes longer is not repeated
@@ -109,6 +109,17 @@ def shorten(config: TransformerConfig, layers: int) -> TransformerConfig:
     return replace(config, num_layers=layers, windows=config.windows[:layers], experts=experts)
 
 
+def read_clock(device: torch.device) -> float:
+    """Return a time in seconds, of which only differences count.
+
+    With one thread on a CPU, it is the thread's processor time, which other work on the machine
+    hardly lengthens; otherwise it is the time of the wall clock.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.thread_time()
+    return time.perf_counter()
+
+
 # -- passes
 
 
@@ -130,7 +141,7 @@ class PassMarks:
             event.record(torch.cuda.current_stream(self.device))
             self.reached[name] = event
         else:
-            self.reached[name] = time.perf_counter()
+            self.reached[name] = read_clock(self.device)
 
     def compute_seconds(self, first: str, last: str) -> float:
         """Return the time between two marks, or 0 if the pass did not reach one of them."""
@@ -304,69 +315,83 @@ def measure_decoding(
 
     The lists `batches`, `contexts`, `block`, `rest`, `prefill_block` and `prefill_rest` have one
     entry per measurement: times of a layer, and of all else. They follow from two networks that
-    differ in their number of layers.
+    differ in their number of layers; all else does not depend on the tokens before.
     """
     most = min(MAX_DECODED_LAYERS, network.config.num_layers)
-    depths = [1, most] if most > 1 else [1]
-    timed = []
     rank = ADAPTER_RANK if kind == "adapters" else 0
-    for depth in depths:
+    timed: list[dict[tuple[int, int], DecodeSeconds]] = []
+    for depth, contexts in ((1, CONTEXTS[:1]), (most, CONTEXTS)):
         engine = replace(network, layers=depth).build_engine(trained=rank > 0, rank=rank)
         if kind == "modules":
             engine._built.blocks[0].register_forward_pre_hook(lambda block, given: None)
         steps = {}
         for batch in BATCHES:
-            for context in CONTEXTS:
+            for context in contexts:
                 tell(f"decoding, {kind}: {batch} sequences of {context} tokens, {depth} layers")
-                steps[batch, context] = measure_decode_step(engine, batch, context)
+                steps[batch, context] = measure_decoding_of(engine, batch, context)
         timed.append(steps)
     names = ("batches", "contexts", "block", "rest", "prefill_block", "prefill_rest")
     result: dict[str, Any] = {name: [] for name in names}
-    for batch, context in timed[0]:
+    for (batch, _), deep in timed[1].items():
+        shallow, same = timed[0][batch, CONTEXTS[0]], timed[1][batch, CONTEXTS[0]]
         result["batches"].append(batch)
-        result["contexts"].append(context)
-        for prefix, part in (("", 0), ("prefill_", 1)):
-            shallow, deep = (steps[batch, context][part] for steps in (timed[0], timed[-1]))
-            if most > 1:
-                block = max(0.0, (deep - shallow) / (most - 1))
-            else:
-                block = shallow / 2
-            result[f"{prefix}block"].append(block)
-            result[f"{prefix}rest"].append(max(0.0, deep - most * block))
+        result["contexts"].append(deep.context)
+        rest = _compute_rest(shallow.step, same.step, most)
+        result["rest"].append(min(rest, deep.step))
+        result["block"].append(max(0.0, deep.step - rest) / most)
+        rest = _compute_rest(shallow.prefill, same.prefill, most)
+        result["prefill_rest"].append(min(rest, deep.prefill))
+        result["prefill_block"].append(max(0.0, deep.prefill - rest) / most)
     return result
 
 
-def measure_decode_step(engine: TorchEngine, batch: int, context: int) -> tuple[float, float]:
-    """Return the time of one decode step at `context` tokens, and that of computing the prompts."""
-    steps, fills = [], []
+def _compute_rest(shallow: float, deep: float, layers: int) -> float:
+    """Return the time of all but the layers, from those of networks with one and many layers."""
+    if layers == 1:
+        return shallow / 2
+    block = max(0.0, (deep - shallow) / (layers - 1))
+    return max(0.0, shallow - block)
+
+
+@dataclass(frozen=True)
+class DecodeSeconds:
+    """Times of decoding: of one step, and of computing the prompts.
+
+    `context` is the mean number of tokens before the new ones.
+    """
+
+    step: float
+    prefill: float
+    context: int
+
+
+def measure_decoding_of(engine: TorchEngine, batch: int, context: int) -> DecodeSeconds:
+    """Return the times of decoding `batch` sequences with prompts of `context` tokens.
+
+    A generator may compute several steps in one call, so whole generations are measured.
+    """
     vocab = engine._network.config.vocab_size
-    for number in range(1 + MIN_REPEATS):
-        spec = GenerationSpec(max_new_tokens=2 * DECODE_STEPS + 2)
-        prompts = []
+    steps = DECODE_STEPS
+    for number in range(2):  # the first one warms up
+        spec = GenerationSpec(max_new_tokens=1 + (steps if number else 1))
+        requests = []
         for row in range(batch):
             # Prompts that begin with other tokens share nothing.
-            prompts.append([(row + 7 * number + 5 * i) % vocab for i in range(context)])
-            prompts[-1][0] = row % vocab
-        requests = [Request(id=str(row), k=0, prompt=prompts[row]) for row in range(batch)]
+            prompt = [(row + 7 * number + 5 * i) % vocab for i in range(context)]
+            prompt[0] = row % vocab
+            requests.append(Request(id=str(row), k=0, prompt=prompt))
         with engine.generating(spec) as generator:
-            started = time.perf_counter()
+            started = read_clock(engine._device)
             generator.submit(requests)
             produced = 0
             while produced < batch:
                 produced += len(generator.step())
-            filled = time.perf_counter()
-            # A generator can compute several steps in one call: count the tokens.
-            produced = 0
-            while produced < DECODE_STEPS * batch:
-                produced += len(generator.step())
+            filled = read_clock(engine._device)
+            while not generator.idle:
+                generator.step()
             wait_for_device(engine._device)
-            ended = time.perf_counter()
-            generator.abort([request.id for request in requests])
-        if number:
-            fills.append(filled - started)
-            steps.append((ended - filled) * batch / produced)
-    # Times of a few layers are differences of these, so the least disturbed measurement counts.
-    return min(steps), min(fills)
+            ended = read_clock(engine._device)
+    return DecodeSeconds((ended - filled) / steps, filled - started, context + steps // 2)
 
 
 def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str, Any]]:
@@ -391,12 +416,17 @@ def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str
                 "seconds": sum(parts.values()),
             }
         )
-    batch, context = 16, 128
+    batch, context = 16, 160
     engine = network.build_engine(trained=False)
-    seconds = measure_decode_step(engine, batch, context)[0]
-    layers = len(engine._built.blocks)
+    found = measure_decoding_of(engine, batch, context)
     points.append(
-        {"kind": "plain", "batch": batch, "context": context, "layers": layers, "seconds": seconds}
+        {
+            "kind": "plain",
+            "batch": batch,
+            "context": found.context,
+            "layers": len(engine._built.blocks),
+            "seconds": found.step,
+        }
     )
     return points
 
@@ -427,7 +457,8 @@ def measure_network(
 ) -> Mapping[str, Any]:
     """Return all measurements of a network: `passes` by kind, `decoding`, and `held_out`."""
     passes = {}
-    for kind in ("score", "full", "adapters"):
+    # Training comes first: its memory is then there for scoring, as in a run.
+    for kind in ("full", "adapters", "score"):
         passes[kind] = measure_passes(network, kind, max_tokens, tell)
     decoding = {}
     for kind in ("plain", "modules", "adapters"):
