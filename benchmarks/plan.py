@@ -5,17 +5,20 @@ algorithm on at most two processes of one thread each.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import data, model, results
+from benchmarks import data, model, plan_clock, results
 from benchmarks.plan_cases import CASES, LARGE, SMALL, Case
+from weft.observe.memory import keep_freed_memory
 
 WARM = 2  # steps before the clock starts
 STEPS = 20
@@ -39,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(words)
     results.start(arguments)
+    keep_freed_memory()  # as the command line does
     cases = [case for case in CASES if not arguments.only or case.name in arguments.only.split(";")]
     if not cases:
         raise SystemExit(f"--only={arguments.only}: cases are {'; '.join(c.name for c in CASES)}")
@@ -62,6 +66,9 @@ def main(words: Sequence[str] | None = None) -> None:
         f"median error {median(errors):.0f}%, at most {max(errors):.0f}%; to reach: {BAR}%",
         f"measured: the median of {steps} steps after {WARM}; a process of {arguments.threads} "
         "thread for each device",
+        "least: the fastest of these steps; processor: the median processor time of a step, of the "
+        "device that trains longest, which other work on the machine hardly lengthens; of it: the "
+        "error against that, where one device does everything",
     ]
     if spent:
         notes.append(f"weft plan profile took {spent:.0f} s for the two models together")
@@ -119,8 +126,25 @@ def run_case(
     forecast = forecast_run_step(resolved.experiment, target, rows.loaded)
     rows.loaded.close()
     assert forecast is not None
+    clocks = folder / "clocks"
+    clocks.mkdir()
+    os.environ[plan_clock.FOLDER] = str(clocks)
     lines = run(build_config(words)[0]).metrics[WARM:]
-    return {"forecast": forecast.to_dict(), "steps": [select_times(line) for line in lines]}
+    return {
+        "forecast": forecast.to_dict(),
+        "steps": [select_times(line) for line in lines],
+        "cpu_seconds": read_clocks(clocks),
+        "devices": experiment.num_devices,
+    }
+
+
+def read_clocks(folder: Path) -> list[list[float]]:
+    """Return the processor seconds of each timed step, by rank that trains."""
+    ranks = []
+    for path in sorted(folder.iterdir()):
+        times = [float(line) for line in path.read_text().split()]
+        ranks.append([after - before for before, after in pairwise(times)][WARM - 1 :])
+    return ranks
 
 
 def build_words(case: Case, work: Path, folder: Path, source: Path, steps: int) -> list[str]:
@@ -144,6 +168,9 @@ def build_words(case: Case, work: Path, folder: Path, source: Path, steps: int) 
         "dataset.shuffle=false",
         "device=cpu",
         "progress=false",
+        f"{'train' if case.algorithm in ('sft', 'rw') else 'actor_train'}"
+        f".post_hooks=[{plan_clock.HOOK}]",
+        "imports=[benchmarks.plan_clock]",
         "recover_mode=disabled",
         f"max_steps={steps + WARM}",
         "experiment_name=bench",
@@ -169,16 +196,21 @@ def select_times(line: Mapping[str, Any]) -> dict[str, float]:
 def build_row(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     expected = measured["forecast"]["step_seconds"]
     took = median(step["step_seconds"] for step in measured["steps"])
+    busiest = max(median(rank) for rank in measured["cpu_seconds"])
+    alone = measured["devices"] == 1
     return {
         "run": name,
         "forecast, s": expected,
         "measured, s": took,
         "error, %": 100 * (expected / took - 1),
+        "least, s": min(step["step_seconds"] for step in measured["steps"]),
+        "processor, s": busiest,
+        "of it, %": f"{100 * (expected / busiest - 1):.3g}" if alone else "-",
     }
 
 
 def describe(measured: Mapping[str, Any]) -> str:
-    """Return forecast and measured seconds of a step and of each of its calls."""
+    """Return forecast and measured seconds of a step, and of each of its calls."""
     parts = []
     for name, call in measured["forecast"]["calls"].items():
         times = [step[f"time/{name}"] for step in measured["steps"]]
