@@ -27,6 +27,7 @@ from weft.engine.torch.engine import BuiltNetwork, TorchEngine
 from weft.engine.torch.network_source import NetworkSource
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import find_canonical_parameters
+from weft.models.network.transformer import Transformer
 from weft.parallel.tensor import narrow_config
 from weft.topology import Layout
 
@@ -183,6 +184,11 @@ class PassMarks:
         engine.queue_callback(lambda: self.mark("backward end"))
 
 
+def get_vocab_size(engine: TorchEngine) -> int:
+    """Return the number of ids of the network that is measured."""
+    return cast(Transformer, engine._network).config.vocab_size
+
+
 def build_batch(lengths: Sequence[int], vocab_size: int) -> SequenceSample:
     """Return sequences of random tokens: a prompt of one token, and a completion to train on."""
     random = torch.Generator().manual_seed(0)
@@ -281,7 +287,7 @@ def measure_passes(
     trains = kind != "score"
     engine = network.build_engine(trained=trains, rank=ADAPTER_RANK if kind == "adapters" else 0)
     depth = len(engine._built.blocks)
-    vocab = engine._network.config.vocab_size
+    vocab = get_vocab_size(engine)
     result: dict[str, Any] = {"tokens": [], "lengths": []}
     slowest = 0.0
     for tokens, length in list_packs(max_tokens):
@@ -370,7 +376,7 @@ def measure_decoding_of(engine: TorchEngine, batch: int, context: int) -> Decode
 
     A generator may compute several steps in one call, so whole generations are measured.
     """
-    vocab = engine._network.config.vocab_size
+    vocab = get_vocab_size(engine)
     steps = DECODE_STEPS
     for number in range(2):  # the first one warms up
         spec = GenerationSpec(max_new_tokens=1 + (steps if number else 1))
@@ -403,7 +409,7 @@ def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str
             continue
         trains = kind == "full"
         engine = network.build_engine(trained=trains)
-        vocab = engine._network.config.vocab_size
+        vocab = get_vocab_size(engine)
         parts = measure_pass(
             engine, build_batch([length] * (tokens // length), vocab), trains=trains
         )

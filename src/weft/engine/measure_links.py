@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.engine.device import set_threads, wait_for_device
-from weft.engine.measure import MeasuredNetwork, build_batch, measure_pass
+from weft.engine.measure import MeasuredNetwork, build_batch, get_vocab_size, measure_pass
 from weft.engine.torch.engine import TorchEngine
 from weft.errors import RunError
 from weft.observe.memory import keep_freed_memory
@@ -132,7 +132,7 @@ def measure_with_other(engine: TorchEngine, device: torch.device) -> dict[str, A
         seconds = [_measure_exchange(exchange, size // WIDTH, device) for size in SIZES]
         result[name] = [list(SIZES), seconds]
     # Compute in turn, then together.
-    batch = build_batch([CONTENTION_TOKENS], engine._network.config.vocab_size)
+    batch = build_batch([CONTENTION_TOKENS], get_vocab_size(engine))
     alone = 0.0
     for turn in range(2):
         if turn == dist.get_rank():

@@ -399,7 +399,12 @@ def _estimate_shared_tokens(
         worth = lengths.prompt >= least and common * (samples - 1) >= spared
         shared = float(common) if worth else 0.0
     saved = 0.0
-    if rows is not None and trains and not keys & SCORED_KEYS and rows.saved_share >= LEAST_SAVED:
+    if (
+        rows is not None
+        and trains
+        and SCORED_KEYS.isdisjoint(keys)
+        and rows.saved_share >= LEAST_SAVED
+    ):
         saved = rows.saved_share
     return shared, saved
 

@@ -298,7 +298,7 @@ def find_profile(
     wanted = set(keys)
     if given is None:
         folder = find_folder() / name_device_folder(machine.device)
-        paths = []
+        paths: list[Path] = []
         for key, dtype in wanted:
             paths += folder.glob(f"{key.name}.{dtype}.*.json")
     else:

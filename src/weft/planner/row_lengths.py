@@ -50,10 +50,11 @@ class RowLengths:
         """
         if len(self.answers):
             each = len(self.answers) // len(self.prompts)
-            lengths = np.repeat(self.prompts, each) + self.answers[: each * len(self.prompts)]
+            whole = np.repeat(self.prompts, each) + self.answers[: each * len(self.prompts)]
+            lengths = whole.astype(np.float64)
         else:
             lengths = self.prompts + answer
-        return float((lengths.astype(np.float64) ** 2).sum() / max(1.0, float(lengths.sum())))
+        return float((lengths**2).sum() / max(1.0, float(lengths.sum())))
 
     def compute_shared_tokens(self, least: int, samples: int, spared: int) -> float:
         """Return the mean number of tokens of a prompt that its `samples` sequences share.
