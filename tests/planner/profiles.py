@@ -54,6 +54,7 @@ def links() -> dict[str, Any]:
         **{name: [sizes, seconds] for name in names},
         "contention": 1.25,
         "startup_seconds": 5.0,
+        "joined": {},
     }
 
 
@@ -84,4 +85,5 @@ def measured() -> Mapping[str, Any]:
             "adapters": decoding(2.0),
         },
         "links": links(),
+        "factors": {},
     }

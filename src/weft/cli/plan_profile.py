@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.planner import profile
+from weft.planner.calibration import compute_factors
 from weft.planner.decoder_sizes import build_decoder_sizes
-from weft.planner.profile import ProfileMachine, ShapeTimes
+from weft.planner.devices import estimate_cpu_rates, find_gpu_rates
+from weft.planner.profile import ProfileMachine, ShapeTimes, parse_times
 
 if TYPE_CHECKING:
     from weft.engine.measure import MeasuredNetwork
     from weft.models.network.config import TransformerConfig
 
 SUMMARY = "the times of a model's parts on this machine, which estimates then use"
+FACTORS = {
+    "shards": "sharded weights",
+    "tensor": "tensor-parallel passes",
+    "decode": "tensor-parallel decode steps",
+}
 DTYPES = ("bfloat16", "float16", "float32")
 EPILOG = """One layer, the embedding and the output matrix are measured in passes forward and backward, for full
 training and for adapters; also optimizer steps, decode steps, messages between two devices and the
@@ -126,6 +133,7 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         if on_gpu:
             measured["host_copies"] = measure.measure_host_copies(device)
     held_out = measured.pop("held_out")
+    measured["factors"] = {}
     contents = profile.build_contents(
         key,
         machine,
@@ -135,6 +143,7 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         measured=measured,
     )
+    contents["factors"] = _compute_factors(network, contents)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, profile.format_contents(contents))
     print("\n".join(_format_page(contents, held_out)))
@@ -142,6 +151,30 @@ def run(arguments: argparse.Namespace, config: TransformerConfig) -> None:
         f"measured in {time.perf_counter() - started:.0f} s on {machine.device} (torch {torch.__version__})"
     )
     print(f"written to {path}")
+
+
+def _compute_factors(network: MeasuredNetwork, contents: Mapping[str, Any]) -> dict[str, float]:
+    """Return the factors that correct the times of messages in a profile's contents."""
+    from weft.engine.device import count_cores
+    from weft.engine.measure import shorten
+
+    links = contents["links"]
+    if links is None or not links["joined"]:
+        return {}
+    on_gpu = network.device.type == "cuda"
+    layers = max(each["layers"] for each in links["joined"].values())
+    spec = ModelSpec(dtype=network.dtype, trained=True)
+    sizes = build_decoder_sizes(spec, shorten(network.config, layers), on_gpu=on_gpu)
+    threads = contents["threads"]
+    found = profile.Profile(
+        {(sizes.profile_key, network.dtype, network.tensor, threads): parse_times(contents)},
+        profile.parse_links(links),
+    )
+    if on_gpu:
+        rates = find_gpu_rates("H100", network.dtype)
+    else:
+        rates = estimate_cpu_rates(count_cores(), 1.0, 2, threads)
+    return compute_factors(sizes, links["joined"], rates.with_profile(found), network.tensor)
 
 
 def _check_tensor(network: MeasuredNetwork) -> None:
@@ -213,6 +246,8 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
             f"two processes at once: {links['contention']:.2f} times as long; a process starts in "
             f"{links['startup_seconds']:.1f} s"
         )
+    for kind, factor in contents["factors"].items():
+        lines.append(f"messages of {FACTORS[kind]} take {factor:.2f} times as long as alone")
     lines += _format_errors(times, held_out)
     return lines
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from weft.engine.torch.network_source import NetworkSource
 from weft.models.network.config import TransformerConfig
 from weft.models.network.linear import find_canonical_parameters
 from weft.models.network.transformer import Transformer
+from weft.parallel.mesh import RankMesh
 from weft.parallel.tensor import narrow_config
 from weft.topology import Layout
 
@@ -67,13 +69,16 @@ class MeasuredNetwork:
     tensor: int = 1
     layers: int = MAX_LAYERS
 
-    def build_engine(self, *, trained: bool, rank: int = 0) -> TorchEngine:
+    def build_engine(
+        self, *, trained: bool, rank: int = 0, mesh: RankMesh | None = None
+    ) -> TorchEngine:
         """Build an engine with random weights; with `rank` above 0, it has adapters of that rank.
 
-        Raises `UserError` for a model that cannot be built with these settings.
+        With a `mesh`, it is this process's part of the network, joined to the others. Raises
+        `UserError` for a model that cannot be built with these settings.
         """
         config = shorten(self.config, min(self.layers, self.config.num_layers))
-        if self.tensor > 1:
+        if self.tensor > 1 and mesh is None:
             config = narrow_config(config, self.tensor, 0)
         spec = ModelSpec(
             path="",
@@ -85,17 +90,26 @@ class MeasuredNetwork:
             schedule=Schedule(1_000_000, 0),
         )
         source = NetworkSource(spec, "", config)
-        network = source.build_network(None)
-        network.to_empty(device=self.device)
-        source.fill(find_canonical_parameters(network), {})
+        network = source.build_network(mesh)
+        part = None
+        if mesh is None:
+            network.to_empty(device=self.device)
+            source.fill(find_canonical_parameters(network), {})
+        else:
+            from weft.engine.torch.rank_shards import build_rank_shard
+
+            whole = source.build_network(None)
+            part = build_rank_shard(source, network, whole, mesh, self.device)
         built = BuiltNetwork(
             network=network,
             save=_refuse_to_save,
             cost=compute_cost(network, frozen=spec.has_adapters),
             facts={},
+            part=part,
             blocks=tuple(network.blocks),
         )
-        return TorchEngine(built, spec, Layout(), self.device)
+        layout = Layout() if mesh is None else mesh.layout
+        return TorchEngine(built, spec, layout, self.device)
 
 
 def _refuse_to_save(*_: object) -> None:
@@ -371,13 +385,17 @@ class DecodeSeconds:
     context: int
 
 
-def measure_decoding_of(engine: TorchEngine, batch: int, context: int) -> DecodeSeconds:
+def measure_decoding_of(
+    engine: TorchEngine, batch: int, context: int, clock: Callable[[], float] | None = None
+) -> DecodeSeconds:
     """Return the times of decoding `batch` sequences with prompts of `context` tokens.
 
-    A generator may compute several steps in one call, so whole generations are measured.
+    `clock` replaces the clock of other measurements. A generator may compute several steps in one
+    call, so whole generations are measured.
     """
     vocab = get_vocab_size(engine)
     steps = DECODE_STEPS
+    clock = clock or partial(read_clock, engine._device)
     for number in range(2):  # the first one warms up
         spec = GenerationSpec(max_new_tokens=1 + (steps if number else 1))
         requests = []
@@ -387,16 +405,16 @@ def measure_decoding_of(engine: TorchEngine, batch: int, context: int) -> Decode
             prompt[0] = row % vocab
             requests.append(Request(id=str(row), k=0, prompt=prompt))
         with engine.generating(spec) as generator:
-            started = read_clock(engine._device)
+            started = clock()
             generator.submit(requests)
             produced = 0
             while produced < batch:
                 produced += len(generator.step())
-            filled = read_clock(engine._device)
+            filled = clock()
             while not generator.idle:
                 generator.step()
             wait_for_device(engine._device)
-            ended = read_clock(engine._device)
+            ended = clock()
     return DecodeSeconds((ended - filled) / steps, filled - started, context + steps // 2)
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,16 +22,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.algorithms.sft import SFTLoss
 from weft.engine.device import set_threads, wait_for_device
-from weft.engine.measure import MeasuredNetwork, build_batch, get_vocab_size, measure_pass
+from weft.engine.measure import (
+    MeasuredNetwork,
+    build_batch,
+    get_vocab_size,
+    measure_decoding_of,
+    measure_pass,
+)
+from weft.engine.spec import ModelSpec
 from weft.engine.torch.engine import TorchEngine
-from weft.errors import RunError
+from weft.engine.torch.network_source import check_layout
+from weft.errors import ConfigError, RunError
 from weft.observe.memory import keep_freed_memory
 from weft.parallel.collectives import sum_over_ranks
-from weft.parallel.mesh import choose_backend
+from weft.parallel.mesh import ProcessGroups, RankMesh, choose_backend
+from weft.topology import Layout, Mesh
 
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes of messages
-REPEATS = 7  # measurements of a message, of which the median counts
+REPEATS = 9  # measurements of a message, of which the least counts
+JOINED_SEQUENCES, JOINED_LENGTH = 8, 64  # on each of two ranks that hold a network together
+JOINED_REPEATS = 4
 WIDTH = 4  # bytes of a float32
 DEADLINE = 300.0  # seconds that the two processes may take together
 CONTENTION_TOKENS = 256  # tokens of the passes that both processes compute
@@ -49,7 +62,8 @@ def measure_links(
 
     `sum`, `gather`, `scatter` and `send` are pairs of lists: bytes and seconds. `contention` is the
     time of a pass while the other process computes too, relative to that alone. `startup_seconds`
-    is the time until a new process has built a network. Raises `RunError` if a process fails.
+    is the time until a new process has built a network. `joined` is that of `measure_joined`.
+    Raises `RunError` if a process fails.
     """
     if network.device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
@@ -78,6 +92,8 @@ def measure_links(
                 process.join()
     result: dict[str, Any] = {**results[0], "startup_seconds": startup}
     result["contention"] = statistics.mean(each["contention"] for each in results)
+    for name, values in result["joined"].items():
+        values["seconds"] = max(each["joined"][name]["seconds"] for each in results)
     return result
 
 
@@ -117,6 +133,7 @@ def _run_rank(
             timeout=timedelta(seconds=DEADLINE),
         )
         result = measure_with_other(engine, device)
+        result["joined"] = measure_joined(replace(network, device=device, tensor=1), rank)
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -141,6 +158,44 @@ def measure_with_other(engine: TorchEngine, device: torch.device) -> dict[str, A
     together = sum(measure_pass(engine, batch, trains=True).values())
     _wait_for_other(device)
     result["contention"] = max(1.0, together / alone)
+    return result
+
+
+def measure_joined(network: MeasuredNetwork, rank: int) -> dict[str, Any]:
+    """Return times of calls of a network that two processes hold together.
+
+    These are a training step with sharded weights (`shards`) and, if the network can be split, one
+    of two tensor-parallel ranks (`tensor`) and a decode step of these (`decode`). On a CPU they are
+    processor time, which contains that of exchanging messages.
+    """
+    clock = time.process_time if network.device.type == "cpu" else time.perf_counter
+    groups = ProcessGroups(DEADLINE)
+    layouts = {"shards": Layout(data=2, fsdp=2), "tensor": Layout(tensor=2)}
+    result: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        try:
+            check_layout(ModelSpec(), layout, network.config)
+        except ConfigError:
+            continue  # an odd number of heads
+        mesh = RankMesh(Mesh(layout, (0, 1)), rank, groups)
+        engine = network.build_engine(trained=True, mesh=mesh)
+        batch = build_batch([JOINED_LENGTH] * JOINED_SEQUENCES, network.config.vocab_size)
+        seconds = []
+        for _ in range(1 + JOINED_REPEATS):
+            _wait_for_other(network.device)
+            started = clock()
+            engine.train([batch], SFTLoss(), max_tokens=1 << 30)
+            wait_for_device(network.device)
+            seconds.append(clock() - started)
+        result[name] = {
+            "sequences": JOINED_SEQUENCES,
+            "length": JOINED_LENGTH,
+            "layers": len(engine._built.blocks),
+            "seconds": min(seconds[1:]),
+        }
+        if name == "tensor":
+            found = measure_decoding_of(engine, JOINED_SEQUENCES, JOINED_LENGTH, clock)
+            result["decode"] = {**result[name], "length": found.context, "seconds": found.step}
     return result
 
 
@@ -180,7 +235,7 @@ EXCHANGES = {"sum": _sum, "gather": _gather, "scatter": _scatter, "send": _send}
 def _measure_exchange(
     exchange: Callable[[torch.Tensor], None], elements: int, device: torch.device
 ) -> float:
-    """Return the median time of a message of `elements` float32 elements, in seconds."""
+    """Return the least time of a message of `elements` float32 elements, in seconds."""
     x = torch.zeros(elements, device=device)
     seconds = []
     for number in range(1 + REPEATS):
@@ -190,4 +245,5 @@ def _measure_exchange(
         wait_for_device(device)
         if number:
             seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) / (2 if exchange is _send else 1)
+    # What others do on the machine lengthens many of them.
+    return min(seconds) / (2 if exchange is _send else 1)

@@ -103,6 +103,10 @@ class ComputeTimes:
         """True if a profile fits the network."""
         return self._profile is not None
 
+    def get_factor(self, kind: str) -> float:
+        """Return the factor of the time of messages of a kind: "shards", "tensor" or "decode"."""
+        return 1.0 if self._profile is None else self._profile.factors.get(kind, 1.0)
+
     # -- passes
 
     def compute_pass(self, size: PassSize) -> PassCost:

@@ -227,12 +227,13 @@ def _estimate_passes(
         trains=load.trains,
     )
     found = times.compute_pass(size)
-    messages = _estimate_pass_messages(network, size, mesh, rates)
+    messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
     cost = _run_stages(network, size, found, layout, parts, messages)
     # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
     # `_estimate_update` counts the last of them.
     if layout.fsdp > 1:
-        cost = cost.plus(_estimate_shard_messages(network, mesh, rates, parts, trains=load.trains))
+        shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
+        cost = cost.plus(shards.times(times.get_factor("shards")))
     return cost.times(updates)
 
 
@@ -276,12 +277,12 @@ def _run_stages(
 
 
 def _estimate_pass_messages(
-    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates
+    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
 ) -> Cost:
     """Return the cost of a micro-batch's messages on one rank.
 
     These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
-    that pipeline stages send.
+    that pipeline stages send. `factor` corrects the time of the sums.
     """
     layout = mesh.layout
     shape = network.shape
@@ -297,6 +298,7 @@ def _estimate_pass_messages(
         seconds += sums * rates.time_sum(states, mesh.ranks, layout.tensor)
         if shape.vocab > 1:
             seconds += rates.time_sum(states, mesh.ranks, layout.tensor)
+        seconds *= factor
     if layout.context > 1:
         kv = size.tokens * 2 * shape.key * network.element_bytes
         rounds = 3 if size.trains else 1
@@ -350,6 +352,7 @@ def _estimate_update(
         ends = shape.embedding_elements * share * WIDE / layout.pipeline
         seconds += blocks * rates.time_scatter(block, mesh.ranks, layout.fsdp)
         seconds += rates.time_scatter(ends, mesh.ranks, layout.fsdp)
+        seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
         seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
@@ -376,26 +379,39 @@ def _estimate_generation(
     if layout.tensor > 1:
         sums = 2 * shape.layers / layout.pipeline
         seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
+        seconds *= times.get_factor("tensor")
         cost = cost.plus(Cost(messages=seconds))
     if layout.fsdp > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
-        cost = cost.plus(Cost(messages=rates.time_gather(whole, mesh.ranks, layout.fsdp)))
+        gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
+        cost = cost.plus(Cost(messages=gathered))
     together = min(own, rates.most_sequences)
     for steps, batch, context in list_decode_steps(load, own, together):
         # Pipeline stages decode groups of the sequences in turn.
         group = batch / layout.pipeline
         block, rest = times.compute_decode(group, context)
         step = block.times(shape.layers).plus(rest)
-        seconds = 0.0
-        if layout.tensor > 1:
-            sums = 2 * shape.layers * rates.time_sum(group * states, mesh.ranks, layout.tensor)
-            exchanged = rates.time_sum(group * WIDE, mesh.ranks, layout.tensor)
-            seconds += sums + 3 * exchanged
+        seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
         if layout.pipeline > 1:
             seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
         cost = cost.plus(step.plus(Cost(messages=seconds)).times(steps))
     return cost
+
+
+def estimate_decode_messages(
+    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
+) -> float:
+    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
+
+    These are two sums in each layer, and three exchanges for the softmax and the draw.
+    """
+    size = mesh.layout.tensor
+    if size == 1:
+        return 0.0
+    states = batch * network.element_bytes * network.shape.hidden
+    sums = 2 * network.shape.layers * rates.time_sum(states, mesh.ranks, size)
+    return sums + 3 * rates.time_sum(batch * WIDE, mesh.ranks, size)
 
 
 def list_decode_steps(

@@ -214,10 +214,14 @@ class DecodeTimes:
 
 @dataclass(frozen=True, eq=False)
 class ShapeTimes:
-    """Measured times of one shape, dtype, tensor-parallel degree and number of threads."""
+    """Measured times of one shape, dtype, tensor-parallel degree and number of threads.
+
+    `factors` correct the times of messages within calls, by kind (`weft.planner.calibration`).
+    """
 
     passes: Mapping[str, PassTimes]
     decoding: Mapping[str, DecodeTimes]
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def compute_update(self, trained: float) -> float:
         """Return the time of an optimizer step with `trained` trained parameters, in seconds."""
@@ -379,9 +383,11 @@ def parse_times(values: Mapping[str, Any]) -> ShapeTimes:
     """Return the times in a profile's contents."""
     _check_numbers(values["passes"])
     _check_numbers(values["decoding"])
+    _check_numbers(values["factors"])
     return ShapeTimes(
         {kind: PassTimes(values["passes"][kind]) for kind in ("score", "full", "adapters")},
         {kind: DecodeTimes(values["decoding"][kind]) for kind in ("plain", "modules", "adapters")},
+        dict(values["factors"]),
     )
 
 
