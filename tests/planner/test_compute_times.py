@@ -75,6 +75,12 @@ def test_a_pass_is_that_of_its_kind(
     assert found.ends.seconds == pytest.approx(1e-3 + 2e-3 + embedding)
 
 
+def test_a_repeated_head_is_a_scoring_one_more() -> None:
+    size = PassSize(250, 100, 100, True, repeats_head=True)
+    found = ComputeTimes(TRAINED, ALONE, Layout()).compute_pass(size)
+    assert found.ends.seconds == pytest.approx(1e-3 + 2 * 2e-3 + 3e-3)
+
+
 def test_a_value_head_costs_nothing() -> None:
     value = replace(NETWORK, shape=replace(NETWORK.shape, vocab=1))
     found = ComputeTimes(value, ALONE, Layout()).compute_pass(PassSize(250, 100, 250, False))

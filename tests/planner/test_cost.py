@@ -128,6 +128,20 @@ def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
     )
 
 
+def test_losses_over_several_rows_compute_logits_again() -> None:
+    """The gradient of a pair's loss is known only once both log-probs are."""
+    plain = estimate_call_seconds(TRAINED, TRAIN, mesh("d1"), RATES)
+    pairs = replace(TRAIN, repeats_head=True)
+    again = 320 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(TRAINED, pairs, mesh("d1"), RATES) == pytest.approx(
+        plain + again, rel=1e-12
+    )
+    scored = replace(pairs, method="inference")
+    assert estimate_call_seconds(NETWORK, scored, mesh("d1"), RATES) == estimate_call_seconds(
+        NETWORK, SCORE, mesh("d1"), RATES
+    )
+
+
 def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
     forward = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
     adapted = with_adapters(TRAINED, PARAMETERS // 100)

@@ -65,12 +65,15 @@ class PassSize:
         length: Mean number of tokens of a sequence, each token counted once.
         rows: Number of tokens for which outputs are computed.
         trains: True if a backward pass follows.
+        repeats_head: True if the backward pass computes the logits again, since the gradient of a
+            row depends on other rows.
     """
 
     tokens: float
     length: float
     rows: float
     trains: bool
+    repeats_head: bool = False
 
 
 class PassCost(NamedTuple):
@@ -148,7 +151,7 @@ class ComputeTimes:
             Cost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
         )
         backward = backward.times(trained_layers / max(1, shape.layers))
-        return PassCost(forward, backward, head.times(2.0 + gradients))
+        return PassCost(forward, backward, head.times(2.0 + gradients + size.repeats_head))
 
     def _measure_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
@@ -158,7 +161,12 @@ class ComputeTimes:
             kind = "adapters" if network.has_adapters else "full"
         found = times.passes[kind].compute_seconds(size.tokens, size.length, size.rows)
         slowdown = self._rates.slowdown
-        head = found.head if network.shape.vocab > 1 else 0.0
+        head = found.head
+        if size.repeats_head:
+            scored = times.passes["score"]
+            head += scored.compute_seconds(size.tokens, size.length, size.rows).head
+        if network.shape.vocab == 1:
+            head = 0.0
         embedding = 0.0 if network.frozen_layers else found.embedding_backward
         trained = (network.shape.layers - network.frozen_layers) / max(1, network.shape.layers)
         return PassCost(

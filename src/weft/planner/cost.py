@@ -44,6 +44,8 @@ class CallWorkload:
         shared_tokens: Mean number of tokens of a prompt that are computed once for its sequences.
         saved_share: Share of the tokens that need no computation, since prompts of different
             samples begin with the same tokens.
+        repeats_head: True if training computes the logits again in the backward pass, as preference
+            losses do, whose gradients by a row depend on other rows.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
     """
@@ -60,6 +62,7 @@ class CallWorkload:
     samples: int = 1
     shared_tokens: float = 0.0
     saved_share: float = 0.0
+    repeats_head: bool = False
     attended_length: float | None = None
 
     @property
@@ -225,6 +228,7 @@ def _estimate_passes(
         length=load.attended_length or load.sequence_length,
         rows=read / parts,
         trains=load.trains,
+        repeats_head=load.trains and load.repeats_head,
     )
     found = times.compute_pass(size)
     messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))

@@ -31,6 +31,7 @@ class DeviceRates:
         most_sequences: Maximum number of sequences that are decoded together.
         per_node: Number of devices per machine.
         dispatch: Overhead of a call to another process, in seconds.
+        call: Overhead of any call, in seconds: reading its batch, statistics, writing its results.
         cores: Number of CPU cores that the devices of a machine share, or None for GPUs.
         threads: Maximum number of cores that each process uses, if the user set it.
         basis: Where the speeds come from, as a phrase.
@@ -55,6 +56,7 @@ class DeviceRates:
     most_sequences: int  # maximum number of sequences decoded together
     per_node: int = 8
     dispatch: float = 0.0
+    call: float = 0.0
     cores: float | None = None
     threads: int | None = None
     basis: str = "estimated speeds"
@@ -210,6 +212,9 @@ CPU_LAUNCH = 2e-4  # interpreter overhead per layer
 # Overhead of the scheduler and Ray for one call to two processes; a call within the same process
 # takes half a millisecond (benchmarks/results/runtime.json).
 DISPATCH = 4e-3
+# Overhead of any call besides its engine's work, measured as the processor time of SFT, DPO and PPO
+# steps on one device beyond that of their passes (benchmarks.plan).
+CALL = 4e-3
 
 
 def estimate_cpu_rates(
@@ -233,6 +238,7 @@ def estimate_cpu_rates(
         most_sequences=128,
         per_node=per_node,
         dispatch=DISPATCH,
+        call=CALL,
         cores=cores,
         threads=threads,
         basis="estimated speeds of a CPU",
@@ -280,6 +286,7 @@ def find_gpu_rates(
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,
+        call=CALL,
         basis=f"the data sheet of {gpu}",
         attention_share=ATTENTION_SHARE,
         elementwise=1.0,

@@ -369,6 +369,7 @@ def build_workload(
         samples=samples,
         shared_tokens=shared,
         saved_share=saved,
+        repeats_head=experiment.dataset_type in PAIRED_TYPES,
         attended_length=None
         if measured is None
         else measured.compute_attended_length(lengths.answer),

@@ -193,8 +193,8 @@ class PlacementProblem:
             mesh = self._meshes[number]
             rates = self.rates.share_cores(*self._count_processes(mesh, started))
             estimate = estimate_call(network, self.loads[call], mesh, rates)
-            if started > 1:
-                estimate = estimate.with_overhead(self.rates.dispatch)
+            overhead = self.rates.call + (self.rates.dispatch if started > 1 else 0.0)
+            estimate = estimate.with_overhead(overhead)
             self._estimates[call, number, started] = estimate
         return estimate
 
