@@ -12,7 +12,7 @@ from tests.planner.profiles import KEY, contents
 from weft.planner.calibration import LEAST_FACTOR, compute_factors
 from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.devices import DeviceRates, estimate_cpu_rates
-from weft.planner.profile import Profile, parse_links, parse_times
+from weft.planner.profile import DeviceProfile, parse_links, parse_times
 from weft.topology import Layout, Mesh
 
 TRAINED = with_settings(
@@ -35,7 +35,7 @@ LOAD = CallWorkload("train_step", 8, 1, 63)
 def build_rates(tensor: int, factors: dict[str, float]) -> DeviceRates:
     times = parse_times(contents(factors=factors))
     links = parse_links(contents()["links"])
-    profile = Profile({(KEY, "float32", tensor, 1): times}, links)
+    profile = DeviceProfile({(KEY, "float32", tensor, 1): times}, links)
     return estimate_cpu_rates(2, 4.0, 2, threads=1).with_profile(profile)
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.planner.decoders import decoder, with_adapters, with_settings
 from tests.planner.profiles import KEY, contents
-from weft.planner.compute_times import ComputeTimes, Cost, PassSize
+from weft.planner.compute_times import CallCost, ComputeTimes, PassSize
 from weft.planner.cost import CallWorkload, estimate_call
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
-from weft.planner.profile import Profile, parse_links, parse_times
+from weft.planner.profile import DeviceProfile, parse_links, parse_times
 from weft.topology import Layout, Mesh
 
 NETWORK = decoder(
@@ -27,7 +27,7 @@ NETWORK = decoder(
 )
 TRAINED = with_settings(NETWORK, trained=True)
 ADAPTED = with_adapters(TRAINED, 10_000)
-PROFILE = Profile(
+PROFILE = DeviceProfile(
     {(KEY, "float32", 1, 1): parse_times(contents())},
     parse_links(contents()["links"]),
     created="2026-01-02",
@@ -147,5 +147,5 @@ def test_half_of_the_sums_of_shards_are_their_own() -> None:
 
 
 def test_a_cost_is_split_in_proportion() -> None:
-    assert Cost(1.0, 3.0).split(8.0) == Cost(2.0, 6.0)
-    assert Cost().split(2.0) == Cost(products=2.0)
+    assert CallCost(1.0, 3.0).split(8.0) == CallCost(2.0, 6.0)
+    assert CallCost().split(2.0) == CallCost(products=2.0)

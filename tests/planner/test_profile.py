@@ -13,8 +13,8 @@ import pytest
 from tests.planner.profiles import KEY, MACHINE, contents
 from weft.errors import ConfigError
 from weft.planner.profile import (
-    Curve,
-    Surface,
+    MeasuredCurve,
+    MeasuredSurface,
     compute_held_out_errors,
     find_folder,
     find_profile,
@@ -44,23 +44,23 @@ def write(cache: Path, **changes: Any) -> Path:
 
 
 def test_a_curve_goes_through_its_points_and_on() -> None:
-    curve = Curve([100, 200, 400], [3.0, 4.0, 8.0])
+    curve = MeasuredCurve([100, 200, 400], [3.0, 4.0, 8.0])
     assert [curve(x) for x in (100, 150, 200, 300, 400)] == [3.0, 3.5, 4.0, 6.0, 8.0]
     assert curve(500) == pytest.approx(10.0)  # as steep as the last segment
     assert curve(0) == 2.0 and curve(50) == 2.5  # where the first segment would begin
-    assert Curve([100, 200], [1.0, 4.0])(0) == 0.0  # but never below 0
-    assert Curve([100], [5.0])(50) == 2.5  # one point: in proportion
+    assert MeasuredCurve([100, 200], [1.0, 4.0])(0) == 0.0  # but never below 0
+    assert MeasuredCurve([100], [5.0])(50) == 2.5  # one point: in proportion
 
 
 def test_noise_never_makes_more_work_cheaper() -> None:
-    curve = Curve([1, 2, 3, 4], [1.0, 3.0, 2.0, 5.0])
+    curve = MeasuredCurve([1, 2, 3, 4], [1.0, 3.0, 2.0, 5.0])
     values = [curve(x / 10) for x in range(60)]
     assert values == sorted(values)
 
 
 def test_a_surface_is_bilinear() -> None:
     grid = [(x, y) for x in (1, 10) for y in (100, 200)]
-    surface = Surface(
+    surface = MeasuredSurface(
         [x for x, _ in grid], [y for _, y in grid], [1 + x * (2 + y / 100) for x, y in grid]
     )
     for x, y in ((1, 100), (4, 150), (10, 200), (20, 400), (5, 50)):

@@ -166,7 +166,7 @@ def _compute_factors(network: MeasuredNetwork, contents: Mapping[str, Any]) -> d
     spec = ModelSpec(dtype=network.dtype, trained=True)
     sizes = build_decoder_sizes(spec, shorten(network.config, layers), on_gpu=on_gpu)
     threads = contents["threads"]
-    found = profile.Profile(
+    measured_profile = profile.DeviceProfile(
         {(sizes.profile_key, network.dtype, network.tensor, threads): parse_times(contents)},
         profile.parse_links(links),
     )
@@ -174,7 +174,9 @@ def _compute_factors(network: MeasuredNetwork, contents: Mapping[str, Any]) -> d
         rates = find_gpu_rates("H100", network.dtype)
     else:
         rates = estimate_cpu_rates(count_cores(), 1.0, 2, threads)
-    return compute_factors(sizes, links["joined"], rates.with_profile(found), network.tensor)
+    return compute_factors(
+        sizes, links["joined"], rates.with_profile(measured_profile), network.tensor
+    )
 
 
 def _check_tensor(network: MeasuredNetwork) -> None:
@@ -225,14 +227,14 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
         lines.append(text)
     for kind, values in contents["decoding"].items():
         named = {"plain": "", "modules": ", module by module", "adapters": ", with adapters"}
-        shown = []
+        points = []
         for batch, context, block, rest in zip(
             *(values[name] for name in ("batches", "contexts", "block", "rest")), strict=True
         ):
-            shown.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * rest:.2f}")
+            points.append(f"{batch} x {context}: {1e3 * block:.3f} + {1e3 * rest:.2f}")
         lines.append(
             f"decode step{named[kind]}, ms of a layer + the rest, by sequences x tokens: "
-            + "; ".join(shown)
+            + "; ".join(points)
         )
     links = contents["links"]
     if links is not None:
@@ -255,9 +257,9 @@ def _format_page(contents: Mapping[str, Any], held_out: list[Mapping[str, Any]])
 def _format_errors(times: ShapeTimes, held_out: list[Mapping[str, Any]]) -> list[str]:
     """Return lines that compare interpolated times with measured ones."""
     lines = []
-    for name, measured, found in profile.compute_held_out_errors(times, held_out):
+    for name, measured, interpolated in profile.compute_held_out_errors(times, held_out):
         lines.append(
             f"not interpolated from: {name}: {1e3 * measured:.1f} ms, interpolated "
-            f"{1e3 * found:.1f} ms ({100 * (found / measured - 1):+.0f}%)"
+            f"{1e3 * interpolated:.1f} ms ({100 * (interpolated / measured - 1):+.0f}%)"
         )
     return lines

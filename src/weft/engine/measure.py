@@ -168,7 +168,7 @@ class PassMarks:
         return float(end - begin)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self) -> Iterator[None]:
         """Attach the marks to the network's first and last block, until the context ends."""
         blocks = cast("nn.ModuleList", self.network.blocks)
         hooks = [
@@ -235,7 +235,7 @@ def measure_pass(engine: TorchEngine, batch: SequenceSample, *, trains: bool) ->
         wait_for_device(marks.device)
         return _divide(marks, trains=trains)
 
-    with marks.attached():
+    with marks.attach():
         runs = repeat(run)
     return {name: statistics.median(each[name] for each in runs) for name in runs[0]}
 
@@ -442,14 +442,14 @@ def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str
         )
     batch, context = 16, 160
     engine = network.build_engine(trained=False)
-    found = measure_decoding_of(engine, batch, context)
+    decoding = measure_decoding_of(engine, batch, context)
     points.append(
         {
             "kind": "plain",
             "batch": batch,
-            "context": found.context,
+            "context": decoding.context,
             "layers": len(engine._built.blocks),
-            "seconds": found.step,
+            "seconds": decoding.step,
         }
     )
     return points

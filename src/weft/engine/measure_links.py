@@ -194,8 +194,12 @@ def measure_joined(network: MeasuredNetwork, rank: int) -> dict[str, Any]:
             "seconds": min(seconds[1:]),
         }
         if name == "tensor":
-            found = measure_decoding_of(engine, JOINED_SEQUENCES, JOINED_LENGTH, clock)
-            result["decode"] = {**result[name], "length": found.context, "seconds": found.step}
+            decoding = measure_decoding_of(engine, JOINED_SEQUENCES, JOINED_LENGTH, clock)
+            result["decode"] = {
+                **result[name],
+                "length": decoding.context,
+                "seconds": decoding.step,
+            }
     return result
 
 

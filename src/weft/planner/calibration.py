@@ -34,15 +34,15 @@ def compute_factors(
         values = joined["shards"]
         load = _build_load(values, 2 * values["sequences"])
         mesh = Mesh(Layout(data=2, fsdp=2), (0, 1))
-        found = estimate_call(network, load, mesh, shared)
-        messages = found.parts["messages"]
-        factors["shards"] = _compute_factor(values["seconds"], found.seconds, messages)
+        estimate = estimate_call(network, load, mesh, shared)
+        messages = estimate.parts["messages"]
+        factors["shards"] = _compute_factor(values["seconds"], estimate.seconds, messages)
     if tensor == 2 and "tensor" in joined:
         values = joined["tensor"]
         mesh = Mesh(Layout(tensor=2), (0, 1))
-        found = estimate_call(network, _build_load(values, values["sequences"]), mesh, shared)
-        messages = found.parts["messages"]
-        factors["tensor"] = _compute_factor(values["seconds"], found.seconds, messages)
+        estimate = estimate_call(network, _build_load(values, values["sequences"]), mesh, shared)
+        messages = estimate.parts["messages"]
+        factors["tensor"] = _compute_factor(values["seconds"], estimate.seconds, messages)
         values = joined["decode"]
         times = ComputeTimes(network, shared, mesh.layout)
         block, rest = times.compute_decode(values["sequences"], values["length"])

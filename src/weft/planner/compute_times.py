@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import SLOTS, WIDE
-from weft.planner.profile import ShapeTimes, remember
+from weft.planner.profile import ShapeTimes, get_or_compute
 from weft.topology import Layout
 
 STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
@@ -24,7 +24,7 @@ BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
 PARTS = ("products", "memory", "messages", "overhead", "bubble")
 
 
-class Cost(NamedTuple):
+class CallCost(NamedTuple):
     """Seconds by what takes them.
 
     `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
@@ -42,18 +42,18 @@ class Cost(NamedTuple):
         """Sum of all parts."""
         return sum(self)
 
-    def plus(self, *others: Cost) -> Cost:
+    def add(self, *others: CallCost) -> CallCost:
         """Return the sum of this cost and others."""
-        return Cost(*(sum(parts) for parts in zip(self, *others, strict=True)))
+        return CallCost(*(sum(parts) for parts in zip(self, *others, strict=True)))
 
-    def times(self, factor: float) -> Cost:
+    def multiply(self, factor: float) -> CallCost:
         """Return `factor` times this cost."""
-        return Cost(*(factor * part for part in self))
+        return CallCost(*(factor * part for part in self))
 
-    def split(self, seconds: float) -> Cost:
+    def split(self, seconds: float) -> CallCost:
         """Return a cost of `seconds` whose parts are in the proportion of this one's."""
         whole = self.seconds
-        return self.times(seconds / whole) if whole else Cost(products=seconds)
+        return self.multiply(seconds / whole) if whole else CallCost(products=seconds)
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class PassSize:
 class PassCost(NamedTuple):
     """Cost of one micro-batch: of a layer forward and backward, and of all else (the ends)."""
 
-    block: Cost
-    block_backward: Cost
-    ends: Cost
+    block: CallCost
+    block_backward: CallCost
+    ends: CallCost
 
 
 class ComputeTimes:
@@ -116,14 +116,14 @@ class ComputeTimes:
         """Return the cost of a micro-batch."""
         key = ("pass", self._network, self._tensor, size, self._rates.slowdown)
         if self._profile is None:
-            return self._rate_pass(size)
+            return self._estimate_pass(size)
         assert self._rates.profile is not None
         times = self._profile
         return PassCost(
-            *remember(self._rates.profile.memo, key, lambda: self._measure_pass(times, size))
+            *get_or_compute(self._rates.profile.memo, key, lambda: self._measure_pass(times, size))
         )
 
-    def _rate_pass(self, size: PassSize) -> PassCost:
+    def _estimate_pass(self, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from the rates of the device."""
         network, rates = self._network, self._rates
         shape = network.shape
@@ -131,27 +131,27 @@ class ComputeTimes:
         share = 1.0 / self._tensor
         attention = 2 * shape.query * size.length * size.tokens * share / rates.attention_share
         weights = 2 * network.active * size.tokens * share
-        products = Cost(products=(weights + attention) / rates.flops)
-        reads = Cost(memory=network.active * share * width / rates.memory_bandwidth)
+        products = CallCost(products=(weights + attention) / rates.flops)
+        reads = CallCost(memory=network.active * share * width / rates.memory_bandwidth)
         elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
         traffic = rates.elementwise * elements * width * size.tokens / rates.memory_bandwidth
         slower = max(products, reads, key=lambda cost: cost.seconds)
-        launch = Cost(overhead=rates.launch)
-        forward = slower.plus(launch, Cost(memory=traffic))
-        head = Cost(products=2 * network.outputs * size.rows * share / rates.flops)
+        launch = CallCost(overhead=rates.launch)
+        forward = slower.add(launch, CallCost(memory=traffic))
+        head = CallCost(products=2 * network.outputs * size.rows * share / rates.flops)
         if not size.trains:
-            return PassCost(forward, Cost(), head)
+            return PassCost(forward, CallCost(), head)
         # The gradients of activations cost a forward pass, those of trained weights a share of one.
         trained_layers = shape.layers - network.frozen_layers
         if network.frozen_layers or not network.has_adapters:
             gradients = 1.0
         else:
             gradients = network.num_trained / shape.parameters
-        backward = slower.times(1.0 + gradients).plus(
-            Cost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
+        backward = slower.multiply(1.0 + gradients).add(
+            CallCost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
         )
-        backward = backward.times(trained_layers / max(1, shape.layers))
-        return PassCost(forward, backward, head.times(2.0 + gradients + size.repeats_head))
+        backward = backward.multiply(trained_layers / max(1, shape.layers))
+        return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
 
     def _measure_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
@@ -159,39 +159,39 @@ class ComputeTimes:
         kind = "score"
         if size.trains:
             kind = "adapters" if network.has_adapters else "full"
-        found = times.passes[kind].compute_seconds(size.tokens, size.length, size.rows)
+        seconds = times.passes[kind].compute_seconds(size.tokens, size.length, size.rows)
         slowdown = self._rates.slowdown
-        head = found.head
+        head = seconds.head
         if size.repeats_head:
             scored = times.passes["score"]
             head += scored.compute_seconds(size.tokens, size.length, size.rows).head
         if network.shape.vocab == 1:
             head = 0.0
-        embedding = 0.0 if network.frozen_layers else found.embedding_backward
+        embedding = 0.0 if network.frozen_layers else seconds.embedding_backward
         trained = (network.shape.layers - network.frozen_layers) / max(1, network.shape.layers)
         return PassCost(
-            Cost(products=slowdown * found.block),
-            Cost(products=slowdown * found.block_backward * trained),
-            Cost(
+            CallCost(products=slowdown * seconds.block),
+            CallCost(products=slowdown * seconds.block_backward * trained),
+            CallCost(
                 products=slowdown * head,
                 memory=slowdown * embedding,
-                overhead=slowdown * found.begin,
+                overhead=slowdown * seconds.begin,
             ),
         )
 
     # -- the optimizer
 
-    def compute_update(self, elements: float) -> Cost:
+    def compute_update(self, elements: float) -> CallCost:
         """Return the cost of an optimizer step with `elements` trained parameters on this device."""
         network, rates = self._network, self._rates
         if self._profile is not None:
-            return Cost(memory=rates.slowdown * self._profile.compute_update(elements))
+            return CallCost(memory=rates.slowdown * self._profile.compute_update(elements))
         traffic = elements * WIDE * (2 + SLOTS[network.settings.optimizer]) * STATE_READS
-        return Cost(memory=traffic / rates.memory_bandwidth)
+        return CallCost(memory=traffic / rates.memory_bandwidth)
 
     # -- decoding
 
-    def compute_decode(self, batch: float, context: float) -> tuple[Cost, Cost]:
+    def compute_decode(self, batch: float, context: float) -> tuple[CallCost, CallCost]:
         """Return the cost of a decode step of `batch` sequences: of a layer, and of all else.
 
         `context` is the number of tokens before each new token.
@@ -203,12 +203,14 @@ class ComputeTimes:
         # A step reads all weights and the KV cache, or is bound by its products.
         cache = batch * context * 2 * shape.key * width * share
         attention = 2 * shape.query * context / rates.attention_share
-        products = Cost(products=batch * share * 2 * (network.active + attention / 2) / rates.flops)
-        reads = Cost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
+        products = CallCost(
+            products=batch * share * 2 * (network.active + attention / 2) / rates.flops
+        )
+        reads = CallCost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
         block = max(products, reads, key=lambda cost: cost.seconds)
-        block = block.plus(Cost(overhead=rates.launch))
-        products = Cost(products=batch * share * 2 * network.outputs / rates.flops)
-        reads = Cost(memory=network.outputs * width * share / rates.memory_bandwidth)
+        block = block.add(CallCost(overhead=rates.launch))
+        products = CallCost(products=batch * share * 2 * network.outputs / rates.flops)
+        reads = CallCost(memory=network.outputs * width * share / rates.memory_bandwidth)
         rest = max(products, reads, key=lambda cost: cost.seconds)
         if self._profile is None:
             return block, rest
@@ -216,14 +218,16 @@ class ComputeTimes:
         slowdown = rates.slowdown
         return block.split(slowdown * times[0]), rest.split(slowdown * times[1])
 
-    def compute_prefill(self, tokens: float, length: float, sequences: float) -> tuple[Cost, Cost]:
+    def compute_prefill(
+        self, tokens: float, length: float, sequences: float
+    ) -> tuple[CallCost, CallCost]:
         """Return the cost of computing prompts: of a layer, and of all else.
 
         `tokens` is the number of all prompt tokens, in `sequences` prompts of `length` tokens.
         """
         if self._profile is None:
-            cost = self._rate_pass(PassSize(tokens, length, sequences, trains=False))
+            cost = self._estimate_pass(PassSize(tokens, length, sequences, trains=False))
             return cost.block, cost.ends
         block, rest = self._profile.decoding[self._decoding].compute_prefill(tokens)
         slowdown = self._rates.slowdown
-        return Cost(products=slowdown * block), Cost(overhead=slowdown * rest)
+        return CallCost(products=slowdown * block), CallCost(overhead=slowdown * rest)

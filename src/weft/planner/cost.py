@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from weft.planner.compute_times import PARTS, ComputeTimes, Cost, PassCost, PassSize
+from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
@@ -140,7 +140,7 @@ def estimate_call(
 
 def _estimate_cost(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
-) -> Cost:
+) -> CallCost:
     times = ComputeTimes(network, rates, mesh.layout)
     if load.method == "generate":
         return _estimate_generation(network, load, mesh, rates, times)
@@ -148,7 +148,7 @@ def _estimate_cost(
         return _estimate_passes(network, load, mesh, rates, times)
     update = _estimate_update(network, mesh, rates, times)
     once = _estimate_passes(network, load, mesh, rates, times)
-    return once.plus(update.times(load.num_updates)).times(load.num_epochs)
+    return once.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
 
 
 def estimate_transfer_seconds(
@@ -213,7 +213,7 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
 
 def _estimate_passes(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
-) -> Cost:
+) -> CallCost:
     """Return the cost of one pass over all tokens; with a backward pass if the call trains."""
     layout = mesh.layout
     updates = load.num_updates if load.trains else 1
@@ -230,25 +230,25 @@ def _estimate_passes(
         trains=load.trains,
         repeats_head=load.trains and load.repeats_head,
     )
-    found = times.compute_pass(size)
+    pass_cost = times.compute_pass(size)
     messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
-    cost = _run_stages(network, size, found, layout, parts, messages)
+    cost = _run_stages(network, size, pass_cost, layout, parts, messages)
     # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
     # `_estimate_update` counts the last of them.
     if layout.fsdp > 1:
         shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
-        cost = cost.plus(shards.times(times.get_factor("shards")))
-    return cost.times(updates)
+        cost = cost.add(shards.multiply(times.get_factor("shards")))
+    return cost.multiply(updates)
 
 
 def _run_stages(
     network: DecoderSizes,
     size: PassSize,
-    found: PassCost,
+    pass_cost: PassCost,
     layout: Layout,
     parts: int,
-    messages: Cost,
-) -> Cost:
+    messages: CallCost,
+) -> CallCost:
     """Return the cost of `parts` micro-batches, each of which passes through all pipeline stages.
 
     `messages` is the cost of a micro-batch's messages in the stage with the most of them. After
@@ -257,32 +257,32 @@ def _run_stages(
     layers = network.shape.layers
     again = size.trains and network.settings.recompute
     recomputed = (layers // network.settings.recompute) / layers if again else 0.0
-    layer = found.block.times(1.0 + recomputed).plus(found.block_backward)
+    layer = pass_cost.block.multiply(1.0 + recomputed).add(pass_cost.block_backward)
     # The last layer is shorter by the weights that only rows see.
     skipped = network.late / max(1, network.active) * (1.0 - min(1.0, size.rows / size.tokens))
-    last = layer.times(1.0 - skipped)
-    whole = layer.times(layers - 1).plus(last, found.ends)
+    last = layer.multiply(1.0 - skipped)
+    whole = layer.multiply(layers - 1).add(last, pass_cost.ends)
     if layout.pipeline == 1:
-        return whole.plus(messages).times(parts)
+        return whole.add(messages).multiply(parts)
     # The slowest stage determines the time between two micro-batches.
     stages = min(layers, layout.placement.num_stages)
     head = network.outputs / max(1, network.active)
     at_end = len(compute_stage(layers, stages, stages - 1, head if network.shape.vocab > 1 else 0))
-    ends = layer.times(at_end - 1).plus(last, found.ends)
-    others = layer.times((layers - at_end) / max(1, layout.pipeline - 1))
+    ends = layer.multiply(at_end - 1).add(last, pass_cost.ends)
+    others = layer.multiply((layers - at_end) / max(1, layout.pipeline - 1))
     if layout.stages_per_rank > 1:
-        slowest = whole.times(1.0 / layout.pipeline)
+        slowest = whole.multiply(1.0 / layout.pipeline)
     else:
         slowest = max(ends, others, key=lambda cost: cost.seconds)
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
     waiting = (whole.seconds - slowest.seconds) / layout.stages_per_rank
-    return slowest.plus(messages).times(parts).plus(Cost(bubble=waiting))
+    return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
 
 
 def _estimate_pass_messages(
     network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
-) -> Cost:
+) -> CallCost:
     """Return the cost of a micro-batch's messages on one rank.
 
     These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
@@ -311,12 +311,12 @@ def _estimate_pass_messages(
     if layout.pipeline > 1:
         count = layout.stages_per_rank * (2 if size.trains else 1)
         seconds += count * rates.time_send(states, mesh.ranks)
-    return Cost(messages=seconds)
+    return CallCost(messages=seconds)
 
 
 def _estimate_shard_messages(
     network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
-) -> Cost:
+) -> CallCost:
     """Return the cost of gathering and scattering sharded tensors, block by block.
 
     `parts` is the number of micro-batches of a minibatch.
@@ -336,12 +336,12 @@ def _estimate_shard_messages(
         scatter = blocks * rates.time_scatter(block * WIDE * trained, mesh.ranks, layout.fsdp)
         scatter += rates.time_scatter(ends * WIDE * trained, mesh.ranks, layout.fsdp)
         seconds += (parts - 1) * scatter
-    return Cost(messages=seconds)
+    return CallCost(messages=seconds)
 
 
 def _estimate_update(
     network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
-) -> Cost:
+) -> CallCost:
     """Return the cost of summing gradients over devices and of one optimizer step."""
     layout = mesh.layout
     shape = network.shape
@@ -360,12 +360,12 @@ def _estimate_update(
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
         seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
-    return times.compute_update(trained / layout.fsdp).plus(Cost(messages=seconds))
+    return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
 
 
 def _estimate_generation(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
-) -> Cost:
+) -> CallCost:
     """Return the cost of computing the prompts and decoding all sequences.
 
     The longest answer determines the number of decode steps, and the batch shrinks as answers end.
@@ -379,27 +379,27 @@ def _estimate_generation(
     states = network.element_bytes * shape.hidden
     # Equal prompts are computed once.
     block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
-    cost = block.times(shape.layers / layout.pipeline).plus(rest.times(1.0 / layout.pipeline))
+    cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
         sums = 2 * shape.layers / layout.pipeline
         seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
         seconds *= times.get_factor("tensor")
-        cost = cost.plus(Cost(messages=seconds))
+        cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
         gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
-        cost = cost.plus(Cost(messages=gathered))
+        cost = cost.add(CallCost(messages=gathered))
     together = min(own, rates.most_sequences)
     for steps, batch, context in list_decode_steps(load, own, together):
         # Pipeline stages decode groups of the sequences in turn.
         group = batch / layout.pipeline
         block, rest = times.compute_decode(group, context)
-        step = block.times(shape.layers).plus(rest)
+        step = block.multiply(shape.layers).add(rest)
         seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
         if layout.pipeline > 1:
             seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
-        cost = cost.plus(step.plus(Cost(messages=seconds)).times(steps))
+        cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, find_nearest
-from weft.planner.profile import Curve, LinkTimes, Profile
+from weft.planner.profile import DeviceProfile, LinkTimes, MeasuredCurve
 
 GIB = 2.0**30
 
@@ -62,7 +62,7 @@ class DeviceRates:
     basis: str = "estimated speeds"
     attention_share: float = 1.0
     elementwise: float = 0.0
-    profile: Profile | None = None
+    profile: DeviceProfile | None = None
     threads_used: int = 0
     slowdown: float = 1.0
 
@@ -111,7 +111,7 @@ class DeviceRates:
         """Measured times of messages, or None if they were not measured."""
         return None if self.profile is None else self.profile.links
 
-    def with_profile(self, profile: Profile | None) -> DeviceRates:
+    def with_profile(self, profile: DeviceProfile | None) -> DeviceRates:
         """Return the rates with measured times, and with a basis that names them."""
         if profile is None:
             return self
@@ -148,7 +148,7 @@ class DeviceRates:
             return curve(num_bytes * 2 * share)
         return num_bytes * share / self.compute_bandwidth(ranks) + self.latency
 
-    def _find_curve(self, name: str, ranks: tuple[int, ...]) -> Curve | None:
+    def _find_curve(self, name: str, ranks: tuple[int, ...]) -> MeasuredCurve | None:
         """Return measured times of messages; measured with two ranks of a machine."""
         if self.links is None or len({rank // self.per_node for rank in ranks}) > 1:
             return None

@@ -66,7 +66,7 @@ class ProfileMachine:
 # -- interpolation
 
 
-class Curve:
+class MeasuredCurve:
     """Piecewise linear function through measured points, which never decreases.
 
     Beyond the last point, the last segment continues. Below the first point, the function goes to
@@ -98,23 +98,25 @@ class Curve:
         return below + (above - below) * (x - low) / (high - low)
 
 
-class Surface:
-    """Bilinear interpolation of points on a grid, with a `Curve` over `y` at each value of `x`."""
+class MeasuredSurface:
+    """Bilinear interpolation of points on a grid, with a `MeasuredCurve` over `y` at each value of `x`."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], values: Sequence[float]) -> None:
-        self._columns: dict[float, Curve] = {}
+        self._columns: dict[float, MeasuredCurve] = {}
         for x in sorted(set(xs)):
             chosen = [
                 (y, value) for each, y, value in zip(xs, ys, values, strict=True) if each == x
             ]
-            self._columns[x] = _Line(*zip(*chosen, strict=True))
+            self._columns[x] = _OpenCurve(*zip(*chosen, strict=True))
 
     def __call__(self, x: float, y: float) -> float:
-        return max(0.0, Curve(list(self._columns), [c(y) for c in self._columns.values()])(x))
+        return max(
+            0.0, MeasuredCurve(list(self._columns), [c(y) for c in self._columns.values()])(x)
+        )
 
 
-class _Line(Curve):
-    """Curve whose first segment also continues below its first point."""
+class _OpenCurve(MeasuredCurve):
+    """MeasuredCurve whose first segment also continues below its first point."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         super().__init__(xs, ys)
@@ -143,14 +145,14 @@ class PassTimes:
         tokens = [float(each) for each in values["tokens"]]
         lengths = [float(each) for each in values["lengths"]]
         self._base = lengths[0]
-        self._curves: dict[str, Curve] = {}
-        self._longer: dict[str, Curve] = {}
+        self._curves: dict[str, MeasuredCurve] = {}
+        self._longer: dict[str, MeasuredCurve] = {}
         most = max(tokens)
         for name in ("begin", "blocks", "head", "blocks_backward", "embedding_backward"):
             seconds = values.get(name) or [0.0] * len(tokens)
             points = list(zip(tokens, lengths, seconds, strict=True))
             usual = [(t, s) for t, length, s in points if length == self._base]
-            self._curves[name] = Curve(*zip(*usual, strict=True))
+            self._curves[name] = MeasuredCurve(*zip(*usual, strict=True))
             if name.startswith("blocks"):
                 # Time per token that longer sequences add, from packs of the same size.
                 longest = self._curves[name](most)
@@ -158,7 +160,7 @@ class PassTimes:
                 for t, length, s in points:
                     if t == most and length != self._base:
                         longer[length] = max(0.0, s - longest) / most
-                self._longer[name] = _Line(list(longer), list(longer.values()))
+                self._longer[name] = _OpenCurve(list(longer), list(longer.values()))
         updates = values.get("update") or [0.0]
         self.update = sorted(updates)[len(updates) // 2]
         self.trained = int(values["trained"])
@@ -190,8 +192,8 @@ class DecodeTimes:
     def __init__(self, values: Mapping[str, Any]) -> None:
         batches = values["batches"]
         contexts = values["contexts"]
-        self._block = Surface(batches, contexts, values["block"])
-        self._rest = Surface(batches, contexts, values["rest"])
+        self._block = MeasuredSurface(batches, contexts, values["block"])
+        self._rest = MeasuredSurface(batches, contexts, values["rest"])
         tokens: dict[float, list[tuple[float, float]]] = {}
         for batch, context, block, rest in zip(
             batches, contexts, values["prefill_block"], values["prefill_rest"], strict=True
@@ -200,7 +202,9 @@ class DecodeTimes:
         means = []
         for measured in tokens.values():
             means.append([sum(part) / len(measured) for part in zip(*measured, strict=True)])
-        self._prefill = [Curve(list(tokens), list(part)) for part in zip(*means, strict=True)]
+        self._prefill = [
+            MeasuredCurve(list(tokens), list(part)) for part in zip(*means, strict=True)
+        ]
 
     def compute_step(self, batch: float, context: float) -> tuple[float, float]:
         """Return the times of a decode step of a layer, and of all else, in seconds."""
@@ -242,13 +246,13 @@ class LinkTimes:
         startup_seconds: Time until a new process can build a network.
     """
 
-    messages: Mapping[str, Curve]
+    messages: Mapping[str, MeasuredCurve]
     contention: float
     startup_seconds: float
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
+class DeviceProfile:
     """Profiles that apply to a run, by shape, dtype, tensor-parallel degree and number of threads."""
 
     times: Mapping[tuple[ShapeKey, str, int, int], ShapeTimes]
@@ -292,7 +296,7 @@ def name_device_folder(device: str) -> str:
 
 def find_profile(
     keys: Iterable[tuple[ShapeKey, str]], machine: ProfileMachine, given: str | None = None
-) -> Profile | None:
+) -> DeviceProfile | None:
     """Return the profile of networks with these shapes and dtypes, or None if there is none.
 
     The files are those of this machine in the user's cache or, with `given`, this file or all files
@@ -328,12 +332,12 @@ def find_profile(
         used.append(str(path))
     if not times:
         return None
-    return Profile(times, newest[1], tuple(used), newest[0])
+    return DeviceProfile(times, newest[1], tuple(used), newest[0])
 
 
 def find_usable_profile(
     keys: Iterable[tuple[ShapeKey, str]], machine: ProfileMachine, given: str | None = None
-) -> tuple[Profile | None, tuple[str, ...]]:
+) -> tuple[DeviceProfile | None, tuple[str, ...]]:
     """Return the profile that `find_profile` finds, and notes on a profile that cannot be used.
 
     A run falls back to estimated speeds then, while `weft plan` treats a note as an error.
@@ -351,17 +355,17 @@ def read_file(path: Path, machine: ProfileMachine | None) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        found = values["format"]
-        if found != FORMAT:
+        version = values["format"]
+        if version != FORMAT:
             raise ConfigError(
-                f"{path}: the profile has format {found}, and this version of weft reads "
+                f"{path}: the profile has format {version}, and this version of weft reads "
                 f"{FORMAT}; {REMEDY}"
             )
         # Parsing finds missing and wrong values.
         parse_times(values)
         parse_links(values["links"])
         ShapeKey(**values["shape"])
-        made = ProfileMachine(values["device"], values["torch"])
+        source = ProfileMachine(values["device"], values["torch"])
         assert isinstance(values["tensor"], int) and isinstance(values["threads"], int)
         assert isinstance(values["created"], str) and isinstance(values["dtype"], str)
     except OSError as error:
@@ -370,10 +374,10 @@ def read_file(path: Path, machine: ProfileMachine | None) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: the profile is damaged ({type(error).__name__}: {error}); {REMEDY}"
         ) from error
-    if machine is not None and made != machine:
-        name = "device" if made.device != machine.device else "torch"
+    if machine is not None and source != machine:
+        name = "device" if source.device != machine.device else "torch"
         raise ConfigError(
-            f"{path}: the profile was made with {name} {getattr(made, name)!r}, and this machine "
+            f"{path}: the profile was made with {name} {getattr(source, name)!r}, and this machine "
             f"has {getattr(machine, name)!r}; {REMEDY}"
         )
     return dict(values)
@@ -408,7 +412,7 @@ def parse_links(values: Mapping[str, Any] | None) -> LinkTimes | None:
     if values is None:
         return None
     _check_numbers(values)
-    messages = {name: Curve(*values[name]) for name in MESSAGES}
+    messages = {name: MeasuredCurve(*values[name]) for name in MESSAGES}
     return LinkTimes(messages, values["contention"], values["startup_seconds"])
 
 
@@ -455,11 +459,11 @@ def compute_held_out_errors(
                 point["batch"], point["context"]
             )
             name = f"decode step, {point['batch']} sequences of {point['context']} tokens"
-            found = layers * block + rest
+            interpolated = layers * block + rest
         else:
             kind = times.passes[point["kind"]]
             parts = kind.compute_seconds(point["tokens"], point["length"], point["tokens"])
-            found = (
+            interpolated = (
                 parts.begin
                 + layers * (parts.block + parts.block_backward)
                 + parts.head
@@ -467,11 +471,11 @@ def compute_held_out_errors(
                 + kind.update
             )
             name = f"{point['kind']}, {point['tokens']:,} tokens in sequences of {point['length']}"
-        errors.append((name, point["seconds"], found))
+        errors.append((name, point["seconds"], interpolated))
     return errors
 
 
-def remember(memo: dict[Any, Any], key: Any, compute: Callable[[], Any]) -> Any:
+def get_or_compute(memo: dict[Any, Any], key: Any, compute: Callable[[], Any]) -> Any:
     """Return `compute()`, kept in `memo` under `key`."""
     if key not in memo:
         memo[key] = compute()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.loader import LoadedData
-from weft.data.sample import SequenceSample
 from weft.engine.shared_prefixes import find_shared_prefixes
+
+if TYPE_CHECKING:
+    from weft.data.loader import LoadedData
+    from weft.data.sample import SequenceSample
 
 SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
 LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
@@ -73,6 +76,8 @@ def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:
     `batch` is the number of rows per step. Rows that are read as a stream are not sampled, and
     neither are those of a dataset that makes whole batches.
     """
+    from weft.data.sample import SequenceSample  # imports torch
+
     total = sum(len(part) for part in data.parts)
     if not total:
         return None
