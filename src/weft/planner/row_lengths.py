@@ -56,7 +56,7 @@ class RowLengths:
             whole = np.repeat(self.prompts, each) + self.answers[: each * len(self.prompts)]
             lengths = whole.astype(np.float64)
         else:
-            lengths = self.prompts + answer
+            lengths = self.prompts.astype(np.float64) + answer
         return float((lengths**2).sum() / max(1.0, float(lengths.sum())))
 
     def compute_shared_tokens(self, least: int, samples: int, spared: int) -> float:
