@@ -100,6 +100,25 @@ def test_a_training_call_adds_up() -> None:
     assert found.parts["overhead"] == pytest.approx(2e-3)
 
 
+def test_other_optimizers_read_fewer_values() -> None:
+    sgd = with_settings(TRAINED, optimizer="sgd")
+    updates = [ComputeTimes(each, ALONE, Layout()).compute_update(1e6) for each in (TRAINED, sgd)]
+    assert updates[0].seconds == pytest.approx(1e-3 + 1e-2)
+    assert updates[1].seconds == pytest.approx(3 / 4 * updates[0].seconds)
+
+
+def test_a_pass_of_one_number_of_threads_is_not_that_of_another() -> None:
+    """Interpolated times are kept, for each number of threads."""
+    slow = parse_times(contents(passes=contents()["passes"]))
+    times = {(KEY, "float32", 1, 1): parse_times(contents()), (KEY, "float32", 1, 2): slow}
+    both = estimate_cpu_rates(4, 4.0, 2).with_profile(DeviceProfile(times))
+    for threads in (1, 2):
+        rates = replace(both, threads=threads).share_cores(1, 1)
+        found = ComputeTimes(NETWORK, rates, Layout())
+        found.compute_pass(PassSize(250, 100, 100, False))
+    assert both.profile is not None and len(both.profile.memo) == 2
+
+
 def test_a_generation_adds_up() -> None:
     load = CallWorkload("generate", 4, 100, 20)
     found = estimate_call(NETWORK, load, mesh("d1"), ALONE)

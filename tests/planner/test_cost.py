@@ -98,6 +98,17 @@ def test_sequences_with_the_same_prompt_compute_it_once() -> None:
     assert alike.count_computed_tokens(NETWORK) == 600
 
 
+def test_ranks_wait_for_the_one_with_the_most() -> None:
+    """The first of two ranks has 120 of 200 tokens and 80 of 100 answer tokens."""
+    uneven = replace(SCORE, batches=(((120, 80), (80, 20)),))
+    expected = layers_of(400 * 1.2, 160 * 1.6) + 160 * 1.6 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(NETWORK, uneven, mesh("d2"), RATES) == pytest.approx(
+        expected, rel=1e-12
+    )
+    alone = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    assert estimate_call_seconds(NETWORK, uneven, mesh("d1"), RATES) == alone
+
+
 def test_long_sequences_among_short_ones_cost_more_attention() -> None:
     longer = replace(SCORE, attended_length=150.0)
     head = 320 * 2 * 100_000 / 1e9

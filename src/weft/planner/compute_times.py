@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import SLOTS, WIDE
-from weft.planner.profile import ShapeTimes, get_or_compute
+from weft.planner.profile import ShapeTimes
 from weft.topology import Layout
 
 STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
@@ -114,14 +114,16 @@ class ComputeTimes:
 
     def compute_pass(self, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch."""
-        key = ("pass", self._network, self._tensor, size, self._rates.slowdown)
+        rates = self._rates
+        key = (self._network, self._tensor, size, rates.threads_used, rates.slowdown)
         if self._profile is None:
             return self._estimate_pass(size)
-        assert self._rates.profile is not None
-        times = self._profile
-        return PassCost(
-            *get_or_compute(self._rates.profile.memo, key, lambda: self._measure_pass(times, size))
-        )
+        assert rates.profile is not None
+        memo = rates.profile.memo
+        if key not in memo:
+            memo[key] = self._interpolate_pass(self._profile, size)
+        known_cost: PassCost = memo[key]
+        return known_cost
 
     def _estimate_pass(self, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from the rates of the device."""
@@ -153,7 +155,7 @@ class ComputeTimes:
         backward = backward.multiply(trained_layers / max(1, shape.layers))
         return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
 
-    def _measure_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
+    def _interpolate_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
         network = self._network
         kind = "score"
@@ -184,9 +186,13 @@ class ComputeTimes:
     def compute_update(self, elements: float) -> CallCost:
         """Return the cost of an optimizer step with `elements` trained parameters on this device."""
         network, rates = self._network, self._rates
+        values = 2 + SLOTS[network.settings.optimizer]
         if self._profile is not None:
-            return CallCost(memory=rates.slowdown * self._profile.compute_update(elements))
-        traffic = elements * WIDE * (2 + SLOTS[network.settings.optimizer]) * STATE_READS
+            # AdamW was measured; other optimizers read and write fewer values.
+            relative = values / (2 + SLOTS["adamw"])
+            seconds = rates.slowdown * relative * self._profile.compute_update(elements)
+            return CallCost(memory=seconds)
+        traffic = elements * WIDE * values * STATE_READS
         return CallCost(memory=traffic / rates.memory_bandwidth)
 
     # -- decoding
@@ -203,9 +209,8 @@ class ComputeTimes:
         # A step reads all weights and the KV cache, or is bound by its products.
         cache = batch * context * 2 * shape.key * width * share
         attention = 2 * shape.query * context / rates.attention_share
-        products = CallCost(
-            products=batch * share * 2 * (network.active + attention / 2) / rates.flops
-        )
+        operations = batch * share * (2 * network.active + attention)
+        products = CallCost(products=operations / rates.flops)
         reads = CallCost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
         block = max(products, reads, key=lambda cost: cost.seconds)
         block = block.add(CallCost(overhead=rates.launch))

@@ -17,6 +17,7 @@ from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
@@ -46,6 +47,8 @@ class CallWorkload:
             samples begin with the same tokens.
         repeats_head: True if training computes the logits again in the backward pass, as preference
             losses do, whose gradients by a row depend on other rows.
+        batches: Tokens and answer tokens of each row of some batches of the data, from which follows
+            how unequally data-parallel ranks share them; empty: equally.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
     """
@@ -63,6 +66,7 @@ class CallWorkload:
     shared_tokens: float = 0.0
     saved_share: float = 0.0
     repeats_head: bool = False
+    batches: tuple[RowBatch, ...] = ()
     attended_length: float | None = None
 
     @property
@@ -221,6 +225,11 @@ def _estimate_passes(
     computed = load.count_computed_tokens(network) / ranks / updates
     read_each = 1 if network.scores else load.new_tokens or load.prompt_tokens
     read = load.num_sequences * read_each / ranks / updates
+    if layout.data > 1 and load.batches:
+        # The others wait for the rank that has the most.
+        tokens, answers = compute_imbalance(load.batches, layout.data)
+        computed *= tokens
+        read *= 1.0 if network.scores else answers
     # Micro-batches are filled by the tokens of whole sequences, also of prompts that are shared.
     parts = max(1, math.ceil(load.num_tokens / ranks / updates / load.microbatch))
     size = PassSize(

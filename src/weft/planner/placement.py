@@ -353,6 +353,7 @@ def build_workload(
     samples = lengths.samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    updates = count_updates(experiment.updates_per_firing, call)
     keys = {*call.input_keys, *call.optional_keys}
     shared, saved = _estimate_shared_tokens(lengths, keys, samples, rows, trains=call.trains)
     measured = rows if search.prompt_tokens is None and search.answer_tokens is None else None
@@ -361,7 +362,7 @@ def build_workload(
         num_sequences=_count_ids(experiment, lengths) * samples,
         prompt_tokens=lengths.prompt,
         new_tokens=lengths.answer,
-        num_updates=count_updates(experiment.updates_per_firing, call),
+        num_updates=updates,
         num_epochs=epochs,
         microbatch=limit,
         longest_prompt=lengths.longest_prompt,
@@ -369,6 +370,11 @@ def build_workload(
         samples=samples,
         shared_tokens=shared,
         saved_share=saved,
+        batches=()
+        if measured is None
+        else measured.list_batches(
+            max(1, _count_ids(experiment, lengths) // updates), lengths.samples, lengths.answer
+        ),
         repeats_head=experiment.dataset_type in PAIRED_TYPES,
         attended_length=None
         if measured is None

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -473,10 +473,3 @@ def compute_held_out_errors(
             name = f"{point['kind']}, {point['tokens']:,} tokens in sequences of {point['length']}"
         errors.append((name, point["seconds"], interpolated))
     return errors
-
-
-def get_or_compute(memo: dict[Any, Any], key: Any, compute: Callable[[], Any]) -> Any:
-    """Return `compute()`, kept in `memo` under `key`."""
-    if key not in memo:
-        memo[key] = compute()
-    return memo[key]

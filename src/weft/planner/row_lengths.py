@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from weft.data.sample import SequenceSample
 
 SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
+MAX_BATCHES = 8  # batches whose division over ranks is tried
 LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
 
 Counts = npt.NDArray[np.int64]
+RowBatch = tuple[tuple[int, int], ...]  # (tokens, answer tokens) of each row
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,26 @@ class RowLengths:
             lengths = self.prompts.astype(np.float64) + answer
         return float((lengths**2).sum() / max(1.0, float(lengths.sum())))
 
+    def list_batches(self, batch: int, samples: int, answer: int) -> tuple[RowBatch, ...]:
+        """Return the (tokens, answer tokens) of each row of some batches of `batch` rows.
+
+        Rows without answers get `samples` answers of `answer` tokens. A prompt counts once for each
+        of its answers.
+        """
+        count = len(self.prompts)
+        each = len(self.answers) // count
+        if each:
+            answers = self.answers[: each * count].reshape(count, each).sum(1)
+        else:
+            each = samples
+            answers = np.full(count, samples * answer, np.int64)
+        tokens = each * self.prompts + answers
+        pairs = list(zip(tokens.tolist(), answers.tolist(), strict=True))
+        batches = []
+        for first in range(0, len(pairs) - batch + 1, batch):
+            batches.append(tuple(pairs[first : first + batch]))
+        return tuple(batches[:MAX_BATCHES])
+
     def compute_shared_tokens(self, least: int, samples: int, spared: int) -> float:
         """Return the mean number of tokens of a prompt that its `samples` sequences share.
 
@@ -68,6 +91,29 @@ class RowLengths:
         shared = np.maximum(self.prompts - 1, 0)
         worth = (self.prompts >= least) & (shared * (samples - 1) >= spared)
         return float(np.where(worth, shared, 0).mean())
+
+
+@lru_cache(maxsize=256)
+def compute_imbalance(batches: tuple[RowBatch, ...], ranks: int) -> tuple[float, float]:
+    """Return how unequally data-parallel ranks share tokens, and how unequally answer tokens.
+
+    Each is the share of the rank with the most of them, relative to an equal one, on average over
+    the batches. They are divided as a run divides them (`weft.runtime.split`): consecutive rows,
+    so that the rank with the most tokens has as few as possible.
+    """
+    from weft.data.groups import split_evenly  # imports torch
+
+    ratios = []
+    for batch in batches:
+        rows = np.array(batch, np.int64)
+        bounds = split_evenly(rows[:, 0], min(ranks, len(rows)))
+        sums = np.add.reduceat(rows, bounds[:-1])
+        means = np.maximum(rows.sum(0), 1) / ranks
+        ratios.append(sums.max(0) / means)
+    if not ratios:
+        return 1.0, 1.0
+    tokens, answers = np.mean(ratios, axis=0).tolist()
+    return max(1.0, tokens), max(1.0, answers)
 
 
 def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:
