@@ -121,7 +121,7 @@ class ComputeTimes:
         assert rates.profile is not None
         memo = rates.profile.memo
         if key not in memo:
-            memo[key] = self._interpolate_pass(self._profile, size)
+            memo[key] = self._read_pass(self._profile, size)
         known_cost: PassCost = memo[key]
         return known_cost
 
@@ -155,7 +155,7 @@ class ComputeTimes:
         backward = backward.multiply(trained_layers / max(1, shape.layers))
         return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
 
-    def _interpolate_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
+    def _read_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
         """Return the cost of a micro-batch from a profile."""
         network = self._network
         kind = "score"
