@@ -39,7 +39,7 @@ MAX_DECODED_LAYERS = 8  # layers of the deeper network that decodes
 MAX_TOKENS = 2048  # tokens of the largest pack
 SEQUENCE = 128  # tokens of a sequence where the number of tokens varies
 LENGTHS = (512, 2048)  # further lengths of sequences, in a pack of as many tokens as the largest
-BATCHES = (1, 8, 32)  # sequences that are decoded together
+BATCHES = (1, 8, 16, 32)  # sequences that are decoded together
 CONTEXTS = (32, 96, 256)  # tokens of each sequence's prompt
 DECODE_STEPS = 32  # steps of one measurement
 MIN_REPEATS, MAX_REPEATS = 3, 10
@@ -440,7 +440,7 @@ def measure_held_out(network: MeasuredNetwork, max_tokens: int) -> list[dict[str
                 "seconds": sum(parts.values()),
             }
         )
-    batch, context = 16, 160
+    batch, context = 12, 160
     engine = network.build_engine(trained=False)
     decoding = measure_decoding_of(engine, batch, context)
     points.append(
