@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.common import tiny_config
-from weft.checkpoints.hf_io import compute_parameter_shapes
+from tests.planner.profiles import contents
+from weft.checkpoints.hf_io import compute_parameter_shapes, read_config
 from weft.cli import main as weft
+from weft.engine.spec import ModelSpec
+from weft.planner.decoder_sizes import build_decoder_sizes
+from weft.planner.profile import format_contents
 from weft.registry import families
 
 
@@ -201,6 +206,24 @@ def test_search_of_a_gpu_that_is_not_here(model: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["device"] == "H100"
     assert weft.main(searched(model, "n_gpus_per_node=2", "search.gpu=H101")) == 2
     assert "did you mean H100" in capsys.readouterr().err
+
+
+def test_search_uses_a_profile_and_refuses_a_damaged_one(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config(model)[1]
+    key = build_decoder_sizes(ModelSpec(), config, on_gpu=False).profile_key
+    path = tmp_path / "profile.json"
+    path.write_text(format_contents(contents(shape=asdict(key))))
+    words = searched(model, "n_gpus_per_node=2", "device=cpu", f"search.profile={path}")
+    assert weft.main(words) == 0
+    assert "as estimated from a profile of 2026-01-02" in capsys.readouterr().out
+    assert weft.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["basis"] == "a profile of 2026-01-02"
+    path.write_text(format_contents(contents(shape=asdict(key), format=0)))
+    assert weft.main(words) == 2
+    err = capsys.readouterr().err
+    assert f"{path}: the profile has format 0" in err and "make it again" in err
 
 
 def test_search_of_one_device_shows_the_time_of_a_step(

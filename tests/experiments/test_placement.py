@@ -21,7 +21,8 @@ from weft.experiments import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from weft.graph.mfc import MFCDef
 from weft.launch.facts import describe_planned_engine
 from weft.planner import search
-from weft.planner.cost import CallWorkload, DecoderSizes, build_decoder_sizes
+from weft.planner.cost import CallWorkload
+from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.placement import build_workload
 from weft.topology import Layout, Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.planner.cost import CHUNK_ROWS, DecoderSizes
+from weft.planner.decoder_sizes import CHUNK_ROWS, DecoderSizes
 from weft.planner.memory import MemorySettings, NetworkShape
 
 

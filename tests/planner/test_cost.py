@@ -9,9 +9,11 @@ import pytest
 from tests.planner.decoders import decoder, with_adapters, with_settings
 from weft.planner.cost import (
     CallWorkload,
+    estimate_call,
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
+    list_decode_steps,
 )
 from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
@@ -42,16 +44,76 @@ def mesh(layout: str, first: int = 0) -> Mesh:
     return Mesh(made, tuple(range(first, first + made.num_devices)))
 
 
+# The last layer computes keys and values of all tokens, the rest only of rows that are read.
+QKV = 100 * (100 + 2 * 50)
+LATE = (150_000 - QKV) / 150_000
+
+
+def layers_of(tokens: int, rows: int, length: int = 100) -> float:
+    """Seconds of the products of four layers, the last of which is shorter."""
+    layer = tokens * 2 * (150_000 + 100 * length) / 1e9
+    return layer * (4 - LATE * (1 - rows / tokens))
+
+
 def test_a_forward_pass_is_its_products() -> None:
-    layers = (
-        800 * 4 * 2 * (150_000 + 100 * 100)
-    )  # tokens, layers, 2 operations an element, and attention over 100 positions
-    head = 8 * 40 * 2 * 100_000  # of the answers alone
+    head = 8 * 40 * 2 * 100_000 / 1e9  # of the answers alone
+    expected = layers_of(800, 320) + head
     assert estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES) == pytest.approx(
-        (layers + head) / 1e9, rel=1e-12
+        expected, rel=1e-12
     )
     assert estimate_call_seconds(NETWORK, SCORE, mesh("d4"), RATES) == pytest.approx(
-        (layers + head) / 4e9, rel=1e-12
+        expected / 4, rel=1e-12
+    )
+
+
+def test_few_tokens_are_bound_by_reads_of_the_weights() -> None:
+    slow = replace(RATES, memory_bandwidth=1e6)
+    one = replace(SCORE, num_sequences=1, prompt_tokens=1, new_tokens=1)
+    estimate = estimate_call(NETWORK, one, mesh("d1"), slow)
+    reads = 150_000 * 4 / 1e6 * (4 - LATE * (1 - 1 / 2))
+    assert estimate.parts["memory"] == pytest.approx(reads, rel=1e-12)
+    assert estimate.bound == "memory"
+    assert estimate_call(NETWORK, SCORE, mesh("d1"), RATES).bound == "products"
+
+
+def test_a_scoring_head_reads_a_row_of_each_sequence() -> None:
+    scores = replace(NETWORK, scores=True, outputs=100)
+    expected = layers_of(800, 8) + 8 * 2 * 100 / 1e9
+    assert estimate_call_seconds(scores, SCORE, mesh("d1"), RATES) == pytest.approx(
+        expected, rel=1e-12
+    )
+
+
+def test_sequences_with_the_same_prompt_compute_it_once() -> None:
+    """Four pairs: the second sequence of each computes 41 of its 100 tokens."""
+    pairs = replace(SCORE, samples=2, shared_tokens=59)
+    assert pairs.count_computed_tokens(NETWORK) == 800 - 4 * 59
+    apart = replace(NETWORK, shares_prefixes=False)
+    assert pairs.count_computed_tokens(apart) == 800
+    head = 320 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(NETWORK, pairs, mesh("d1"), RATES) == pytest.approx(
+        layers_of(564, 320) + head, rel=1e-12
+    )
+    alike = replace(SCORE, saved_share=0.25)
+    assert alike.count_computed_tokens(NETWORK) == 600
+
+
+def test_ranks_wait_for_the_one_with_the_most() -> None:
+    """The first of two ranks has 120 of 200 tokens and 80 of 100 answer tokens."""
+    uneven = replace(SCORE, batches=(((120, 80), (80, 20)),))
+    expected = layers_of(400 * 1.2, 160 * 1.6) + 160 * 1.6 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(NETWORK, uneven, mesh("d2"), RATES) == pytest.approx(
+        expected, rel=1e-12
+    )
+    alone = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    assert estimate_call_seconds(NETWORK, uneven, mesh("d1"), RATES) == alone
+
+
+def test_long_sequences_among_short_ones_cost_more_attention() -> None:
+    longer = replace(SCORE, attended_length=150.0)
+    head = 320 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(NETWORK, longer, mesh("d1"), RATES) == pytest.approx(
+        layers_of(800, 320, 150) + head, rel=1e-12
     )
 
 
@@ -62,13 +124,32 @@ def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
     assert estimate_call_seconds(TRAINED, TRAIN, mesh("d1"), RATES) == pytest.approx(
         3 * forward + 2 * update, rel=1e-12
     )
+    # The head is not computed again.
     again = with_settings(TRAINED, recompute=1)
     assert estimate_call_seconds(again, TRAIN, mesh("d1"), RATES) == pytest.approx(
-        4 * forward + 2 * update, rel=1e-12
+        3 * forward + layers_of(800, 320) + 2 * update, rel=1e-12
+    )
+    half = with_settings(TRAINED, recompute=2)
+    assert estimate_call_seconds(half, TRAIN, mesh("d1"), RATES) == pytest.approx(
+        3 * forward + layers_of(800, 320) / 2 + 2 * update, rel=1e-12
     )
     twice = replace(TRAIN, num_epochs=2)
     assert estimate_call_seconds(TRAINED, twice, mesh("d1"), RATES) == pytest.approx(
         2 * (3 * forward + 2 * update), rel=1e-12
+    )
+
+
+def test_losses_over_several_rows_compute_logits_again() -> None:
+    """The gradient of a pair's loss is known only once both log-probs are."""
+    plain = estimate_call_seconds(TRAINED, TRAIN, mesh("d1"), RATES)
+    pairs = replace(TRAIN, repeats_head=True)
+    again = 320 * 2 * 100_000 / 1e9
+    assert estimate_call_seconds(TRAINED, pairs, mesh("d1"), RATES) == pytest.approx(
+        plain + again, rel=1e-12
+    )
+    scored = replace(pairs, method="inference")
+    assert estimate_call_seconds(NETWORK, scored, mesh("d1"), RATES) == estimate_call_seconds(
+        NETWORK, SCORE, mesh("d1"), RATES
     )
 
 
@@ -83,10 +164,23 @@ def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
         RATES, flops=1e15, memory_bandwidth=1e15
     )  # what remains is what tensor ranks send: as much as in full training
     sent = [
-        estimate_call_seconds(network, replace(TRAIN, num_updates=0), mesh("t2"), slow)
+        estimate_call_seconds(network, replace(TRAIN, num_updates=1), mesh("t2"), slow)
         for network in (adapted, TRAINED)
     ]
     assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+
+
+def test_the_backward_pass_ends_at_frozen_layers() -> None:
+    """Three of four layers are frozen, and with them the embedding: only the last goes back."""
+    trained = 150_000 + 100_000
+    frozen = replace(with_adapters(TRAINED, trained), frozen_layers=3)
+    assert not frozen.has_adapters
+    head = 320 * 2 * 100_000 / 1e9
+    forward = layers_of(800, 320)
+    update = 2 * trained * 4 * 4 * 3 / 1e9
+    assert estimate_call_seconds(frozen, TRAIN, mesh("d1"), RATES) == pytest.approx(
+        forward + 2 * forward / 4 + 3 * head + update, rel=1e-12
+    )
 
 
 def test_copies_sum_their_gradients_and_shards_gather_their_weights() -> None:
@@ -96,30 +190,62 @@ def test_copies_sum_their_gradients_and_shards_gather_their_weights() -> None:
     assert estimate_call_seconds(TRAINED, TRAIN, mesh("d2f1"), RATES) == pytest.approx(
         copies, rel=1e-12
     )
-    shards = (
-        (alone - update) / 2
-        + update / 2
-        + 2 * PARAMETERS * 4 / 2 / 1e9
-        + 2 * PARAMETERS * 4 / 2 / 1e9
-    )
+    # Each of two minibatches gathers all layers twice and the ends once, and scatters gradients.
+    layers, ends = 600_000, 200_000
+    exchanged = 2 * (2 * layers + ends) + 2 * PARAMETERS
+    shards = (alone - update) / 2 + update / 2 + exchanged * 4 / 2 / 1e9
     assert estimate_call_seconds(TRAINED, TRAIN, mesh("d2f2"), RATES) == pytest.approx(
         shards, rel=1e-12
     )
+    stays = with_settings(TRAINED, reshards=False)  # ZeRO stage 2: gathered once
+    assert estimate_call_seconds(stays, TRAIN, mesh("d2f2"), RATES) == pytest.approx(
+        shards - 2 * layers * 4 / 2 / 1e9, rel=1e-12
+    )
+
+
+def test_gradients_are_scattered_after_each_micro_batch_or_once() -> None:
+    many = replace(TRAIN, num_updates=1, microbatch=100)  # 4 on each of two ranks
+    each = estimate_call_seconds(TRAINED, many, mesh("d2f2"), RATES)
+    once = estimate_call_seconds(with_settings(TRAINED, sums_once=True), many, mesh("d2f2"), RATES)
+    assert each - once == pytest.approx(3 * PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
+
+
+# A network whose output matrix costs nothing and whose last layer reads all rows: stages are alike.
+EVEN = replace(NETWORK, outputs=0)
+WHOLE = replace(SCORE, prompt_tokens=0, new_tokens=100)
 
 
 def test_pipelines_wait_and_tensor_ranks_send() -> None:
-    alone = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    alone = estimate_call_seconds(EVEN, WHOLE, mesh("d1"), RATES)
     states = 800 * 100 * 4
-    assert estimate_call_seconds(NETWORK, SCORE, mesh("p2"), RATES) == pytest.approx(
-        2 * alone / 2 + states / 1e9, rel=1e-12
-    )
-    many = replace(SCORE, microbatch=100)  # 8 of them
-    assert estimate_call_seconds(NETWORK, many, mesh("p2"), RATES) == pytest.approx(
+    single = estimate_call(EVEN, WHOLE, mesh("p2"), RATES)
+    assert single.seconds == pytest.approx(alone + states / 1e9, rel=1e-12)
+    assert single.parts["bubble"] == pytest.approx(alone / 2, rel=1e-12)
+    many = replace(WHOLE, microbatch=100)  # 8 of them
+    assert estimate_call_seconds(EVEN, many, mesh("p2"), RATES) == pytest.approx(
         alone / 2 * 9 / 8 + states / 1e9, rel=1e-12
     )
-    sums = 2 * 4 * 2 * states / 2 / 1e9
-    assert estimate_call_seconds(NETWORK, SCORE, mesh("t2"), RATES) == pytest.approx(
+    # Two stages on each rank wait half as long, and send twice.
+    interleaved = Mesh(replace(Layout.parse("p2"), stages_per_rank=2), (0, 1))
+    assert estimate_call_seconds(EVEN, many, interleaved, RATES) == pytest.approx(
+        alone / 2 * (1 + 1 / 16) + 2 * states / 1e9, rel=1e-12
+    )
+    # Two sums in each layer, and one of the embeddings
+    sums = (2 * 4 + 1) * 2 * states / 2 / 1e9
+    assert estimate_call_seconds(EVEN, WHOLE, mesh("t2"), RATES) == pytest.approx(
         alone / 2 + sums, rel=1e-12
+    )
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """With a head as costly as eight layers, the last of two stages has it and one layer."""
+    heavy = replace(NETWORK, outputs=1_200_000)
+    many = replace(WHOLE, microbatch=100)
+    layer = 100 * 2 * (150_000 + 100 * 100) / 1e9
+    head = 100 * 2 * 1_200_000 / 1e9
+    states = 800 * 100 * 4
+    assert estimate_call_seconds(heavy, many, mesh("p2"), RATES) == pytest.approx(
+        8 * (layer + head) + 3 * layer + states / 1e9, rel=1e-12
     )
 
 
@@ -129,27 +255,72 @@ def test_another_node_is_further_away() -> None:
     assert far - near == pytest.approx(2 * 2 * PARAMETERS * 4 / 2 * (1 / 1e8 - 1 / 1e9), rel=1e-9)
 
 
-def test_a_decode_step_reads_the_weights_and_stages_do_not_share_it() -> None:
+def test_a_decode_step_reads_the_weights_and_stages_share_the_cache() -> None:
     slow = replace(RATES, flops=1e15)  # reads of memory are all that counts
+    prefill = 4 * 150_000 * 4 / 1e9
     weights = 40 * (4 * 150_000 + 100_000) * 4 / 1e9
     cache = 40 * 8 * 80 * 2 * 4 * 50 * 4 / 1e9
     assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d1"), slow) == pytest.approx(
-        weights + cache, rel=1e-3
+        prefill + weights + cache, rel=1e-3
     )
     assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d2"), slow) == pytest.approx(
-        weights + cache / 2, rel=1e-3
+        prefill + weights + cache / 2, rel=1e-3
     )
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("p2"), slow) >= estimate_call_seconds(
-        NETWORK, SAMPLE, mesh("d1"), slow
-    )
+    # Two stages decode four sequences each in turn: both read their weights twice in a step.
     fast = replace(slow, link_bandwidth=1e15)
+    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("p2"), fast) == pytest.approx(
+        prefill / 2 + weights + cache / 2, rel=1e-3
+    )
     assert estimate_call_seconds(NETWORK, SAMPLE, mesh("t2"), fast) == pytest.approx(
-        (weights + cache) / 2, rel=1e-3
+        (prefill + weights + cache) / 2, rel=1e-3
     )
     two_rounds = replace(slow, most_sequences=4)
     assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d1"), two_rounds) == pytest.approx(
-        2 * weights + cache, rel=1e-3
+        prefill + 2 * weights + cache, rel=1e-3
     )
+
+
+def test_sharded_weights_are_gathered_once_for_a_generation() -> None:
+    copies = estimate_call_seconds(NETWORK, SAMPLE, mesh("d2f1"), RATES)
+    shards = estimate_call_seconds(NETWORK, SAMPLE, mesh("d2f2"), RATES)
+    assert shards - copies == pytest.approx(PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
+
+
+def test_the_longest_answer_sets_the_steps_and_the_batch_shrinks() -> None:
+    """Answers of 20 tokens on average and 40 at most: half of the batch is left half way."""
+    load = replace(SAMPLE, new_tokens=20, longest_answer=40)
+    steps = list_decode_steps(load, 8, 8)
+    assert sum(count for count, _, _ in steps) == 40
+    # Eight groups of five steps with 7.5, 6.5, ... sequences; the last has at least one.
+    assert sum(count * batch for count, batch, _ in steps) == 8 * 20 + 5 * 0.5
+    assert steps[0][1] > steps[4][1] > steps[-1][1] == 1.0
+    # All of one length: the batch stays.
+    assert {batch for _, batch, _ in list_decode_steps(SAMPLE, 8, 8)} == {8.0}
+    # Twice as many as fit: a full batch until the last eight have begun.
+    rounds = list_decode_steps(load, 16, 8)
+    assert rounds[0] == (20.0, 8.0, 70.0) and rounds[1:] == steps
+
+
+def test_more_work_never_takes_less_time() -> None:
+    for method in ("inference", "train_step", "generate"):
+        base = replace(SCORE, method=method)
+        network = TRAINED if method == "train_step" else NETWORK
+        for layout in ("d1", "d2f2", "t2", "p2"):
+            before = estimate_call_seconds(network, base, mesh(layout), RATES)
+            for change in (
+                {"num_sequences": 16},
+                {"prompt_tokens": 90},
+                {"new_tokens": 60},
+            ):
+                more = estimate_call_seconds(network, replace(base, **change), mesh(layout), RATES)
+                assert more >= before, (method, layout, change)
+
+
+def test_parts_add_up_to_the_call() -> None:
+    for load, layout in ((TRAIN, "d2f2"), (SAMPLE, "t2"), (SCORE, "p2")):
+        found = estimate_call(TRAINED, load, mesh(layout), RATES)
+        assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-12)
+        assert found.seconds == estimate_call_seconds(TRAINED, load, mesh(layout), RATES)
 
 
 def test_weights_that_are_there_are_not_moved() -> None:

@@ -12,7 +12,7 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
     found = find_gpu_rates("NVIDIA H100 80GB HBM3", "bfloat16")
     assert (
         found.name == "H100"
-        and found.flops == pytest.approx(0.45 * 989e12)
+        and found.flops == pytest.approx(0.65 * 989e12)
         and found.capacity == 72 * GIB
     )
     assert (

@@ -10,7 +10,8 @@ import pytest
 
 from tests.planner.decoders import decoder, with_settings
 from weft.planner import search
-from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.cost import CallWorkload
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.planner.search import (
     PlacementProblem,

@@ -2,8 +2,8 @@
 
 `search` shows the devices that `allocation_mode=search` assigns to each call of an experiment, and
 the estimated times. `cost` compares GPUs by time and price. `realloc` shows the transfers that
-move parameters between two layouts.
-`memory` shows which GPUs have enough memory to train a model.
+move parameters between two layouts. `memory` shows which GPUs have enough memory to train a model.
+`profile` measures a model's parts on this machine, so that estimated times are right.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import ModelQuery, find_model
-from weft.cli import overrides
+from weft.cli import overrides, plan_profile
 from weft.cli.parsing import CommandParser
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.options import read, to_mapping, validate
 from weft.planner.forecast import find_install_command, format_table, list_memory_options
 from weft.planner.memory import BYTES, CallDemand
+from weft.planner.profile import NOTE
 from weft.topology import Layout, Mesh, parse_mesh
 
 if TYPE_CHECKING:
@@ -108,6 +109,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "cost":
         print_cost(arguments)
         return 0
+    if arguments.command == "profile":
+        plan_profile.run(arguments, _read_model_config(arguments.model, "MODEL"))
+        return 0
     if arguments.devices_per_node < 1:
         realloc_parser.error(
             f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
@@ -118,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = CommandParser(prog="weft plan", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{search,cost,realloc,memory}")
+    commands = parser.add_subparsers(dest="command", metavar="{search,cost,realloc,memory,profile}")
     summary = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
         "search",
@@ -179,6 +183,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--json", action="store_true", help="print everything as one JSON object"
     )
     _add_memory_parser(commands)
+    plan_profile.add_parser(commands)
     return parser, realloc_parser
 
 
@@ -258,6 +263,9 @@ def print_search(words: Sequence[str], *, as_json: bool) -> None:
     experiment = build_experiment(config)
     if fetch_configs(experiment, data=False):
         experiment = build_experiment(config)  # build again with the downloaded config.json files
+    stale = [note for note in experiment.plan_notes if note.startswith(NOTE)]
+    if stale:
+        raise ConfigError("\n".join(stale))
     if not experiment.search:
         missing = []
         for note in experiment.plan_notes:
@@ -476,12 +484,12 @@ def _prefix_errors(arguments: argparse.Namespace, side: str) -> Iterator[None]:
         raise ConfigError(f"{SIDES[side]} {getattr(arguments, side)}: {rule}") from None
 
 
-def _read_model_config(model: str | None) -> TransformerConfig:
+def _read_model_config(model: str | None, option: str = "--model") -> TransformerConfig:
     from weft.checkpoints.config_file import find_family
     from weft.checkpoints.hf_io import read_config
 
     if model:
-        return read_config(find_model(model, ModelQuery("--model")).path)[1]
+        return read_config(find_model(model, ModelQuery(option)).path)[1]
     return find_family(SMALL_LLAMA).config(SMALL_LLAMA)
 
 

@@ -310,6 +310,15 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def describe_profiled_device(device: torch.device) -> tuple[str, str]:
+    """Return what a profile of a device depends on: its name with its cores, and torch's version."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_read_processor_name()}, {count_cores()} cores"
+    return name, torch.__version__
+
+
 def format_hardware(facts: Mapping[str, Any], called: str) -> str:
     """Format a device's name and the facts from `describe_hardware` as one line.
 

@@ -12,8 +12,9 @@ from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.experiments.models import find_option_role
 from weft.planner import placement
-from weft.planner.cost import DecoderSizes, build_decoder_sizes
+from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
+from weft.planner.profile import ProfileMachine, find_usable_profile
 from weft.planner.search import PlacementProblem
 from weft.topology import Layout
 
@@ -71,6 +72,8 @@ def place_calls(
         return placement.with_notes(
             experiment, [f"{error}; until then every call is on all devices"]
         )
+    rates, profile_notes = _with_profile(rates, config, on_gpu, networks)
+    experiment = placement.with_notes(experiment, profile_notes)
     written = getattr(config, "dataset", experiment.dataset)
     loads = {}
     for call in graph.list_model_calls():
@@ -144,6 +147,24 @@ def _find_rates(
         return find_gpu_rates(name, dtype, memory, per_node)
     except ConfigError as error:
         raise UnknownRates(str(error)) from None
+
+
+def _with_profile(
+    rates: DeviceRates, config: RunConfig, on_gpu: bool, networks: Mapping[str, DecoderSizes]
+) -> tuple[DeviceRates, tuple[str, ...]]:
+    """Return the rates with the profile of these devices, and notes on one that cannot be used."""
+    import torch
+
+    from weft.engine.device import describe_profiled_device
+
+    here = not on_gpu or (config.search.gpu is None and torch.cuda.is_available())
+    if config.search.profile is None and not here:
+        return rates, ()
+    keys = {(each.profile_key, each.settings.dtype) for each in networks.values()}
+    device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    machine = ProfileMachine(*describe_profiled_device(device))
+    profile, notes = find_usable_profile(keys, machine, config.search.profile)
+    return rates.with_profile(profile), notes
 
 
 def _find_shared_references(experiment: Experiment) -> dict[str, str]:

@@ -113,7 +113,7 @@ def assemble(
         eval_suite=_build_suite(run, data, group, directory, hosts),
         data=loaded,
         predicted=predict_step(
-            experiment, expected, run.device, machine, alone=baseline is not None
+            experiment, expected, run.device, machine, loaded, alone=baseline is not None
         ),
         hosts=hosts,
     )

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from weft.checkpoints.hf_io import read_config
+from weft.data.loader import LoadedData
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
-from weft.engine.device import count_cores, read_thread_limit
+from weft.engine.device import count_cores, describe_profiled_device, read_thread_limit
 from weft.engine.service_spec import NO_NETWORK
 from weft.errors import ConfigError
 from weft.experiment import Experiment
@@ -26,7 +27,7 @@ from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.options import read
-from weft.planner.cost import build_decoder_sizes
+from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 from weft.planner.forecast import MemoryForecast, format_smaller_options
 from weft.planner.placement import (
@@ -35,6 +36,8 @@ from weft.planner.placement import (
     PAIRED_TYPES,
     SearchSpec,
 )
+from weft.planner.profile import ProfileMachine, find_usable_profile
+from weft.planner.row_lengths import sample_lengths
 from weft.planner.run_plan import describe_run, group_roles_by_device
 from weft.planner.step_forecast import StepForecast, forecast_step
 
@@ -74,7 +77,7 @@ def build_plan_lines(
         batches = [batch]
         notes = [note]
     facts = predict_facts(experiment, target.device, run.tokenizers)
-    step = forecast_run_step(experiment, target)
+    step = forecast_run_step(experiment, target, None if data is None else data.loaded)
     target, expected = _forecast(experiment, facts, batches, target)
     described = describe_run(
         experiment,
@@ -88,15 +91,19 @@ def build_plan_lines(
         *_drop_memory_lines(plan).format_whole(width),
         *notes,
         *([] if step is None else step.format_lines(None if data is None else data.horizon.steps)),
+        *(() if step is None else step.notes),
         *_format_verdict(experiment, target, expected),
     ]
 
 
-def forecast_run_step(experiment: Experiment, target: TargetDevices) -> StepForecast | None:
+def forecast_run_step(
+    experiment: Experiment, target: TargetDevices, data: LoadedData | None = None
+) -> StepForecast | None:
     """Return the forecast of a step on the devices of `target`.
 
-    Returns None for TPUs and for GPUs whose speed is not known, and if no call has a network of
-    weft's.
+    With `data`, lengths are those of a sample of its rows. A profile of these devices is used if
+    there is one; if it is damaged or stale, a note says so. Returns None for TPUs and for GPUs
+    whose speed is not known, and if no call has a network of weft's.
     """
     if target.usable is None or target.name == "TPU":
         return None
@@ -122,7 +129,19 @@ def forecast_run_step(experiment: Experiment, target: TargetDevices) -> StepFore
     options = experiment.config
     search = read(SearchSpec(), options.get("search") or {})
     written = read(DatasetSpec(), options.get("dataset") or {})
-    return forecast_step(experiment, networks, rates, search, written)
+    # A profile of this machine does not fit GPUs that an option names.
+    notes: tuple[str, ...] = ()
+    if search.profile is not None or not on_gpu or torch.cuda.is_available():
+        keys = {(each.profile_key, each.settings.dtype) for each in networks.values()}
+        machine = ProfileMachine(*describe_profiled_device(target.device))
+        profile, notes = find_usable_profile(keys, machine, search.profile)
+        rates = rates.with_profile(profile)
+    rows = None
+    if data is not None:
+        size = experiment.graph.get_node(experiment.steps_follow).batch_size
+        rows = sample_lengths(data, size or 1)
+    forecast = forecast_step(experiment, networks, rates, search, written, rows)
+    return replace(forecast, notes=notes)
 
 
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:

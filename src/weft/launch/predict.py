@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weft.data.loader import LoadedData
 from weft.engine.backends.auto import choose_backend
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import TPU
@@ -29,18 +30,19 @@ def predict_step(
     expected: MemoryForecast,
     device: torch.device,
     machine: Mapping[str, Any],
+    data: LoadedData | None,
     *,
     alone: bool,
 ) -> PredictedStep:
     """Return the values that are predicted for each step of a run.
 
     `expected` is the memory forecast, `device` a device of the run, and `machine` its description
-    (`describe_hardware`). With `alone`, the run is in this process. Seconds are those of a step with
+    (`describe_hardware`). `data` are the run's rows. With `alone`, the run is in this process. Seconds are those of a step with
     rows of average length, memory is that of the largest batches.
     """
     metrics = _predict_memory(experiment, expected, alone=alone)
     target = _find_target(experiment, device, machine)
-    forecast, reason = _forecast_seconds(experiment, target)
+    forecast, reason = _forecast_seconds(experiment, target, data)
     if forecast is None:
         return PredictedStep(metrics, reason=reason)
     metrics[f"{PREDICTED}{STEP_SECONDS}"] = forecast.step_seconds
@@ -48,7 +50,8 @@ def predict_step(
         metrics[f"{PREDICTED}{name}"] = call.seconds
         if call.moved_bytes:
             metrics[f"{PREDICTED}{name}/{WEIGHTS}"] = float(call.moved_bytes)
-    return PredictedStep(metrics, forecast.basis, forecast.left_out)
+    basis = "; ".join([forecast.basis, *forecast.notes])
+    return PredictedStep(metrics, basis, forecast.left_out)
 
 
 def _find_target(
@@ -64,7 +67,7 @@ def _find_target(
 
 
 def _forecast_seconds(
-    experiment: Experiment, target: TargetDevices
+    experiment: Experiment, target: TargetDevices, data: LoadedData | None
 ) -> tuple[StepForecast | None, str]:
     """Return the forecast of a step, or None and the reason why there is none."""
     backends = {}
@@ -77,7 +80,7 @@ def _forecast_seconds(
     if not set(backends.values()) & {"torch", "jax"}:
         return None, "no role has a network of weft's own (backend=torch or jax)"
     try:
-        forecast = forecast_run_step(experiment, target)
+        forecast = forecast_run_step(experiment, target, data)
     except UserError as error:  # the forecast needs more than the run does
         return None, str(error)
     if forecast is None:

@@ -1,169 +1,56 @@
-"""Estimates of a call's duration and device memory with a given layout, from sizes alone.
+"""Estimates of a call's duration and device memory with a given layout.
 
-A duration is the sum of the times for matrix products, memory reads and messages; nothing is
-assumed to overlap within a call. Some costs are left out because they are small in comparison, or
-equal for all layouts: data sent between devices, host functions, and the softmax of the head. The
-functions are pure.
+The duration of a computation comes from a profile or from the rates of the device
+(`weft.planner.compute_times`). This module adds what the layout brings: micro-batches, messages,
+pipeline stages and steps of generation. Nothing is assumed to overlap within a call. Some costs are
+left out because they are small in comparison, or equal for all layouts: data sent between devices,
+and host functions. The functions are pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from weft.engine.spec import ModelSpec
+from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
-from weft.planner.memory import (
-    BYTES,
-    SLOTS,
-    WIDE,
-    CallDemand,
-    MemorySettings,
-    NetworkShape,
-    RoleMemory,
-    build_settings,
-    estimate,
-    list_adapted_sizes,
-)
-from weft.topology import Layout, Mesh
+from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.row_lengths import RowBatch, compute_imbalance
+from weft.topology import Layout, Mesh, compute_stage
 
-if TYPE_CHECKING:
-    from weft.models.network.config import TransformerConfig
-
-CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
-STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
-
-
-@dataclass(frozen=True)
-class DecoderSizes:
-    """Sizes of a decoder and settings of its role, used to estimate time and memory.
-
-    Attributes:
-        shape: Sizes of the whole network, not divided over ranks. `trainable` is the number of
-            adapter weights if only adapters are trained, else the number of all parameters.
-        settings: Settings of the role, such as its dtype and optimizer.
-        active: Number of weights per layer that process a token. Of the experts, only the selected
-            ones count.
-        outputs: Number of weights in the output matrix.
-    """
-
-    shape: NetworkShape
-    settings: MemorySettings
-    active: int
-    outputs: int
-
-    @property
-    def element_bytes(self) -> int:
-        """Size of an element in bytes, in the dtype of the computation."""
-        return BYTES[self.settings.dtype]
-
-    @property
-    def num_trained(self) -> int:
-        """Number of trained parameters; 0 for a frozen role."""
-        return self.shape.trainable if self.settings.trained else 0
-
-    def count_operations(self, tokens: float, length: float, rows: float) -> float:
-        """Return the number of floating-point operations of a forward pass.
-
-        `tokens` is the number of tokens, in sequences of `length` tokens each. `rows` is the number
-        of tokens for which logits are computed.
-        """
-        per_token = 2 * (self.active + self.shape.query * length)
-        return tokens * self.shape.layers * per_token + rows * 2 * self.outputs
-
-
-def build_decoder_sizes(
-    spec: ModelSpec, config: TransformerConfig, *, on_gpu: bool = True
-) -> DecoderSizes:
-    """Return the sizes of a role's decoder, which `config` describes, on GPUs or CPUs."""
-    # Elements of a layer: attention, and the MLP or the experts.
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    experts = config.experts
-    lm = spec.head == "lm"
-    attention = 2 * config.hidden_size * (query + key)
-    if experts is None:
-        inner = whole = config.intermediate_size
-    else:
-        inner = experts.top_k * experts.intermediate_size
-        whole = experts.num * experts.intermediate_size
-    matrices = 3 if config.gated else 2
-    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
-    outputs = embedding if lm else config.hidden_size
-    tied = config.tied and lm
-    # Adapters keep their low-rank products and, without experts, the input of the last matrix.
-    adapters = 0
-    if spec.has_adapters:
-        products = 4 + matrices * (1 if experts is None else experts.top_k)
-        adapters = spec.lora.r * products + (config.intermediate_size if experts is None else 0)
-    parameters = (
-        config.num_layers * (attention + matrices * config.hidden_size * whole)
-        + embedding
-        + (0 if tied else outputs)
-    )
-    shape = NetworkShape(
-        parameters=parameters,
-        trainable=_count_adapter_elements(spec, config) if spec.has_adapters else parameters,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        query=query,
-        key=key,
-        inner=inner,
-        vocab=config.vocab_size if lm else 1,
-        embedding=embedding,
-        gated=config.gated,
-        tied=tied,
-        adapters=adapters,
-        fused=experts is None,
-        capped=lm and config.final_softcap is not None,
-    )
-    device = "cuda" if on_gpu else "cpu"
-    dtype = spec.dtype or ("bfloat16" if on_gpu else "float32")
-    settings = build_settings(spec, dtype, device, CHUNK_ROWS)
-    return DecoderSizes(
-        shape,
-        replace(settings, weights_leave=spec.offload and on_gpu),
-        active=attention + matrices * config.hidden_size * inner,
-        outputs=outputs,
-    )
-
-
-def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Return the number of trained elements of a role's LoRA adapters or prefix.
-
-    Each expert has its own adapters.
-    """
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    hidden = config.hidden_size
-    elements_per_rank = 0
-    for layer in range(config.num_layers):
-        experts = config.experts if config.has_experts(layer) else None
-        if experts is None:
-            inner = config.intermediate_size
-            copies = 1
-        else:
-            inner = experts.intermediate_size
-            copies = experts.num
-        ends = list_adapted_sizes(hidden, query, key, inner, gated=config.gated, copies=copies)
-        elements_per_rank += sum(
-            size
-            for name, size in ends.items()
-            if not spec.lora.targets or name in spec.lora.targets
-        )
-    return spec.lora.r * elements_per_rank + spec.prefix.num_tokens * 2 * key * config.num_layers
+SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
 
 
 @dataclass(frozen=True)
 class CallWorkload:
     """Workload of a model function call in one step.
 
-    The call processes `num_sequences` sequences, each with `prompt_tokens` + `new_tokens` tokens. A
-    training call makes `num_epochs` passes with `num_updates` optimizer steps each. `microbatch` is
-    the maximum number of tokens that a device processes at a time.
+    The call processes `num_sequences` sequences. A training call makes `num_epochs` passes with
+    `num_updates` optimizer steps each.
+
+    Attributes:
+        method: Method of the call's interface, such as "generate" or "train_step".
+        num_sequences: Number of sequences.
+        prompt_tokens: Mean number of tokens of a prompt.
+        new_tokens: Mean number of tokens of an answer.
+        num_updates: Number of optimizer steps per pass.
+        num_epochs: Number of passes over the batch.
+        microbatch: Maximum number of tokens that a device processes at a time.
+        longest_prompt: Tokens of the longest prompt, or None if all are like the mean.
+        longest_answer: Tokens of the longest answer, or None if all are like the mean.
+        samples: Number of sequences with the same prompt.
+        shared_tokens: Mean number of tokens of a prompt that are computed once for its sequences.
+        saved_share: Share of the tokens that need no computation, since prompts of different
+            samples begin with the same tokens.
+        repeats_head: True if training computes the logits again in the backward pass, as preference
+            losses do, whose gradients by a row depend on other rows.
+        batches: Tokens and answer tokens of each row of some batches of the data, from which follows
+            how unequally data-parallel ranks share them; empty: equally.
+        attended_length: Mean number of tokens of the sequence to which a token belongs; longer
+            than the mean sequence if lengths differ. None: all are like the mean.
     """
 
     method: str
@@ -173,15 +60,30 @@ class CallWorkload:
     num_updates: int = 1
     num_epochs: int = 1
     microbatch: int = 16384
+    longest_prompt: int | None = None
+    longest_answer: int | None = None
+    samples: int = 1
+    shared_tokens: float = 0.0
+    saved_share: float = 0.0
+    repeats_head: bool = False
+    batches: tuple[RowBatch, ...] = ()
+    attended_length: float | None = None
 
     @property
     def sequence_length(self) -> int:
-        """Number of tokens per sequence."""
+        """Mean number of tokens per sequence."""
         return self.prompt_tokens + self.new_tokens
 
     @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest prompt with the longest answer."""
+        return (self.longest_prompt or self.prompt_tokens) + (
+            self.longest_answer or self.new_tokens
+        )
+
+    @property
     def num_tokens(self) -> int:
-        """Total number of tokens of all sequences."""
+        """Total number of tokens of all sequences, each with its prompt."""
         return self.num_sequences * self.sequence_length
 
     @property
@@ -189,8 +91,37 @@ class CallWorkload:
         """True if the call trains a model."""
         return self.method == "train_step"
 
+    def count_computed_tokens(self, network: DecoderSizes) -> float:
+        """Return the number of tokens that a pass computes, without those of shared prefixes."""
+        if not network.shares_prefixes:
+            return self.num_tokens
+        others = self.num_sequences * (1.0 - 1.0 / self.samples)
+        return (self.num_tokens - others * self.shared_tokens) * (1.0 - self.saved_share)
+
 
 # -- seconds
+
+
+@dataclass(frozen=True)
+class CallEstimate:
+    """Estimated time of a call, and its parts in seconds.
+
+    The parts are "products", "memory" (reads and writes), "messages", "overhead" (starting kernels,
+    packing, passing calls on) and "bubble" (waiting of pipeline stages).
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        """Name of the largest part."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def with_overhead(self, seconds: float) -> CallEstimate:
+        """Return the estimate with more overhead."""
+        parts = {**self.parts, "overhead": self.parts["overhead"] + seconds}
+        return CallEstimate(self.seconds + seconds, parts)
 
 
 def estimate_call_seconds(
@@ -200,12 +131,28 @@ def estimate_call_seconds(
 
     The time to transfer weights is not included.
     """
+    return _estimate_cost(network, load, mesh, rates).seconds
+
+
+def estimate_call(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
+) -> CallEstimate:
+    """Return the time that a call takes per step on `mesh`, with its parts."""
+    cost = _estimate_cost(network, load, mesh, rates)
+    return CallEstimate(cost.seconds, dict(zip(PARTS, cost, strict=True)))
+
+
+def _estimate_cost(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
+) -> CallCost:
+    times = ComputeTimes(network, rates, mesh.layout)
     if load.method == "generate":
-        return _estimate_generation(network, load, mesh, rates)
-    once = _estimate_pass(network, load, mesh, rates)
+        return _estimate_generation(network, load, mesh, rates, times)
     if not load.trains:
-        return once
-    return load.num_epochs * (once + load.num_updates * _estimate_update(network, mesh, rates))
+        return _estimate_passes(network, load, mesh, rates, times)
+    update = _estimate_update(network, mesh, rates, times)
+    once = _estimate_passes(network, load, mesh, rates, times)
+    return once.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
 
 
 def estimate_transfer_seconds(
@@ -218,9 +165,7 @@ def estimate_transfer_seconds(
     """
     wanted = count_received_bytes(network, source, target)
     most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return most / rates.compute_bandwidth({*source.ranks, *target.ranks}) + (
-        rates.latency if most else 0.0
-    )
+    return rates.time_send(most, {*source.ranks, *target.ranks}) if most else 0.0
 
 
 def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
@@ -270,155 +215,242 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
     return share
 
 
-def _estimate_pass(
-    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the duration of one pass over all tokens, in seconds.
+def _estimate_passes(
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
+) -> CallCost:
+    """Return the cost of one pass over all tokens; with a backward pass if the call trains."""
+    layout = mesh.layout
+    updates = load.num_updates if load.trains else 1
+    ranks = layout.data * layout.context
+    computed = load.count_computed_tokens(network) / ranks / updates
+    read_each = 1 if network.scores else load.new_tokens or load.prompt_tokens
+    read = load.num_sequences * read_each / ranks / updates
+    if layout.data > 1 and load.batches:
+        # The others wait for the rank that has the most.
+        tokens, answers = compute_imbalance(load.batches, layout.data)
+        computed *= tokens
+        read *= 1.0 if network.scores else answers
+    # Micro-batches are filled by the tokens of whole sequences, also of prompts that are shared.
+    parts = max(1, math.ceil(load.num_tokens / ranks / updates / load.microbatch))
+    size = PassSize(
+        tokens=computed / parts,
+        length=load.attended_length or load.sequence_length,
+        rows=read / parts,
+        trains=load.trains,
+        repeats_head=load.trains and load.repeats_head,
+    )
+    pass_cost = times.compute_pass(size)
+    messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    cost = _run_stages(network, size, pass_cost, layout, parts, messages)
+    # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
+    # `_estimate_update` counts the last of them.
+    if layout.fsdp > 1:
+        shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
+        cost = cost.add(shards.multiply(times.get_factor("shards")))
+    return cost.multiply(updates)
 
-    If the call trains, this includes the backward pass.
+
+def _run_stages(
+    network: DecoderSizes,
+    size: PassSize,
+    pass_cost: PassCost,
+    layout: Layout,
+    parts: int,
+    messages: CallCost,
+) -> CallCost:
+    """Return the cost of `parts` micro-batches, each of which passes through all pipeline stages.
+
+    `messages` is the cost of a micro-batch's messages in the stage with the most of them. After
+    attention, the last layer computes only the rows that are read.
+    """
+    layers = network.shape.layers
+    again = size.trains and network.settings.recompute
+    recomputed = (layers // network.settings.recompute) / layers if again else 0.0
+    layer = pass_cost.block.multiply(1.0 + recomputed).add(pass_cost.block_backward)
+    # The last layer is shorter by the weights that only rows see.
+    skipped = network.late / max(1, network.active) * (1.0 - min(1.0, size.rows / size.tokens))
+    last = layer.multiply(1.0 - skipped)
+    whole = layer.multiply(layers - 1).add(last, pass_cost.ends)
+    if layout.pipeline == 1:
+        return whole.add(messages).multiply(parts)
+    # The slowest stage determines the time between two micro-batches.
+    stages = min(layers, layout.placement.num_stages)
+    head = network.outputs / max(1, network.active)
+    at_end = len(compute_stage(layers, stages, stages - 1, head if network.shape.vocab > 1 else 0))
+    ends = layer.multiply(at_end - 1).add(last, pass_cost.ends)
+    others = layer.multiply((layers - at_end) / max(1, layout.pipeline - 1))
+    if layout.stages_per_rank > 1:
+        slowest = whole.multiply(1.0 / layout.pipeline)
+    else:
+        slowest = max(ends, others, key=lambda cost: cost.seconds)
+    # The first micro-batch passes all stages one after another. With several stages on each rank,
+    # a rank waits for shorter stages.
+    waiting = (whole.seconds - slowest.seconds) / layout.stages_per_rank
+    return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
+
+
+def _estimate_pass_messages(
+    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
+) -> CallCost:
+    """Return the cost of a micro-batch's messages on one rank.
+
+    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
+    that pipeline stages send. `factor` corrects the time of the sums.
     """
     layout = mesh.layout
-    trains = load.trains
-    forwards = 2 if trains and network.settings.recompute else 1
-    # Cost in forward passes: the gradients of activations cost one, those of trained weights a
-    # fraction of one.
-    passes = forwards + (1.0 + network.num_trained / network.shape.parameters if trains else 0.0)
-    own = load.num_tokens / (layout.data * layout.context)  # tokens per device
-    parts = max(1, math.ceil(own / load.microbatch))
-    rows = load.num_sequences * (load.new_tokens or load.prompt_tokens)
-    products = (
-        passes
-        * network.count_operations(load.num_tokens, load.sequence_length, rows)
-        / len(mesh.ranks)
-        / rates.flops
-    )
-    # Matrix products, and the minimum time of each layer
-    layers = network.shape.layers / layout.pipeline
-    rounds = 3 if trains else 1
-    busy = products + layers * parts * rounds * rates.launch
-    band = rates.compute_bandwidth(mesh.ranks)
-    # Messages between the devices: sums of tensor parallelism, keys and values of context
-    # parallelism, gathered weights of sharding, hidden states of pipelines
-    states = own * network.shape.hidden * network.element_bytes
+    shape = network.shape
+    layers = shape.layers / layout.pipeline
+    states = size.tokens * shape.hidden * network.element_bytes
+    again = size.trains and network.settings.recompute
+    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
+    passes = forwards + (1.0 if size.trains else 0.0)
+    seconds = 0.0
     if layout.tensor > 1:
-        sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
-        busy += sums * (
-            2 * states * (layout.tensor - 1) / layout.tensor / band + parts * 2 * rates.latency
-        )
+        # After attention and after the MLP; the embedding, and the softmax of the head
+        sums = 2 * layers * passes
+        seconds += sums * rates.time_sum(states, mesh.ranks, layout.tensor)
+        if shape.vocab > 1:
+            seconds += rates.time_sum(states, mesh.ranks, layout.tensor)
+        seconds *= factor
     if layout.context > 1:
-        kv = own * 2 * network.shape.key * network.element_bytes
-        busy += (
-            layers
-            * rounds
-            * (kv * (layout.context - 1) / band + parts * layout.context * rates.latency)
-        )
-    if layout.fsdp > 1:
-        gathered = (
-            network.shape.parameters
-            * network.element_bytes
-            / (layout.tensor * layout.pipeline)
-            * (layout.fsdp - 1)
-            / layout.fsdp
-        )
-        busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
-        # Gradients are scattered after each micro-batch; `_estimate_update` counts the last one.
-        if trains and not network.settings.sums_once:
-            scattered = (
-                network.num_trained
-                * WIDE
-                / (layout.tensor * layout.pipeline)
-                * (layout.fsdp - 1)
-                / layout.fsdp
-            )
-            busy += max(0, parts - load.num_updates) * (scattered / band + layers * rates.latency)
+        kv = size.tokens * 2 * shape.key * network.element_bytes
+        rounds = 3 if size.trains else 1
+        band = rates.compute_bandwidth(mesh.ranks)
+        seconds += layers * rounds * (layout.context - 1) * (kv / band + rates.latency)
     if layout.pipeline > 1:
-        busy *= 1 + (layout.pipeline - 1) / parts
-        busy += (2 if trains else 1) * (states / band + (parts + layout.pipeline) * rates.latency)
-    return busy
+        count = layout.stages_per_rank * (2 if size.trains else 1)
+        seconds += count * rates.time_send(states, mesh.ranks)
+    return CallCost(messages=seconds)
 
 
-def _estimate_update(network: DecoderSizes, mesh: Mesh, rates: DeviceRates) -> float:
-    """Return the time to sum gradients over devices and take one optimizer step, in seconds."""
+def _estimate_shard_messages(
+    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
+) -> CallCost:
+    """Return the cost of gathering and scattering sharded tensors, block by block.
+
+    `parts` is the number of micro-batches of a minibatch.
+    """
     layout = mesh.layout
-    band = rates.compute_bandwidth(mesh.ranks)
-    # Bytes that a device exchanges: one share per shard, then sums over the copies.
+    shape = network.shape
+    width = network.element_bytes
+    share = 1.0 / layout.tensor
+    blocks = shape.layers / layout.pipeline
+    block = shape.block_elements * share
+    ends = shape.embedding_elements * share / layout.pipeline
+    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
+    once = blocks * rates.time_gather(block * width, mesh.ranks, layout.fsdp)
+    seconds = gathers * once + parts * rates.time_gather(ends * width, mesh.ranks, layout.fsdp)
+    if trains and not network.settings.sums_once:
+        trained = network.num_trained / shape.parameters
+        scatter = blocks * rates.time_scatter(block * WIDE * trained, mesh.ranks, layout.fsdp)
+        scatter += rates.time_scatter(ends * WIDE * trained, mesh.ranks, layout.fsdp)
+        seconds += (parts - 1) * scatter
+    return CallCost(messages=seconds)
+
+
+def _estimate_update(
+    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
+) -> CallCost:
+    """Return the cost of summing gradients over devices and of one optimizer step."""
+    layout = mesh.layout
+    shape = network.shape
+    # Gradients of one rank's part of the network: a shard of their sum, then sums over the copies.
     parts = layout.tensor * layout.pipeline
-    gradients = network.num_trained * WIDE / parts
-    own = network.num_trained / parts / layout.fsdp
-    exchanged = gradients * (layout.fsdp - 1) / layout.fsdp
+    trained = network.num_trained / parts
+    seconds = 0.0
+    if layout.fsdp > 1:
+        share = network.num_trained / shape.parameters / layout.tensor
+        blocks = shape.layers / layout.pipeline
+        block = shape.block_elements * share * WIDE
+        ends = shape.embedding_elements * share * WIDE / layout.pipeline
+        seconds += blocks * rates.time_scatter(block, mesh.ranks, layout.fsdp)
+        seconds += rates.time_scatter(ends, mesh.ranks, layout.fsdp)
+        seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
-    exchanged += 2 * gradients / layout.fsdp * (copies - 1) / copies
-    if layout.data * layout.context > 1:
-        exchanges = network.shape.layers / layout.pipeline
-    else:
-        exchanges = 0
-    return (
-        exchanged / band
-        + exchanges * rates.latency
-        + own
-        * WIDE
-        * (2 + SLOTS[network.settings.optimizer])
-        * STATE_READS
-        / rates.memory_bandwidth
-    )
+    if copies > 1:
+        seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
+    return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
 
 
 def _estimate_generation(
-    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time to prefill the prompts and decode all sequences, in seconds.
+    network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
+) -> CallCost:
+    """Return the cost of computing the prompts and decoding all sequences.
 
-    The stages of a pipeline are assumed to run one after another.
+    The longest answer determines the number of decode steps, and the batch shrinks as answers end.
     """
-    # Prefill: a pass over the prompts.
     layout = mesh.layout
-    band = rates.compute_bandwidth(mesh.ranks)
-    prefill = _estimate_pass(network, replace(load, new_tokens=0), mesh, rates)
-    # One decoding step reads all weights and the KV cache, or is bound by its products.
-    own = math.ceil(load.num_sequences / (layout.data * layout.context))
-    together = min(own, rates.most_sequences)
-    weights = (
-        (network.shape.layers * network.active + network.outputs)
-        * network.element_bytes
-        / layout.tensor
-    )
-    cache = (
-        together
-        * (load.prompt_tokens + load.new_tokens / 2)
-        * 2
-        * network.shape.layers
-        * network.shape.key
-        * network.element_bytes
-        / layout.tensor
-    )
-    products = (
-        network.count_operations(together, load.prompt_tokens + load.new_tokens / 2, together)
-        / layout.tensor
-        / rates.flops
-    )
-    step = (
-        max(products, (weights + cache) / rates.memory_bandwidth)
-        + network.shape.layers * rates.launch
-    )
-    # Add the messages: sums of tensor parallelism, gathered weights of sharding, pipeline stages.
+    shape = network.shape
+    ranks = layout.data * layout.context
+    own = math.ceil(load.num_sequences / ranks)
+    prompts = own / load.samples
+    tokens = prompts * load.prompt_tokens
+    states = network.element_bytes * shape.hidden
+    # Equal prompts are computed once.
+    block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
+    cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
-        states = together * network.shape.hidden * network.element_bytes
-        step += (
-            network.shape.layers
-            * 2
-            * (2 * states * (layout.tensor - 1) / layout.tensor / band + 2 * rates.latency)
-        )
+        sums = 2 * shape.layers / layout.pipeline
+        seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
+        seconds *= times.get_factor("tensor")
+        cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
-        step += (
-            network.shape.parameters
-            * network.element_bytes
-            / layout.tensor
-            * (layout.fsdp - 1)
-            / layout.fsdp
-            / band
-        )
-    step += (layout.pipeline - 1) * rates.latency * 2
-    return prefill + load.new_tokens * step * math.ceil(own / together)
+        # A generator gathers the weights once.
+        whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
+        gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
+        cost = cost.add(CallCost(messages=gathered))
+    together = min(own, rates.most_sequences)
+    for steps, batch, context in list_decode_steps(load, own, together):
+        # Pipeline stages decode groups of the sequences in turn.
+        group = batch / layout.pipeline
+        block, rest = times.compute_decode(group, context)
+        step = block.multiply(shape.layers).add(rest)
+        seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
+        if layout.pipeline > 1:
+            seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
+        cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
+    return cost
+
+
+def estimate_decode_messages(
+    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
+) -> float:
+    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
+
+    These are two sums in each layer, and three exchanges for the softmax and the draw.
+    """
+    size = mesh.layout.tensor
+    if size == 1:
+        return 0.0
+    states = batch * network.element_bytes * network.shape.hidden
+    sums = 2 * network.shape.layers * rates.time_sum(states, mesh.ranks, size)
+    return sums + 3 * rates.time_sum(batch * WIDE, mesh.ranks, size)
+
+
+def list_decode_steps(
+    load: CallWorkload, sequences: int, together: int
+) -> list[tuple[float, float, float]]:
+    """Return groups of decode steps as (number of steps, mean batch, mean tokens before a token).
+
+    `sequences` are decoded, at most `together` of them at a time. While others wait, the batch is
+    full. Then answers end one after another: with a mean m and a longest answer of n tokens, the
+    share of answers that are longer than t tokens is taken as 1 - (t / n)^(m / (n - m)), whose
+    integral is m.
+    """
+    mean = load.new_tokens
+    longest = max(load.longest_answer or mean, mean)
+    steps = []
+    if sequences > together:
+        full = (sequences - together) * mean / together
+        steps.append((full, float(together), load.prompt_tokens + mean / 2))
+    each = longest / SAMPLED_STEPS
+    for number in range(SAMPLED_STEPS):
+        position = (number + 0.5) * each
+        alive = 1.0
+        if longest > mean:
+            alive = 1.0 - (position / longest) ** (mean / (longest - mean))
+        steps.append((each, max(1.0, together * alive), load.prompt_tokens + position))
+    return steps
 
 
 # -- memory
@@ -463,12 +495,12 @@ def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallD
     if load.method == "generate":
         together = min(own, rates.most_sequences)
         return CallDemand(
-            cache_tokens=together * load.sequence_length,
+            cache_tokens=together * load.longest_sequence,
             cache_limit=int(CACHE_SHARE * rates.capacity),
             sequences=together,
         )
     tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))
-    most = max(min(load.microbatch, tokens), load.sequence_length)
+    most = max(min(load.microbatch, tokens), load.longest_sequence)
     rows = math.ceil(most * load.new_tokens / load.sequence_length) if load.new_tokens else most
     size = layout.context
     return CallDemand(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, find_nearest
+from weft.planner.profile import DeviceProfile, LinkTimes, MeasuredCurve
 
 GIB = 2.0**30
 
@@ -30,9 +31,18 @@ class DeviceRates:
         most_sequences: Maximum number of sequences that are decoded together.
         per_node: Number of devices per machine.
         dispatch: Overhead of a call to another process, in seconds.
+        call: Overhead of any call, in seconds: reading its batch, statistics, writing its results.
         cores: Number of CPU cores that the devices of a machine share, or None for GPUs.
         threads: Maximum number of cores that each process uses, if the user set it.
         basis: Where the speeds come from, as a phrase.
+        attention_share: Rate of attention's products, relative to `flops`.
+        elementwise: Share of the memory traffic of elementwise operations that is not hidden behind
+            other work.
+        profile: Measured times, which take precedence over the speeds where they fit.
+        threads_used: Number of threads of each process, by which measured times are found; 0 for
+            GPUs.
+        slowdown: Time of a computation relative to the measured one, since other processes compute
+            on the same cores.
     """
 
     name: str
@@ -46,9 +56,15 @@ class DeviceRates:
     most_sequences: int  # maximum number of sequences decoded together
     per_node: int = 8
     dispatch: float = 0.0
+    call: float = 0.0
     cores: float | None = None
     threads: int | None = None
     basis: str = "estimated speeds"
+    attention_share: float = 1.0
+    elementwise: float = 0.0
+    profile: DeviceProfile | None = None
+    threads_used: int = 0
+    slowdown: float = 1.0
 
     def share_cores(self, working: int, started: int) -> DeviceRates:
         """Return the rates of one process while several processes compute on the same machine.
@@ -60,7 +76,18 @@ class DeviceRates:
         if self.cores is None:
             return self
         products, memory, launch = _estimate_core_rates(self.compute_cores_each(working, started))
-        return replace(self, flops=products, memory_bandwidth=memory, launch=launch)
+        threads = self._count_threads(started)
+        slowdown = max(1.0, threads * working / self.cores)
+        if working > 1 and self.links is not None:
+            slowdown *= self.links.contention
+        return replace(
+            self,
+            flops=products,
+            memory_bandwidth=memory,
+            launch=launch,
+            threads_used=threads,
+            slowdown=slowdown,
+        )
 
     def compute_cores_each(self, working: int, started: int) -> float:
         """Return the number of cores that each process uses while several processes compute.
@@ -72,8 +99,60 @@ class DeviceRates:
         """
         if self.cores is None:
             return 0.0
-        threads = self.threads or max(1, int(self.cores / started))
-        return min(threads, self.cores / working)
+        return min(self._count_threads(started), self.cores / working)
+
+    def _count_threads(self, started: int) -> int:
+        """Return the number of threads of each process if a machine has `started` processes."""
+        assert self.cores is not None
+        return self.threads or max(1, int(self.cores / started))
+
+    @property
+    def links(self) -> LinkTimes | None:
+        """Measured times of messages, or None if they were not measured."""
+        return None if self.profile is None else self.profile.links
+
+    def with_profile(self, profile: DeviceProfile | None) -> DeviceRates:
+        """Return the rates with measured times, and with a basis that names them."""
+        if profile is None:
+            return self
+        return replace(self, profile=profile, basis=profile.basis)
+
+    # -- messages
+
+    def time_sum(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
+        """Return the time to sum a tensor over groups of `size` ranks, so that all have the sum."""
+        ranks = tuple(ranks)
+        share = (size - 1) / size
+        if (curve := self._find_curve("sum", ranks)) is not None:
+            return curve(num_bytes * 2 * share)
+        return 2 * num_bytes * share / self.compute_bandwidth(ranks) + 2 * self.latency
+
+    def time_gather(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
+        """Return the time to gather a tensor of `num_bytes` from its `size` shards on every rank."""
+        return self._time_shards("gather", num_bytes, tuple(ranks), size)
+
+    def time_scatter(self, num_bytes: float, ranks: Iterable[int], size: int) -> float:
+        """Return the time to sum a tensor of `num_bytes` so that each rank has one of the shards."""
+        return self._time_shards("scatter", num_bytes, tuple(ranks), size)
+
+    def time_send(self, num_bytes: float, ranks: Iterable[int]) -> float:
+        """Return the time to send a tensor from one rank to another."""
+        ranks = tuple(ranks)
+        if (curve := self._find_curve("send", ranks)) is not None:
+            return curve(num_bytes)
+        return num_bytes / self.compute_bandwidth(ranks) + self.latency
+
+    def _time_shards(self, name: str, num_bytes: float, ranks: tuple[int, ...], size: int) -> float:
+        share = (size - 1) / size
+        if (curve := self._find_curve(name, ranks)) is not None:
+            return curve(num_bytes * 2 * share)
+        return num_bytes * share / self.compute_bandwidth(ranks) + self.latency
+
+    def _find_curve(self, name: str, ranks: tuple[int, ...]) -> MeasuredCurve | None:
+        """Return measured times of messages; measured with two ranks of a machine."""
+        if self.links is None or len({rank // self.per_node for rank in ranks}) > 1:
+            return None
+        return self.links.messages[name]
 
     def compute_bandwidth(self, ranks: Iterable[int]) -> float:
         """Return the bandwidth between the devices `ranks`, in bytes per second.
@@ -109,8 +188,12 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
 # that driver and torch take (`RESERVED_GIB`).
 GPU_SIZES = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
 RESERVED_GIB = 1.5  # GiB that driver and torch take
-# Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches
-REACHED_FLOPS_SHARE = 0.45
+# Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches, by kind of operation:
+# large matrix products, attention relative to them, reads of memory, and messages. Products of few
+# rows are bound by reads of their weights.
+REACHED_FLOPS_SHARE = 0.65
+ATTENTION_SHARE = 0.6
+REACHED_MEMORY_SHARE = 0.75
 REACHED_LINK_SHARE = 0.7
 NETWORK_BANDWIDTH = 40e9  # one 400 Gb/s port per device
 USABLE_MEMORY_SHARE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
@@ -129,6 +212,9 @@ CPU_LAUNCH = 2e-4  # interpreter overhead per layer
 # Overhead of the scheduler and Ray for one call to two processes; a call within the same process
 # takes half a millisecond (benchmarks/results/runtime.json).
 DISPATCH = 4e-3
+# Overhead of any call besides its engine's work, measured as the processor time of SFT, DPO and PPO
+# steps on one device beyond that of their passes (benchmarks.plan).
+CALL = 4e-3
 
 
 def estimate_cpu_rates(
@@ -152,6 +238,7 @@ def estimate_cpu_rates(
         most_sequences=128,
         per_node=per_node,
         dispatch=DISPATCH,
+        call=CALL,
         cores=cores,
         threads=threads,
         basis="estimated speeds of a CPU",
@@ -190,7 +277,7 @@ def find_gpu_rates(
     return DeviceRates(
         name=gpu,
         flops=1e12 * REACHED_FLOPS_SHARE * (half if dtype in ("bfloat16", "float16") else single),
-        memory_bandwidth=1e12 * REACHED_LINK_SHARE * memory,
+        memory_bandwidth=1e12 * REACHED_MEMORY_SHARE * memory,
         link_bandwidth=1e9 * REACHED_LINK_SHARE * link,
         network_bandwidth=min(NETWORK_BANDWIDTH, 1e9 * link),
         latency=2e-5,
@@ -199,7 +286,10 @@ def find_gpu_rates(
         most_sequences=512,
         per_node=per_node,
         dispatch=DISPATCH,
+        call=CALL,
         basis=f"the data sheet of {gpu}",
+        attention_share=ATTENTION_SHARE,
+        elementwise=1.0,
     )
 
 

@@ -6,7 +6,7 @@ functions are pure: the caller reads models and measures devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,11 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.options import option
-from weft.planner.cost import CallWorkload, DecoderSizes
+from weft.planner.cost import CallWorkload
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
 from weft.planner.lengths import count_updates
+from weft.planner.row_lengths import RowLengths
 from weft.planner.search import (
     PlacementEstimate,
     PlacementProblem,
@@ -39,6 +41,14 @@ DEFAULT_PROMPT_TOKENS = 512
 DEFAULT_ANSWER_TOKENS = 512
 # Dataset types with two or more answers per row
 PAIRED_TYPES = ("paired_comparison", "preference", "ranking")
+# Rules by which passes share prompts (`weft.engine.torch.prepare`): the least tokens of a prompt, of
+# the prompt of sampled sequences, and the least tokens that these must save; keys of sequences that
+# another pass has scored; and the least share of tokens that rows with equal beginnings must save
+LEAST_PROMPT = 16
+LEAST_SAMPLED_PROMPT = 65
+LEAST_SPARED_KEYS = 256
+SCORED_KEYS = frozenset({"logprobs", "ref_logprobs", "values"})
+LEAST_SAVED = 0.02
 
 
 @dataclass
@@ -66,9 +76,14 @@ class SearchSpec:
     )
     answer_tokens: int | None = option(
         None,
-        "tokens per answer; absent: the maximum of sampled tokens, or for answers in rows what "
-        "prompts leave of dataset.max_seqlen, or 512 if that is not set",
+        "tokens per answer, on average; absent: the maximum of sampled tokens, or for answers in "
+        "rows what prompts leave of dataset.max_seqlen, or 512 if that is not set",
         at_least=1,
+    )
+    profile: str | None = option(
+        None,
+        "file or folder of profiles made by weft plan profile, also of another machine; absent: "
+        "the profiles of this machine, if there are any",
     )
 
 
@@ -135,6 +150,7 @@ class PlacementReport:
         return {
             "device": self.rates.name,
             "device_memory_gb": self.rates.capacity / GIB,
+            "basis": self.rates.basis,
             "tried": result.num_tried,
             "exhaustive": result.is_exhaustive,
             "search": _estimate_to_dict(result.best),
@@ -156,8 +172,8 @@ class PlacementReport:
         else:
             fits = f", which does not fit: {first.peak_bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
         lines = [
-            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on {self.rates.name} as "
-            f"estimated, {_format_seconds(first.step_seconds)} "
+            f"allocation_mode=search: {_format_seconds(best.step_seconds)} per step on "
+            f"{_format_basis(self.rates)}, {_format_seconds(first.step_seconds)} "
             f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
         # Compare both placements for each call.
@@ -223,7 +239,7 @@ def _build_heuristic_lines(
         return []
     fits = "" if not everywhere.excess_bytes else ", which does not fit"
     lines = [
-        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {rates.name} as estimated, "
+        f"allocation_mode=heuristic: {_format_seconds(best.step_seconds)} per step on {_format_basis(rates)}, "
         f"{_format_seconds(everywhere.step_seconds)} with all calls sharded over all devices{fits}"
     ]
     return [*lines, *(f"  {call}: {_format_mesh(mesh)}" for call, mesh in best.meshes.items())]
@@ -325,47 +341,126 @@ def _count_ids_per_minibatch(experiment: Experiment, call: MFCDef) -> int:
 
 
 def build_workload(
-    experiment: Experiment, search: SearchSpec, written: DatasetSpec, call: MFCDef
+    experiment: Experiment,
+    search: SearchSpec,
+    written: DatasetSpec,
+    call: MFCDef,
+    rows: RowLengths | None = None,
 ) -> CallWorkload:
     """Return the estimated workload of a call in one step.
 
     `written` are the options of the dataset as the user wrote them; those of the experiment have
-    defaults filled in.
+    defaults filled in. `rows` are the lengths of the run's rows, if they were read; lengths that
+    `search` sets take precedence.
     """
-    prompt, new, samples = _estimate_lengths(experiment, search, written)
-    rows = samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
+    lengths = _estimate_lengths(experiment, search, written, rows)
+    samples = lengths.samples * (2 if experiment.dataset_type in PAIRED_TYPES else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
-    updates = count_updates(experiment.updates_per_firing, call)
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
+    updates = count_updates(experiment.updates_per_firing, call)
+    keys = {*call.input_keys, *call.optional_keys}
+    shared, saved = _estimate_shared_tokens(lengths, keys, samples, rows, trains=call.trains)
+    measured = rows if search.prompt_tokens is None and search.answer_tokens is None else None
     return CallWorkload(
-        call.method, _count_ids(experiment) * rows, prompt, new, updates, epochs, limit
+        method=call.method,
+        num_sequences=_count_ids(experiment, lengths) * samples,
+        prompt_tokens=lengths.prompt,
+        new_tokens=lengths.answer,
+        num_updates=updates,
+        num_epochs=epochs,
+        microbatch=limit,
+        longest_prompt=lengths.longest_prompt,
+        longest_answer=lengths.longest_answer,
+        samples=samples,
+        shared_tokens=shared,
+        saved_share=saved,
+        batches=()
+        if measured is None
+        else measured.list_batches(
+            max(1, _count_ids(experiment, lengths) // updates), lengths.samples, lengths.answer
+        ),
+        repeats_head=experiment.dataset_type in PAIRED_TYPES,
+        attended_length=None
+        if measured is None
+        else measured.compute_attended_length(lengths.answer),
     )
 
 
-def _count_ids(experiment: Experiment) -> int:
+def _estimate_shared_tokens(
+    lengths: CallLengths,
+    keys: Collection[str],
+    samples: int,
+    rows: RowLengths | None,
+    *,
+    trains: bool,
+) -> tuple[float, float]:
+    """Return how many tokens the sequences of a call share, as the engine's passes do.
+
+    These are the mean number of tokens of a prompt that are computed once for its `samples`
+    sequences, and the share of tokens that training saves because rows begin alike. `keys` are the
+    keys of the call's batch. Passes over sampled sequences share only what the generator shared.
+    """
+    least, spared = LEAST_PROMPT, 0
+    if "logprobs" in keys:
+        least, spared = LEAST_SAMPLED_PROMPT, LEAST_SPARED_KEYS
+    if rows is not None:
+        shared = rows.compute_shared_tokens(least, samples, spared)
+    else:
+        common = lengths.prompt - 1
+        worth = lengths.prompt >= least and common * (samples - 1) >= spared
+        shared = float(common) if worth else 0.0
+    saved = 0.0
+    if (
+        rows is not None
+        and trains
+        and SCORED_KEYS.isdisjoint(keys)
+        and rows.saved_share >= LEAST_SAVED
+    ):
+        saved = rows.saved_share
+    return shared, saved
+
+
+def _count_ids(experiment: Experiment, lengths: CallLengths | None = None) -> int:
     """Return the number of dataset rows per step.
 
-    If batches are formed by token count, this is an estimate.
+    If batches are formed by token count, this is an estimate, from `lengths` if they are given.
     """
     size = experiment.graph.get_node(experiment.steps_follow).batch_size
     dataset = experiment.dataset
-    return size or max(
-        1,
-        (dataset.train_tokens_per_batch or 0)
-        // (dataset.limit or DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS),
-    )
+    row = dataset.limit or DEFAULT_PROMPT_TOKENS + DEFAULT_ANSWER_TOKENS
+    if lengths is not None and lengths.is_measured:
+        row = lengths.prompt + lengths.answer
+    return size or max(1, (dataset.train_tokens_per_batch or 0) // max(1, row))
+
+
+@dataclass(frozen=True)
+class CallLengths:
+    """Lengths of the sequences of a run's calls, in tokens.
+
+    `samples` is the number of answers that are sampled for each prompt, or 1. `is_measured` is True
+    if the lengths are those of the run's rows.
+    """
+
+    prompt: int
+    answer: int
+    samples: int
+    longest_prompt: int | None = None
+    longest_answer: int | None = None
+    is_measured: bool = False
 
 
 def _estimate_lengths(
-    experiment: Experiment, spec: SearchSpec, written: DatasetSpec
-) -> tuple[int, int, int]:
-    """Return the estimated tokens per prompt, tokens per answer, and sampled answers per prompt."""
+    experiment: Experiment, spec: SearchSpec, written: DatasetSpec, rows: RowLengths | None
+) -> CallLengths:
+    """Return the estimated lengths of sequences, from the options and the rows if they were read."""
     # Lengths are those of the call that samples, or those of the rows.
     samplers = []
     for call in experiment.graph.list_model_calls():
         if call.method == "generate":
             samplers.append(call)
-    # Prefer the lengths that the user set.
+    # Prefer the lengths that the user set, then those of the data.
+    if rows is not None:
+        return _measure_lengths(spec, rows, samplers)
     prompt = (
         spec.prompt_tokens
         or written.max_prompt_len
@@ -374,12 +469,31 @@ def _estimate_lengths(
     if samplers:
         args = samplers[0].args
         new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
-        return prompt, spec.answer_tokens or new, int(args.get("samples_per_prompt", 1))
+        samples = int(args.get("samples_per_prompt", 1))
+        return CallLengths(prompt, spec.answer_tokens or new, samples, longest_answer=new)
     most = written.limit
     if most is None:
-        return prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1
+        return CallLengths(prompt, spec.answer_tokens or DEFAULT_ANSWER_TOKENS, 1)
     prompt = min(prompt, max(1, most // 2))
-    return prompt, spec.answer_tokens or max(1, most - prompt), 1
+    return CallLengths(prompt, spec.answer_tokens or max(1, most - prompt), 1)
+
+
+def _measure_lengths(spec: SearchSpec, rows: RowLengths, samplers: Sequence[MFCDef]) -> CallLengths:
+    """Return the lengths of sequences in the data; sampled answers have the length that options set."""
+    prompt = spec.prompt_tokens or max(1, round(rows.mean_prompt))
+    longest_prompt = max(prompt, int(rows.prompts.max()))
+    if samplers:
+        args = samplers[0].args
+        longest = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
+        samples = int(args.get("samples_per_prompt", 1))
+        answer = spec.answer_tokens or longest
+    else:
+        samples = 1
+        answer = spec.answer_tokens or max(1, round(rows.mean_answer))
+        longest = int(rows.answers.max()) if len(rows.answers) else answer
+    return CallLengths(
+        prompt, answer, samples, longest_prompt, max(answer, longest), is_measured=True
+    )
 
 
 # -- output
@@ -400,6 +514,11 @@ def _estimate_to_dict(estimate: PlacementEstimate) -> dict[str, Any]:
         "fits": not estimate.excess_bytes,
         "calls": calls,
     }
+
+
+def _format_basis(rates: DeviceRates) -> str:
+    """Return the device, and what the estimate for it is based on if that is a profile."""
+    return f"{rates.name} as estimated" + ("" if rates.profile is None else f" from {rates.basis}")
 
 
 def _format_mesh(mesh: Mesh) -> str:

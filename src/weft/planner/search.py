@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.planner.cost import (
+    CallEstimate,
     CallWorkload,
-    DecoderSizes,
     count_received_bytes,
-    estimate_call_seconds,
+    estimate_call,
     estimate_role_memory,
     estimate_transfer_seconds,
 )
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.topology import Layout, Mesh
 
@@ -55,6 +56,7 @@ class PlacementEstimate:
     Attributes:
         meshes: Mesh of each call.
         seconds: Duration of each call.
+        parts: Parts of each call's duration, in seconds (see `CallEstimate`).
         transfer_seconds: Time to transfer weights to the devices of each call.
         moved_bytes: Bytes of weights that the devices of each call receive.
         step_seconds: Duration of a step.
@@ -64,6 +66,7 @@ class PlacementEstimate:
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
     transfer_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
     step_seconds: float
@@ -116,7 +119,7 @@ class PlacementProblem:
         self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
         numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
         self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
-        self._seconds: dict[tuple[str, int, int], float] = {}
+        self._estimates: dict[tuple[str, int, int], CallEstimate] = {}
         self._moving: dict[tuple[str, int, int], float] = {}
         self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
 
@@ -147,12 +150,14 @@ class PlacementProblem:
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         most = self._compute_peak_bytes(numbers)
         started = self._count_started(numbers)
+        estimates = {
+            call: self._estimate_call(call, numbers[unit], started)
+            for call, unit in self._unit_of.items()
+        }
         return PlacementEstimate(
             meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
-            seconds={
-                call: self._estimate_call(call, numbers[unit], started)
-                for call, unit in self._unit_of.items()
-            },
+            seconds={name: each.seconds for name, each in estimates.items()},
+            parts={name: each.parts for name, each in estimates.items()},
             transfer_seconds={
                 call: self._estimate_transfer(unit, numbers) for call, unit in self._unit_of.items()
             },
@@ -176,25 +181,22 @@ class PlacementProblem:
         """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
-    def _estimate_call(self, call: str, number: int, started: int) -> float:
-        """Return the duration of a call in seconds, if no other call runs at the same time.
+    def _estimate_call(self, call: str, number: int, started: int) -> CallEstimate:
+        """Return the duration of a call, if no other call runs at the same time.
 
         `number` is the index of the call's mesh in the list of all meshes, and `started` is the
         number of processes of the run.
         """
-        seconds = self._seconds.get((call, number, started))
-        if seconds is None:
+        estimate = self._estimates.get((call, number, started))
+        if estimate is None:
             network = self.networks[self.units[self._unit_of[call]].role]
             mesh = self._meshes[number]
-            seconds = estimate_call_seconds(
-                network,
-                self.loads[call],
-                mesh,
-                self.rates.share_cores(*self._count_processes(mesh, started)),
-            )
-            seconds += self.rates.dispatch if started > 1 else 0.0
-            self._seconds[call, number, started] = seconds
-        return seconds
+            rates = self.rates.share_cores(*self._count_processes(mesh, started))
+            estimate = estimate_call(network, self.loads[call], mesh, rates)
+            overhead = self.rates.call + (self.rates.dispatch if started > 1 else 0.0)
+            estimate = estimate.with_overhead(overhead)
+            self._estimates[call, number, started] = estimate
+        return estimate
 
     def _count_processes(self, mesh: Mesh, started: int) -> tuple[int, int]:
         """Return two counts for one machine: the processes that run a call, and all processes.
@@ -266,7 +268,7 @@ class PlacementProblem:
             for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
-            takes = self._estimate_call(name, numbers[unit], started)
+            takes = self._estimate_call(name, numbers[unit], started).seconds
             cores_each = self.rates.compute_cores_each(
                 *self._count_processes(self._meshes[numbers[unit]], started)
             )

@@ -8,7 +8,7 @@ describes the devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -16,9 +16,10 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
-from weft.planner.cost import DecoderSizes
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_workload
+from weft.planner.row_lengths import RowLengths
 from weft.planner.search import PlacementProblem, PlacementUnit
 
 
@@ -30,11 +31,17 @@ class CallForecast:
         seconds: Duration of the call, without the time to move parameters to its devices.
         transfer_seconds: Time to move newly trained parameters to the call's devices.
         moved_bytes: Bytes of these parameters that its devices receive.
+        bound: The largest of the parts.
+        parts: Seconds of the call by what takes them: "products", "memory" (reads and writes),
+            "messages", "overhead" (starting kernels, packing, passing calls on) and "bubble"
+            (waiting of pipeline stages).
     """
 
     seconds: float
     transfer_seconds: float
     moved_bytes: float
+    bound: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class StepForecast:
         calls: Forecast of each call of a model with a known network.
         left_out: Roles whose calls are not included, because their network is not known.
         basis: What the forecast is based on, for example "estimated speeds of a CPU".
+        notes: Messages to the user, for example on a profile that could not be used.
     """
 
     step_seconds: float
@@ -54,6 +62,7 @@ class StepForecast:
     calls: Mapping[str, CallForecast]
     left_out: tuple[str, ...]
     basis: str
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, as JSON can hold them."""
@@ -79,7 +88,8 @@ class StepForecast:
             moving = ""
             if call.transfer_seconds:
                 moving = f" + {call.transfer_seconds:.3g} s for {format_size(call.moved_bytes)} of weights"
-            lines.append(f"  {name}: {call.seconds:.3g} s{moving}")
+            most = f", mostly {call.bound}" if call.bound else ""
+            lines.append(f"  {name}: {call.seconds:.3g} s{moving}{most}")
         return lines
 
 
@@ -89,16 +99,18 @@ def forecast_step(
     rates: DeviceRates,
     search: SearchSpec,
     written: DatasetSpec,
+    rows: RowLengths | None = None,
 ) -> StepForecast:
     """Return the forecast of a step of `experiment` on the devices that its calls have.
 
     `networks` maps roles to the sizes of their models; calls of other roles are left out. `search`
     and `written` give the lengths of prompts and answers: the assumptions that the user set, and
-    the dataset's options as the user wrote them.
+    the dataset's options as the user wrote them. `rows` are the lengths of the run's rows, if they
+    were read.
     """
     calls = experiment.graph.list_model_calls()
     known = [call for call in calls if call.role in networks]
-    loads = {call.name: build_workload(experiment, search, written, call) for call in known}
+    loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
     units = _build_units(experiment, known)
     graph = experiment.graph
     problem = PlacementProblem(
@@ -115,7 +127,11 @@ def forecast_step(
     forecasts = {}
     for name, seconds in estimate.seconds.items():
         forecasts[name] = CallForecast(
-            seconds, estimate.transfer_seconds[name], estimate.moved_bytes[name]
+            seconds,
+            estimate.transfer_seconds[name],
+            estimate.moved_bytes[name],
+            max(estimate.parts[name], key=lambda part: estimate.parts[name][part]),
+            estimate.parts[name],
         )
     left_out = tuple(dict.fromkeys(call.role for call in calls if call.role not in networks))
     return StepForecast(

@@ -1,0 +1,238 @@
+"""Times of a device's computation: passes, optimizer steps and decode steps of one device.
+
+They are interpolated from a profile if one fits the network, and otherwise follow from the numbers
+of operations and bytes and from the rates of the device. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.devices import DeviceRates
+from weft.planner.memory import SLOTS, WIDE
+from weft.planner.profile import ShapeTimes
+from weft.topology import Layout
+
+STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
+# Reads and writes of elementwise operations in a block's forward pass: elements per token of the
+# hidden states, and of the MLP
+HIDDEN_TRAFFIC = 12
+INNER_TRAFFIC = 4
+BACKWARD_LAUNCHES = 2  # kernel launches of a backward pass, in forward passes
+PARTS = ("products", "memory", "messages", "overhead", "bubble")
+
+
+class CallCost(NamedTuple):
+    """Seconds by what takes them.
+
+    `memory` is the time to read or write a device's memory, `overhead` that of starting kernels,
+    packing and passing calls on, and `bubble` the time in which a pipeline stage has no work.
+    """
+
+    products: float = 0.0
+    memory: float = 0.0
+    messages: float = 0.0
+    overhead: float = 0.0
+    bubble: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
+
+    def add(self, *others: CallCost) -> CallCost:
+        """Return the sum of this cost and others."""
+        return CallCost(*(sum(parts) for parts in zip(self, *others, strict=True)))
+
+    def multiply(self, factor: float) -> CallCost:
+        """Return `factor` times this cost."""
+        return CallCost(*(factor * part for part in self))
+
+    def split(self, seconds: float) -> CallCost:
+        """Return a cost of `seconds` whose parts are in the proportion of this one's."""
+        whole = self.seconds
+        return self.multiply(seconds / whole) if whole else CallCost(products=seconds)
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """Size of one micro-batch on one device.
+
+    Attributes:
+        tokens: Number of tokens that are computed.
+        length: Mean number of tokens of a sequence, each token counted once.
+        rows: Number of tokens for which outputs are computed.
+        trains: True if a backward pass follows.
+        repeats_head: True if the backward pass computes the logits again, since the gradient of a
+            row depends on other rows.
+    """
+
+    tokens: float
+    length: float
+    rows: float
+    trains: bool
+    repeats_head: bool = False
+
+
+class PassCost(NamedTuple):
+    """Cost of one micro-batch: of a layer forward and backward, and of all else (the ends)."""
+
+    block: CallCost
+    block_backward: CallCost
+    ends: CallCost
+
+
+class ComputeTimes:
+    """Times of one network's computation on one rank of a layout."""
+
+    def __init__(self, network: DecoderSizes, rates: DeviceRates, layout: Layout) -> None:
+        self._network = network
+        self._rates = rates
+        self._tensor = layout.tensor
+        # Parts of a network are decoded module by module.
+        self._decoding = "modules" if layout.tensor * layout.pipeline > 1 else "plain"
+        if network.has_adapters:
+            self._decoding = "adapters"
+        self._profile: ShapeTimes | None = None
+        if rates.profile is not None:
+            self._profile = rates.profile.find(
+                network.profile_key, network.settings.dtype, layout.tensor, rates.threads_used
+            )
+
+    @property
+    def is_measured(self) -> bool:
+        """True if a profile fits the network."""
+        return self._profile is not None
+
+    def get_factor(self, kind: str) -> float:
+        """Return the factor of the time of messages of a kind: "shards", "tensor" or "decode"."""
+        return 1.0 if self._profile is None else self._profile.factors.get(kind, 1.0)
+
+    # -- passes
+
+    def compute_pass(self, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch."""
+        rates = self._rates
+        key = (self._network, self._tensor, size, rates.threads_used, rates.slowdown)
+        if self._profile is None:
+            return self._estimate_pass(size)
+        assert rates.profile is not None
+        memo = rates.profile.memo
+        if key not in memo:
+            memo[key] = self._read_pass(self._profile, size)
+        known_cost: PassCost = memo[key]
+        return known_cost
+
+    def _estimate_pass(self, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch from the rates of the device."""
+        network, rates = self._network, self._rates
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        attention = 2 * shape.query * size.length * size.tokens * share / rates.attention_share
+        weights = 2 * network.active * size.tokens * share
+        products = CallCost(products=(weights + attention) / rates.flops)
+        reads = CallCost(memory=network.active * share * width / rates.memory_bandwidth)
+        elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
+        traffic = rates.elementwise * elements * width * size.tokens / rates.memory_bandwidth
+        slower = max(products, reads, key=lambda cost: cost.seconds)
+        launch = CallCost(overhead=rates.launch)
+        forward = slower.add(launch, CallCost(memory=traffic))
+        head = CallCost(products=2 * network.outputs * size.rows * share / rates.flops)
+        if not size.trains:
+            return PassCost(forward, CallCost(), head)
+        # The gradients of activations cost a forward pass, those of trained weights a share of one.
+        trained_layers = shape.layers - network.frozen_layers
+        if network.frozen_layers or not network.has_adapters:
+            gradients = 1.0
+        else:
+            gradients = network.num_trained / shape.parameters
+        backward = slower.multiply(1.0 + gradients).add(
+            CallCost(memory=2 * traffic, overhead=BACKWARD_LAUNCHES * rates.launch)
+        )
+        backward = backward.multiply(trained_layers / max(1, shape.layers))
+        return PassCost(forward, backward, head.multiply(2.0 + gradients + size.repeats_head))
+
+    def _read_pass(self, times: ShapeTimes, size: PassSize) -> PassCost:
+        """Return the cost of a micro-batch from a profile."""
+        network = self._network
+        kind = "score"
+        if size.trains:
+            kind = "adapters" if network.has_adapters else "full"
+        seconds = times.passes[kind].compute_seconds(size.tokens, size.length, size.rows)
+        slowdown = self._rates.slowdown
+        head = seconds.head
+        if size.repeats_head:
+            scored = times.passes["score"]
+            head += scored.compute_seconds(size.tokens, size.length, size.rows).head
+        if network.shape.vocab == 1:
+            head = 0.0
+        embedding = 0.0 if network.frozen_layers else seconds.embedding_backward
+        trained = (network.shape.layers - network.frozen_layers) / max(1, network.shape.layers)
+        return PassCost(
+            CallCost(products=slowdown * seconds.block),
+            CallCost(products=slowdown * seconds.block_backward * trained),
+            CallCost(
+                products=slowdown * head,
+                memory=slowdown * embedding,
+                overhead=slowdown * seconds.begin,
+            ),
+        )
+
+    # -- the optimizer
+
+    def compute_update(self, elements: float) -> CallCost:
+        """Return the cost of an optimizer step with `elements` trained parameters on this device."""
+        network, rates = self._network, self._rates
+        values = 2 + SLOTS[network.settings.optimizer]
+        if self._profile is not None:
+            # AdamW was measured; other optimizers read and write fewer values.
+            relative = values / (2 + SLOTS["adamw"])
+            seconds = rates.slowdown * relative * self._profile.compute_update(elements)
+            return CallCost(memory=seconds)
+        traffic = elements * WIDE * values * STATE_READS
+        return CallCost(memory=traffic / rates.memory_bandwidth)
+
+    # -- decoding
+
+    def compute_decode(self, batch: float, context: float) -> tuple[CallCost, CallCost]:
+        """Return the cost of a decode step of `batch` sequences: of a layer, and of all else.
+
+        `context` is the number of tokens before each new token.
+        """
+        network, rates = self._network, self._rates
+        shape = network.shape
+        width = network.element_bytes
+        share = 1.0 / self._tensor
+        # A step reads all weights and the KV cache, or is bound by its products.
+        cache = batch * context * 2 * shape.key * width * share
+        attention = 2 * shape.query * context / rates.attention_share
+        operations = batch * share * (2 * network.active + attention)
+        products = CallCost(products=operations / rates.flops)
+        reads = CallCost(memory=(network.active * width * share + cache) / rates.memory_bandwidth)
+        block = max(products, reads, key=lambda cost: cost.seconds)
+        block = block.add(CallCost(overhead=rates.launch))
+        products = CallCost(products=batch * share * 2 * network.outputs / rates.flops)
+        reads = CallCost(memory=network.outputs * width * share / rates.memory_bandwidth)
+        rest = max(products, reads, key=lambda cost: cost.seconds)
+        if self._profile is None:
+            return block, rest
+        times = self._profile.decoding[self._decoding].compute_step(batch, context)
+        slowdown = rates.slowdown
+        return block.split(slowdown * times[0]), rest.split(slowdown * times[1])
+
+    def compute_prefill(
+        self, tokens: float, length: float, sequences: float
+    ) -> tuple[CallCost, CallCost]:
+        """Return the cost of computing prompts: of a layer, and of all else.
+
+        `tokens` is the number of all prompt tokens, in `sequences` prompts of `length` tokens.
+        """
+        if self._profile is None:
+            cost = self._estimate_pass(PassSize(tokens, length, sequences, trains=False))
+            return cost.block, cost.ends
+        block, rest = self._profile.decoding[self._decoding].compute_prefill(tokens)
+        slowdown = self._rates.slowdown
+        return CallCost(products=slowdown * block), CallCost(overhead=slowdown * rest)

@@ -1,0 +1,183 @@
+"""Sizes of a role's decoder, from which the time and the memory of its calls are estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from weft.engine.spec import ModelSpec
+from weft.planner.memory import (
+    BYTES,
+    MemorySettings,
+    NetworkShape,
+    build_settings,
+    list_adapted_sizes,
+)
+from weft.planner.profile import ShapeKey
+
+if TYPE_CHECKING:
+    from weft.models.network.config import TransformerConfig
+
+CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Sizes of a decoder and settings of its role, used to estimate time and memory.
+
+    Attributes:
+        shape: Sizes of the whole network, not divided over ranks. `trainable` is the number of
+            adapter weights if only adapters are trained, else the number of all parameters.
+        settings: Settings of the role, such as its dtype and optimizer.
+        active: Number of weights per layer that process a token. Of the experts, only the selected
+            ones count.
+        outputs: Number of weights in the output matrix.
+        frozen_layers: Number of the first layers that are frozen; the backward pass ends before
+            them. The embedding is then frozen too.
+        scores: True if only one row of each sequence is read, as by a reward model.
+        shares_prefixes: True if the network computes a prefix once that several sequences share.
+    """
+
+    shape: NetworkShape
+    settings: MemorySettings
+    active: int
+    outputs: int
+    frozen_layers: int = 0
+    scores: bool = False
+    shares_prefixes: bool = True
+
+    @property
+    def element_bytes(self) -> int:
+        """Size of an element in bytes, in the dtype of the computation."""
+        return BYTES[self.settings.dtype]
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained parameters; 0 for a frozen role."""
+        return self.shape.trainable if self.settings.trained else 0
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the role has adapters or a prefix on frozen weights."""
+        return self.shape.trainable < self.shape.parameters and not self.frozen_layers
+
+    @property
+    def late(self) -> int:
+        """Number of weights per layer that the last layer applies only to rows that are read."""
+        return max(0, self.active - self.shape.hidden * (self.shape.query + 2 * self.shape.key))
+
+    @cached_property
+    def profile_key(self) -> ShapeKey:
+        """Sizes by which a profile of this network is found."""
+        shape = self.shape
+        return ShapeKey(
+            hidden=shape.hidden,
+            query=shape.query,
+            key=shape.key,
+            inner=shape.inner,
+            embedding=shape.embedding,
+            gated=shape.gated,
+            experts=not shape.fused,
+        )
+
+
+def build_decoder_sizes(
+    spec: ModelSpec, config: TransformerConfig, *, on_gpu: bool = True
+) -> DecoderSizes:
+    """Return the sizes of a role's decoder, which `config` describes, on GPUs or CPUs."""
+    # Elements of a layer: attention, and the MLP or the experts.
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    experts = config.experts
+    lm = spec.head == "lm"
+    attention = 2 * config.hidden_size * (query + key)
+    if experts is None:
+        inner = whole = config.intermediate_size
+    else:
+        inner = experts.top_k * experts.intermediate_size
+        whole = experts.num * experts.intermediate_size
+    matrices = 3 if config.gated else 2
+    embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
+    outputs = embedding if lm else config.hidden_size
+    tied = config.tied and lm
+    # Adapters keep their low-rank products and, without experts, the input of the last matrix.
+    adapters = 0
+    if spec.has_adapters:
+        products = 4 + matrices * (1 if experts is None else experts.top_k)
+        adapters = spec.lora.r * products + (config.intermediate_size if experts is None else 0)
+    parameters = (
+        config.num_layers * (attention + matrices * config.hidden_size * whole)
+        + embedding
+        + (0 if tied else outputs)
+    )
+    shape = NetworkShape(
+        parameters=parameters,
+        trainable=_count_adapter_elements(spec, config) if spec.has_adapters else parameters,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        query=query,
+        key=key,
+        inner=inner,
+        vocab=config.vocab_size if lm else 1,
+        embedding=embedding,
+        gated=config.gated,
+        tied=tied,
+        adapters=adapters,
+        fused=experts is None,
+        capped=lm and config.final_softcap is not None,
+    )
+    frozen = spec.freeze_layers or 0
+    if spec.train_last_layers is not None:
+        frozen = max(0, config.num_layers - spec.train_last_layers)
+    if frozen and spec.trained and not spec.has_adapters:
+        # The embeddings are frozen too, and with them a tied output matrix.
+        per_layer = attention + matrices * config.hidden_size * whole
+        trained = (config.num_layers - frozen) * per_layer + (0 if tied else outputs)
+        shape = replace(shape, trainable=max(1, trained))
+    device = "cuda" if on_gpu else "cpu"
+    dtype = spec.dtype or ("bfloat16" if on_gpu else "float32")
+    settings = build_settings(spec, dtype, device, CHUNK_ROWS)
+    return DecoderSizes(
+        shape,
+        replace(settings, weights_leave=spec.offload and on_gpu),
+        active=attention + matrices * config.hidden_size * inner,
+        outputs=outputs,
+        frozen_layers=frozen if spec.trained and not spec.has_adapters else 0,
+        scores=spec.head == "score",
+        shares_prefixes=_can_share_prefixes(spec, config, on_gpu=on_gpu),
+    )
+
+
+def _can_share_prefixes(spec: ModelSpec, config: TransformerConfig, *, on_gpu: bool) -> bool:
+    """Return whether training and scoring compute a prefix once that several sequences share."""
+    layout = spec.resolve_layout()
+    windowed = any(window is not None for window in config.windows)
+    capped = config.attention_softcap is not None and not on_gpu
+    return not (windowed or capped or layout.context > 1 or spec.dropout)
+
+
+def _count_adapter_elements(spec: ModelSpec, config: TransformerConfig) -> int:
+    """Return the number of trained elements of a role's LoRA adapters or prefix.
+
+    Each expert has its own adapters.
+    """
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    elements_per_rank = 0
+    for layer in range(config.num_layers):
+        experts = config.experts if config.has_experts(layer) else None
+        if experts is None:
+            inner = config.intermediate_size
+            copies = 1
+        else:
+            inner = experts.intermediate_size
+            copies = experts.num
+        ends = list_adapted_sizes(hidden, query, key, inner, gated=config.gated, copies=copies)
+        elements_per_rank += sum(
+            size
+            for name, size in ends.items()
+            if not spec.lora.targets or name in spec.lora.targets
+        )
+    return spec.lora.r * elements_per_rank + spec.prefix.num_tokens * 2 * key * config.num_layers

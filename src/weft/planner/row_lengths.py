@@ -1,0 +1,160 @@
+"""Lengths of a run's rows, from a sample of them: what estimates need to know of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.shared_prefixes import find_shared_prefixes
+
+if TYPE_CHECKING:
+    from weft.data.loader import LoadedData
+    from weft.data.sample import SequenceSample
+
+SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
+MAX_BATCHES = 8  # batches whose division over ranks is tried
+LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
+
+Counts = npt.NDArray[np.int64]
+RowBatch = tuple[tuple[int, int], ...]  # (tokens, answer tokens) of each row
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Lengths of a sample of rows, in tokens.
+
+    Attributes:
+        prompts: Length of each row's prompt.
+        answers: Length of each answer in the rows; empty if the rows are only prompts.
+        saved_share: Share of the tokens of a batch that need not be computed, because its rows
+            begin with the same tokens.
+    """
+
+    prompts: Counts
+    answers: Counts
+    saved_share: float = 0.0
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean length of a prompt."""
+        return float(self.prompts.mean())
+
+    @property
+    def mean_answer(self) -> float:
+        """Mean length of an answer in the rows; 0 without answers."""
+        return float(self.answers.mean()) if len(self.answers) else 0.0
+
+    def compute_attended_length(self, answer: float) -> float:
+        """Return the mean length of the sequence of a token.
+
+        `answer` is the number of tokens after each prompt if the rows have no answers.
+        """
+        if len(self.answers):
+            each = len(self.answers) // len(self.prompts)
+            whole = np.repeat(self.prompts, each) + self.answers[: each * len(self.prompts)]
+            lengths = whole.astype(np.float64)
+        else:
+            lengths = self.prompts.astype(np.float64) + answer
+        return float((lengths**2).sum() / max(1.0, float(lengths.sum())))
+
+    def list_batches(self, batch: int, samples: int, answer: int) -> tuple[RowBatch, ...]:
+        """Return the (tokens, answer tokens) of each row of some batches of `batch` rows.
+
+        Rows without answers get `samples` answers of `answer` tokens. A prompt counts once for each
+        of its answers.
+        """
+        count = len(self.prompts)
+        each = len(self.answers) // count
+        if each:
+            answers = self.answers[: each * count].reshape(count, each).sum(1)
+        else:
+            each = samples
+            answers = np.full(count, samples * answer, np.int64)
+        tokens = each * self.prompts + answers
+        pairs = list(zip(tokens.tolist(), answers.tolist(), strict=True))
+        batches = []
+        for first in range(0, len(pairs) - batch + 1, batch):
+            batches.append(tuple(pairs[first : first + batch]))
+        return tuple(batches[:MAX_BATCHES])
+
+    def compute_shared_tokens(self, least: int, samples: int, spared: int) -> float:
+        """Return the mean number of tokens of a prompt that its `samples` sequences share.
+
+        A prompt is shared except for its last token if it has `least` tokens or more, and if this
+        saves `spared` tokens.
+        """
+        shared = np.maximum(self.prompts - 1, 0)
+        worth = (self.prompts >= least) & (shared * (samples - 1) >= spared)
+        return float(np.where(worth, shared, 0).mean())
+
+
+@lru_cache(maxsize=256)
+def compute_imbalance(batches: tuple[RowBatch, ...], ranks: int) -> tuple[float, float]:
+    """Return how unequally data-parallel ranks share tokens, and how unequally answer tokens.
+
+    Each is the share of the rank with the most of them, relative to an equal one, on average over
+    the batches. They are divided as a run divides them (`weft.runtime.split`): consecutive rows,
+    so that the rank with the most tokens has as few as possible.
+    """
+    from weft.data.groups import split_evenly  # imports torch
+
+    ratios = []
+    for batch in batches:
+        rows = np.array(batch, np.int64)
+        bounds = split_evenly(rows[:, 0], min(ranks, len(rows)))
+        sums = np.add.reduceat(rows, bounds[:-1])
+        means = np.maximum(rows.sum(0), 1) / ranks
+        ratios.append(sums.max(0) / means)
+    if not ratios:
+        return 1.0, 1.0
+    tokens, answers = np.mean(ratios, axis=0).tolist()
+    return max(1.0, tokens), max(1.0, answers)
+
+
+def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:
+    """Return the lengths of a sample of the training rows, or None if they cannot be sampled.
+
+    `batch` is the number of rows per step. Rows that are read as a stream are not sampled, and
+    neither are those of a dataset that makes whole batches.
+    """
+    from weft.data.sample import SequenceSample  # imports torch
+
+    total = sum(len(part) for part in data.parts)
+    if not total:
+        return None
+    samples = []
+    for part in data.parts:
+        count = min(len(part), max(1, SAMPLED_ROWS * len(part) // total))
+        chosen = [number * len(part) // count for number in range(count)]
+        if chosen:
+            samples.append(part.take(chosen))
+    rows = SequenceSample.gather(samples)
+    prompts = np.zeros(rows.num_ids, np.int64)
+    if "prompt" in rows.data:
+        prompts = rows.lengths["prompt"].astype(np.int64)
+    answers = np.zeros(0, np.int64)
+    if "completion" in rows.data:
+        answers = rows.lengths["completion"].astype(np.int64)
+    return RowLengths(prompts, answers, _compute_saved_share(rows, prompts, answers, batch))
+
+
+def _compute_saved_share(
+    rows: SequenceSample, prompts: Counts, answers: Counts, batch: int
+) -> float:
+    """Return the share of a batch's tokens in prefixes that another row has computed already."""
+    count = min(rows.num_ids, batch)
+    if "prompt" not in rows.data or count < 2:
+        return 0.0
+    tokens: Sequence[npt.NDArray[np.int64]] = [
+        np.asarray(prompt) for prompt in list(rows.sequences("prompt"))[:count]
+    ]
+    saved = 0
+    for shared in find_shared_prefixes(tokens, LEAST_PREFIX):
+        saved += shared.size * (len(shared.sequences) - 1)
+    answered = float(answers.mean()) * count if len(answers) else 0.0
+    return saved / max(1.0, float(prompts[:count].sum()) + answered)
