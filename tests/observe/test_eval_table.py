@@ -182,7 +182,7 @@ def test_a_metric_can_decide(tmp_path: Path) -> None:
         merged = [merge_metrics(*pair) for pair in zip(lines[:50], lines[50:], strict=True)]
         samples.write_text("\n".join(merged) + "\n")
     assert read_table(tmp_path).best == "t@step1"
-    for by in ("acc_norm", "sums:acc_norm"):
+    for by in ("acc_norm", "sums:acc_norm", "eval/sums/acc_norm", "eval/sums/none/acc_norm"):
         table = read_table(tmp_path, by=by)
         assert table.best == "t@step2" and table.columns[0].measure == "acc_norm"
 

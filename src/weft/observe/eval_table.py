@@ -6,9 +6,10 @@ table.verdict        # which checkpoint is best, and how sure that is
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.errors import ConfigError, find_nearest
 from weft.observe.eval_cells import (
@@ -42,6 +43,10 @@ MOST_NAMED = 4  # models that a sentence names; the others are counted
 SURE = 0.999  # share of the resamples above which it is written as `over 99.9%`
 
 
+# Name of a metric of `eval_suite` in a run, such as eval/gsm8k/exact_match; a filter may be between
+RUN_METRIC = re.compile(r"eval/([^/]+)/(?:[^/]+/)?([^/]+)")
+
+
 @dataclass(frozen=True)
 class TableOptions:
     """Options of a table.
@@ -50,9 +55,9 @@ class TableOptions:
         tasks: tasks to show, with all their metrics; empty for all tasks
         everything: show every metric of every task, and the subtasks of groups
         base: model that the others are compared with; "" for the first
-        by: task, metric, `TASK:METRIC` or `average` that decides; "" for the average if there is
-            one, or else the first of the columns with the most scores. If it is set, the best model
-            comes first.
+        by: task, metric, `TASK:METRIC` or `average` that decides, or a run's name of a metric, such
+            as `eval/TASK/METRIC`; "" for the average if there is one, or else the first of the
+            columns with the most scores. If it is set, the best model comes first.
     """
 
     tasks: Sequence[str] = ()
@@ -87,6 +92,9 @@ def build_table(
     Raises `ConfigError` for an unknown task, base or metric in `options`, and if nothing is left.
     """
     options = options or TableOptions()
+    named = RUN_METRIC.fullmatch(options.by)
+    if named is not None:
+        options = replace(options, by=f"{named[1]}:{named[2]}")
     columns, scores = _choose_columns(results.scores, options)
     models = sort_models(scores.values())
     names = shorten_names(models)
