@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.host.instructions import Case, check_missing_arguments, check_verdicts
 from weft.errors import DataError
 from weft.host.verifiers._ifbench import CHECKS
 from weft.host.verifiers._ifbench_custom import CAPITALS
@@ -38,7 +39,7 @@ def build_questions(lengths: Sequence[int], num_options: int = 5) -> str:
     )
 
 
-CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+CASES: list[Case] = [
     # instruction, arguments, responses that follow it, responses that do not
     (
         "count:word_count_range",
@@ -242,15 +243,9 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), CASES)
-def test_each_instruction(
-    instruction: str, arguments: dict[str, Any], good: list[str], bad: list[str]
-) -> None:
-    given = {**arguments, "unused": None}
-    for response in good:
-        assert is_followed(response, instruction, given), response
-    for response in [*bad, "", "  \n"]:
-        assert not is_followed(response, instruction, given), response
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_each_instruction(case: Case) -> None:
+    check_verdicts(case)
 
 
 def test_all_instructions_are_tried() -> None:
@@ -260,8 +255,7 @@ def test_all_instructions_are_tried() -> None:
 
 @pytest.mark.parametrize(("instruction", "arguments"), [case[:2] for case in CASES if case[1]])
 def test_a_missing_argument_is_named(instruction: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=f"{instruction}' needs the argument"):
-        is_followed("Test.", instruction, dict.fromkeys(arguments))
+    check_missing_arguments(instruction, [*arguments])
 
 
 def test_arguments_that_cannot_be_used() -> None:

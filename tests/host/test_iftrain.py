@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from tests.host.instructions import Case, check_missing_arguments, check_verdicts
 from weft.errors import DataError
 from weft.host.verifiers._iftrain import CHECKS, split_at_marks
-from weft.host.verifiers.ifeval import ifeval, is_followed
+from weft.host.verifiers.ifeval import ifeval
 
 REQUEST = {"prompt_to_repeat": "Say it now."}
 PHRASE = {"phrase": "time flies when having fun", "small_n": 2}
 
-CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+CASES: list[Case] = [
     # instruction, arguments, responses that follow it, responses that do not
     (
         "copy:repeat_phrase",
@@ -95,15 +96,9 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), CASES)
-def test_each_instruction(
-    instruction: str, arguments: dict[str, Any], good: list[str], bad: list[str]
-) -> None:
-    given = {**arguments, "unused": None}
-    for response in good:
-        assert is_followed(response, instruction, given), response
-    for response in [*bad, "", "  \n"]:
-        assert not is_followed(response, instruction, given), response
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_each_instruction(case: Case) -> None:
+    check_verdicts(case)
 
 
 def test_all_instructions_are_tried() -> None:
@@ -113,8 +108,7 @@ def test_all_instructions_are_tried() -> None:
 
 @pytest.mark.parametrize(("instruction", "arguments"), [case[:2] for case in CASES if case[1]])
 def test_a_missing_argument_is_named(instruction: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=f"{instruction}' needs the argument"):
-        is_followed("Test.", instruction, dict.fromkeys(arguments))
+    check_missing_arguments(instruction, [*arguments])
 
 
 @pytest.mark.parametrize(

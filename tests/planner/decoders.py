@@ -27,3 +27,17 @@ def with_settings(network: DecoderSizes, **changes: Any) -> DecoderSizes:
 def with_adapters(network: DecoderSizes, trainable: int) -> DecoderSizes:
     """The decoder where only `trainable` weights of adapters are trained."""
     return replace(network, shape=replace(network.shape, trainable=trainable))
+
+
+# Numbers that a hand can follow
+SMALL = decoder(
+    layers=4,
+    hidden=100,
+    query=100,
+    key=50,
+    inner=400,
+    vocab=1000,
+    active=150_000,
+    embedding=100_000,
+    outputs=100_000,
+)

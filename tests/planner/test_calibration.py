@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.decoders import decoder, with_settings
+from tests.planner.decoders import SMALL, with_settings
 from tests.planner.profiles import KEY, contents
 from weft.planner.calibration import LEAST_FACTOR, compute_factors
 from weft.planner.cost import CallWorkload, estimate_call
@@ -16,17 +16,7 @@ from weft.planner.profile import DeviceProfile, parse_links, parse_times
 from weft.topology import Layout, Mesh
 
 TRAINED = with_settings(
-    decoder(
-        layers=4,
-        hidden=100,
-        query=100,
-        key=50,
-        inner=400,
-        vocab=1000,
-        active=150_000,
-        embedding=100_000,
-        outputs=100_000,
-    ),
+    SMALL,
     trained=True,
 )
 LOAD = CallWorkload("train_step", 8, 1, 63)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.decoders import decoder, with_adapters, with_settings
+from tests.planner.decoders import SMALL, with_adapters, with_settings
 from tests.planner.profiles import KEY, contents
 from weft.planner.compute_times import CallCost, ComputeTimes, PassSize
 from weft.planner.cost import CallWorkload, estimate_call
@@ -14,18 +14,7 @@ from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.planner.profile import DeviceProfile, parse_links, parse_times
 from weft.topology import Layout, Mesh
 
-NETWORK = decoder(
-    layers=4,
-    hidden=100,
-    query=100,
-    key=50,
-    inner=400,
-    vocab=1000,
-    active=150_000,
-    embedding=100_000,
-    outputs=100_000,
-)
-TRAINED = with_settings(NETWORK, trained=True)
+TRAINED = with_settings(SMALL, trained=True)
 ADAPTED = with_adapters(TRAINED, 10_000)
 PROFILE = DeviceProfile(
     {(KEY, "float32", 1, 1): parse_times(contents())},
@@ -45,20 +34,20 @@ def mesh(layout: str) -> Mesh:
 
 def test_a_profile_is_used_where_it_fits() -> None:
     assert RATES.basis == "a profile of 2026-01-02"
-    assert ComputeTimes(NETWORK, ALONE, Layout()).is_measured
+    assert ComputeTimes(SMALL, ALONE, Layout()).is_measured
     assert not ComputeTimes(
-        NETWORK, ALONE, Layout(tensor=2)
+        SMALL, ALONE, Layout(tensor=2)
     ).is_measured  # not measured with two tensor ranks
-    other = replace(NETWORK, shape=replace(NETWORK.shape, inner=300))
+    other = replace(SMALL, shape=replace(SMALL.shape, inner=300))
     assert not ComputeTimes(other, ALONE, Layout()).is_measured
     two_threads = replace(RATES, threads=2).share_cores(1, 1)
-    assert not ComputeTimes(NETWORK, two_threads, Layout()).is_measured
+    assert not ComputeTimes(SMALL, two_threads, Layout()).is_measured
 
 
 @pytest.mark.parametrize(
     ("network", "trains", "block", "backward"),
     [
-        (NETWORK, False, 1.0, 0.0),
+        (SMALL, False, 1.0, 0.0),
         (TRAINED, True, 1.5, 3.0),
         (ADAPTED, True, 1.2, 2.4),
     ],
@@ -82,7 +71,7 @@ def test_a_repeated_head_is_a_scoring_one_more() -> None:
 
 
 def test_a_value_head_costs_nothing() -> None:
-    value = replace(NETWORK, shape=replace(NETWORK.shape, vocab=1))
+    value = replace(SMALL, shape=replace(SMALL.shape, vocab=1))
     found = ComputeTimes(value, ALONE, Layout()).compute_pass(PassSize(250, 100, 250, False))
     assert found.ends.seconds == pytest.approx(1e-3)
 
@@ -114,14 +103,14 @@ def test_a_pass_of_one_number_of_threads_is_not_that_of_another() -> None:
     both = estimate_cpu_rates(4, 4.0, 2).with_profile(DeviceProfile(times))
     for threads in (1, 2):
         rates = replace(both, threads=threads).share_cores(1, 1)
-        found = ComputeTimes(NETWORK, rates, Layout())
+        found = ComputeTimes(SMALL, rates, Layout())
         found.compute_pass(PassSize(250, 100, 100, False))
     assert both.profile is not None and len(both.profile.memo) == 2
 
 
 def test_a_generation_adds_up() -> None:
     load = CallWorkload("generate", 4, 100, 20)
-    found = estimate_call(NETWORK, load, mesh("d1"), ALONE)
+    found = estimate_call(SMALL, load, mesh("d1"), ALONE)
     prefill = 4 * 400e-6 + 1e-3
     step = 4 * (1e-3 + 4 * (1e-4 + 1e-6 * 110)) + 2e-3
     assert found.seconds == pytest.approx(prefill + 20 * step, rel=1e-9)
@@ -129,10 +118,10 @@ def test_a_generation_adds_up() -> None:
     adapted = estimate_call(ADAPTED, load, mesh("d1"), ALONE)
     assert adapted.seconds == pytest.approx(prefill + 20 * (2 * step - 2e-3), rel=1e-9)
     # The stages of a pipeline have modules that no kernel computes as a whole.
-    staged = ComputeTimes(NETWORK, ALONE, Layout(pipeline=2)).compute_decode(4, 110)
+    staged = ComputeTimes(SMALL, ALONE, Layout(pipeline=2)).compute_decode(4, 110)
     assert staged[0].seconds == pytest.approx(1.5 * (1e-3 + 4 * (1e-4 + 1e-6 * 110)))
     # Four samples of one prompt compute it once.
-    grouped = estimate_call(NETWORK, replace(load, samples=4), mesh("d1"), ALONE)
+    grouped = estimate_call(SMALL, replace(load, samples=4), mesh("d1"), ALONE)
     assert grouped.seconds == pytest.approx(4 * 100e-6 + 1e-3 + 20 * step, rel=1e-9)
 
 
@@ -141,8 +130,8 @@ def test_processes_that_compute_together_are_slower() -> None:
     assert both.slowdown == 1.25 and ALONE.slowdown == 1.0
     assert RATES.share_cores(4, 4).slowdown == 2 * 1.25  # two threads on each core
     load = CallWorkload("inference", 4, 60, 40)
-    alone = estimate_call(NETWORK, load, mesh("d1"), ALONE)
-    assert estimate_call(NETWORK, load, mesh("d1"), both).seconds == pytest.approx(
+    alone = estimate_call(SMALL, load, mesh("d1"), ALONE)
+    assert estimate_call(SMALL, load, mesh("d1"), both).seconds == pytest.approx(
         1.25 * alone.seconds
     )
 

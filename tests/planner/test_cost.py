@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.decoders import decoder, with_adapters, with_settings
+from tests.planner.decoders import SMALL, with_adapters, with_settings
 from weft.planner.cost import (
     CallWorkload,
     estimate_call,
@@ -21,18 +21,7 @@ from weft.topology import Layout, Mesh
 # Numbers that a hand can follow: 1 GFLOP/s, 1 GB/s of memory and of links, nothing that a layer or
 # an exchange takes by itself.
 RATES = DeviceRates("hand", 1e9, 1e9, 1e9, 1e8, 0.0, 0.0, 64 * GIB, 128, per_node=4)
-NETWORK = decoder(
-    layers=4,
-    hidden=100,
-    query=100,
-    key=50,
-    inner=400,
-    vocab=1000,
-    active=150_000,
-    embedding=100_000,
-    outputs=100_000,
-)
-TRAINED = with_settings(NETWORK, trained=True)
+TRAINED = with_settings(SMALL, trained=True)
 SCORE = CallWorkload("inference", 8, 60, 40)
 TRAIN = replace(SCORE, method="train_step", num_updates=2)
 SAMPLE = replace(SCORE, method="generate")
@@ -58,10 +47,10 @@ def layers_of(tokens: int, rows: int, length: int = 100) -> float:
 def test_a_forward_pass_is_its_products() -> None:
     head = 8 * 40 * 2 * 100_000 / 1e9  # of the answers alone
     expected = layers_of(800, 320) + head
-    assert estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SCORE, mesh("d1"), RATES) == pytest.approx(
         expected, rel=1e-12
     )
-    assert estimate_call_seconds(NETWORK, SCORE, mesh("d4"), RATES) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SCORE, mesh("d4"), RATES) == pytest.approx(
         expected / 4, rel=1e-12
     )
 
@@ -69,15 +58,15 @@ def test_a_forward_pass_is_its_products() -> None:
 def test_few_tokens_are_bound_by_reads_of_the_weights() -> None:
     slow = replace(RATES, memory_bandwidth=1e6)
     one = replace(SCORE, num_sequences=1, prompt_tokens=1, new_tokens=1)
-    estimate = estimate_call(NETWORK, one, mesh("d1"), slow)
+    estimate = estimate_call(SMALL, one, mesh("d1"), slow)
     reads = 150_000 * 4 / 1e6 * (4 - LATE * (1 - 1 / 2))
     assert estimate.parts["memory"] == pytest.approx(reads, rel=1e-12)
     assert estimate.bound == "memory"
-    assert estimate_call(NETWORK, SCORE, mesh("d1"), RATES).bound == "products"
+    assert estimate_call(SMALL, SCORE, mesh("d1"), RATES).bound == "products"
 
 
 def test_a_scoring_head_reads_a_row_of_each_sequence() -> None:
-    scores = replace(NETWORK, scores=True, outputs=100)
+    scores = replace(SMALL, scores=True, outputs=100)
     expected = layers_of(800, 8) + 8 * 2 * 100 / 1e9
     assert estimate_call_seconds(scores, SCORE, mesh("d1"), RATES) == pytest.approx(
         expected, rel=1e-12
@@ -87,38 +76,38 @@ def test_a_scoring_head_reads_a_row_of_each_sequence() -> None:
 def test_sequences_with_the_same_prompt_compute_it_once() -> None:
     """Four pairs: the second sequence of each computes 41 of its 100 tokens."""
     pairs = replace(SCORE, samples=2, shared_tokens=59)
-    assert pairs.count_computed_tokens(NETWORK) == 800 - 4 * 59
-    apart = replace(NETWORK, shares_prefixes=False)
+    assert pairs.count_computed_tokens(SMALL) == 800 - 4 * 59
+    apart = replace(SMALL, shares_prefixes=False)
     assert pairs.count_computed_tokens(apart) == 800
     head = 320 * 2 * 100_000 / 1e9
-    assert estimate_call_seconds(NETWORK, pairs, mesh("d1"), RATES) == pytest.approx(
+    assert estimate_call_seconds(SMALL, pairs, mesh("d1"), RATES) == pytest.approx(
         layers_of(564, 320) + head, rel=1e-12
     )
     alike = replace(SCORE, saved_share=0.25)
-    assert alike.count_computed_tokens(NETWORK) == 600
+    assert alike.count_computed_tokens(SMALL) == 600
 
 
 def test_ranks_wait_for_the_one_with_the_most() -> None:
     """The first of two ranks has 120 of 200 tokens and 80 of 100 answer tokens."""
     uneven = replace(SCORE, batches=(((120, 80), (80, 20)),))
     expected = layers_of(400 * 1.2, 160 * 1.6) + 160 * 1.6 * 2 * 100_000 / 1e9
-    assert estimate_call_seconds(NETWORK, uneven, mesh("d2"), RATES) == pytest.approx(
+    assert estimate_call_seconds(SMALL, uneven, mesh("d2"), RATES) == pytest.approx(
         expected, rel=1e-12
     )
-    alone = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
-    assert estimate_call_seconds(NETWORK, uneven, mesh("d1"), RATES) == alone
+    alone = estimate_call_seconds(SMALL, SCORE, mesh("d1"), RATES)
+    assert estimate_call_seconds(SMALL, uneven, mesh("d1"), RATES) == alone
 
 
 def test_long_sequences_among_short_ones_cost_more_attention() -> None:
     longer = replace(SCORE, attended_length=150.0)
     head = 320 * 2 * 100_000 / 1e9
-    assert estimate_call_seconds(NETWORK, longer, mesh("d1"), RATES) == pytest.approx(
+    assert estimate_call_seconds(SMALL, longer, mesh("d1"), RATES) == pytest.approx(
         layers_of(800, 320, 150) + head, rel=1e-12
     )
 
 
 def test_a_backward_pass_is_two_more_and_recomputation_one() -> None:
-    forward = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    forward = estimate_call_seconds(SMALL, SCORE, mesh("d1"), RATES)
     # weights, gradients and two moments, read or written three times
     update = PARAMETERS * 4 * 4 * 3 / 1e9
     assert estimate_call_seconds(TRAINED, TRAIN, mesh("d1"), RATES) == pytest.approx(
@@ -148,13 +137,13 @@ def test_losses_over_several_rows_compute_logits_again() -> None:
         plain + again, rel=1e-12
     )
     scored = replace(pairs, method="inference")
-    assert estimate_call_seconds(NETWORK, scored, mesh("d1"), RATES) == estimate_call_seconds(
-        NETWORK, SCORE, mesh("d1"), RATES
+    assert estimate_call_seconds(SMALL, scored, mesh("d1"), RATES) == estimate_call_seconds(
+        SMALL, SCORE, mesh("d1"), RATES
     )
 
 
 def test_adapters_save_the_gradients_of_the_weights_that_are_frozen() -> None:
-    forward = estimate_call_seconds(NETWORK, SCORE, mesh("d1"), RATES)
+    forward = estimate_call_seconds(SMALL, SCORE, mesh("d1"), RATES)
     adapted = with_adapters(TRAINED, PARAMETERS // 100)
     update = 2 * PARAMETERS / 100 * 4 * 4 * 3 / 1e9
     assert estimate_call_seconds(adapted, TRAIN, mesh("d1"), RATES) == pytest.approx(
@@ -211,7 +200,7 @@ def test_gradients_are_scattered_after_each_micro_batch_or_once() -> None:
 
 
 # A network whose output matrix costs nothing and whose last layer reads all rows: stages are alike.
-EVEN = replace(NETWORK, outputs=0)
+EVEN = replace(SMALL, outputs=0)
 WHOLE = replace(SCORE, prompt_tokens=0, new_tokens=100)
 
 
@@ -239,7 +228,7 @@ def test_pipelines_wait_and_tensor_ranks_send() -> None:
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     """With a head as costly as eight layers, the last of two stages has it and one layer."""
-    heavy = replace(NETWORK, outputs=1_200_000)
+    heavy = replace(SMALL, outputs=1_200_000)
     many = replace(WHOLE, microbatch=100)
     layer = 100 * 2 * (150_000 + 100 * 100) / 1e9
     head = 100 * 2 * 1_200_000 / 1e9
@@ -260,29 +249,29 @@ def test_a_decode_step_reads_the_weights_and_stages_share_the_cache() -> None:
     prefill = 4 * 150_000 * 4 / 1e9
     weights = 40 * (4 * 150_000 + 100_000) * 4 / 1e9
     cache = 40 * 8 * 80 * 2 * 4 * 50 * 4 / 1e9
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d1"), slow) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SAMPLE, mesh("d1"), slow) == pytest.approx(
         prefill + weights + cache, rel=1e-3
     )
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d2"), slow) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SAMPLE, mesh("d2"), slow) == pytest.approx(
         prefill + weights + cache / 2, rel=1e-3
     )
     # Two stages decode four sequences each in turn: both read their weights twice in a step.
     fast = replace(slow, link_bandwidth=1e15)
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("p2"), fast) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SAMPLE, mesh("p2"), fast) == pytest.approx(
         prefill / 2 + weights + cache / 2, rel=1e-3
     )
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("t2"), fast) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SAMPLE, mesh("t2"), fast) == pytest.approx(
         (prefill + weights + cache) / 2, rel=1e-3
     )
     two_rounds = replace(slow, most_sequences=4)
-    assert estimate_call_seconds(NETWORK, SAMPLE, mesh("d1"), two_rounds) == pytest.approx(
+    assert estimate_call_seconds(SMALL, SAMPLE, mesh("d1"), two_rounds) == pytest.approx(
         prefill + 2 * weights + cache, rel=1e-3
     )
 
 
 def test_sharded_weights_are_gathered_once_for_a_generation() -> None:
-    copies = estimate_call_seconds(NETWORK, SAMPLE, mesh("d2f1"), RATES)
-    shards = estimate_call_seconds(NETWORK, SAMPLE, mesh("d2f2"), RATES)
+    copies = estimate_call_seconds(SMALL, SAMPLE, mesh("d2f1"), RATES)
+    shards = estimate_call_seconds(SMALL, SAMPLE, mesh("d2f2"), RATES)
     assert shards - copies == pytest.approx(PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
 
 
@@ -304,7 +293,7 @@ def test_the_longest_answer_sets_the_steps_and_the_batch_shrinks() -> None:
 def test_more_work_never_takes_less_time() -> None:
     for method in ("inference", "train_step", "generate"):
         base = replace(SCORE, method=method)
-        network = TRAINED if method == "train_step" else NETWORK
+        network = TRAINED if method == "train_step" else SMALL
         for layout in ("d1", "d2f2", "t2", "p2"):
             before = estimate_call_seconds(network, base, mesh(layout), RATES)
             for change in (

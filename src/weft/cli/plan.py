@@ -66,6 +66,12 @@ MEMORY_EPILOG = """examples:
   weft plan memory meta-llama/Llama-3.1-8B lora.r=16 gradient_checkpointing=true --tokens 4096
   weft plan memory meta-llama/Llama-3.1-8B layout=d8 optimizer.state_dtype=8bit"""
 
+# Arguments of the commands that plan a run
+WORDS: dict[str, Any] = {
+    "nargs": "+",
+    "metavar": "WORD",
+    "help": "arguments of weft quickstart: NAME key=value ...",
+}
 DEFAULT_DEVICES = (1, 2, 4, 8)
 COST_SUMMARY = "which GPUs a run fits, how long it takes on them, and for how much"
 COST_EPILOG = """Times are estimates; search.prompt_tokens and search.answer_tokens set the lengths.
@@ -130,9 +136,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description=f"Print {summary}.",
         epilog=SEARCH_EPILOG,
     )
-    looked.add_argument(
-        "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
-    )
+    looked.add_argument("words", **WORDS)
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
     _add_cost_parser(commands)
     summary = "the transfers that move a role's parameters from one layout to another"
@@ -194,9 +198,7 @@ def _add_cost_parser(commands: Any) -> None:
         description=f"Print {COST_SUMMARY}. Only options and config.json are read.",
         epilog=COST_EPILOG,
     )
-    parser.add_argument(
-        "words", nargs="+", metavar="WORD", help="arguments of weft quickstart: NAME key=value ..."
-    )
+    parser.add_argument("words", **WORDS)
     parser.add_argument(
         "--price",
         action="append",

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from weft.data import groups
+from weft.data import splits
 from weft.data.background_tokenizing import BackgroundTokenTable
 from weft.data.datasets.base import (
     MapDataset,
@@ -76,7 +76,7 @@ class BatchingOptions:
         Raises `ConfigError` if a single sample exceeds the token limit of a batch.
         """
         if self.num_tokens is not None:
-            return groups.split_by_budget(costs, self.num_tokens, self.option)
+            return splits.split_by_budget(costs, self.num_tokens, self.option)
         assert self.num_ids is not None
         return [*range(0, len(costs), self.num_ids), len(costs)]
 

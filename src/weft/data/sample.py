@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from weft.algorithms.base import to_host_array
-from weft.data import groups
+from weft.data import groups, splits
 from weft.data.groups import PART, Array, GroupRearrangement
 from weft.errors import DataError, find_nearest
 
@@ -212,7 +212,7 @@ class SequenceSample:
 
         `gather` joins the samples again.
         """
-        return _split_at(self, groups.split_evenly(self.token_costs(), k))
+        return _split_at(self, splits.split_evenly(self.token_costs(), k))
 
     def split_by_tokens(
         self, budget: int, field: str = "max_tokens_per_microbatch"
@@ -223,7 +223,7 @@ class SequenceSample:
         option `field` if a single id has more than `budget` tokens. `ungroup` can split such an id
         beforehand.
         """
-        return _split_at(self, groups.split_by_budget(self.token_costs(), budget, field))
+        return _split_at(self, splits.split_by_budget(self.token_costs(), budget, field))
 
     def unpack(self) -> list[SequenceSample]:
         """Split into samples that have one id each."""

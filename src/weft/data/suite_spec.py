@@ -26,7 +26,7 @@ def _find_folder_problem(folders: Sequence[str]) -> str | None:
 
 @dataclass
 class EvalSuiteSpec:
-    """Options of the evaluation on tasks during a run; without `tasks`, there is none."""
+    """Options of the evaluation on tasks during a run, which `tasks` enables."""
 
     tasks: list[str] = option(
         [],

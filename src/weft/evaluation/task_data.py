@@ -213,7 +213,7 @@ def _split_docstring(text: str) -> tuple[str, list[str]]:
 
 
 def _find_tested_function(tests: str, solution: str) -> str:
-    """Return the name of the function that a program of tests calls; "" if there is none.
+    """Return the name of the function that a program of tests calls, or "" if it calls none.
 
     That is a function of the reference solution, or else one that is neither built in nor defined
     by the tests, or else a built-in one (MBPP has a task for a function `sum`).

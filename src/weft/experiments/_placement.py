@@ -15,7 +15,6 @@ from weft.planner import placement
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.planner.profile import ProfileMachine, find_usable_profile
-from weft.planner.search import PlacementProblem
 from weft.topology import Layout
 
 
@@ -78,15 +77,13 @@ def place_calls(
     loads = {}
     for call in graph.list_model_calls():
         loads[call.name] = placement.build_workload(experiment, config.search, written, call)
-    problem = PlacementProblem(
-        units=units,
-        networks=networks,
-        loads=loads,
-        order=graph.order,
-        producers={name: graph.find_producers(name) for name in graph.order},
-        rates=rates,
+    problem = placement.build_problem(
+        experiment,
+        units,
+        networks,
+        loads,
+        rates,
         num_devices=max([count, *(1 + max(mesh.ranks) for unit in units for mesh in unit.meshes)]),
-        max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
         shared_roles=_find_shared_references(experiment),
     )
     return placement.place_calls(experiment, mode, problem, start, count)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weft.checkpoints.hf_io import read_config
@@ -20,6 +22,7 @@ from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec
 from weft.engine.device import count_cores, describe_profiled_device, read_thread_limit
 from weft.engine.service_spec import NO_NETWORK
+from weft.engine.shared_prefixes import find_shared_prefixes
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.launch.facts import TargetDevices, forecast, predict_facts
@@ -37,9 +40,12 @@ from weft.planner.placement import (
     SearchSpec,
 )
 from weft.planner.profile import ProfileMachine, find_usable_profile
-from weft.planner.row_lengths import sample_lengths
+from weft.planner.row_lengths import RowLengths
 from weft.planner.run_plan import describe_run, group_roles_by_device
 from weft.planner.step_forecast import StepForecast, forecast_step
+
+SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
+LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
 
 
 def build_early_plan(run: ResolvedRun, data: RunData, mode: str) -> RunPlan:
@@ -73,9 +79,12 @@ def build_plan_lines(
     if data is not None:
         batches: Sequence[SequenceSample] = data.loaded.train.build_large_batches()
     else:
-        batch, note = build_assumed_batch(experiment)
+        batch, lengths = build_assumed_batch(experiment)
         batches = [batch]
-        notes = [note]
+        notes = [
+            f"data: not read; memory is that of {lengths}, which dataset.max_prompt_len and "
+            f"dataset.max_seqlen bound"
+        ]
     facts = predict_facts(experiment, target.device, run.tokenizers)
     step = forecast_run_step(experiment, target, None if data is None else data.loaded)
     target, expected = _forecast(experiment, facts, batches, target)
@@ -144,6 +153,48 @@ def forecast_run_step(
     return replace(forecast, notes=notes)
 
 
+def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:
+    """Return the lengths of a sample of the training rows, or None if they cannot be sampled.
+
+    `batch` is the number of rows per step. Rows that are read as a stream are not sampled, and
+    neither are those of a dataset that makes whole batches.
+    """
+    total = sum(len(part) for part in data.parts)
+    if not total:
+        return None
+    samples = []
+    for part in data.parts:
+        count = min(len(part), max(1, SAMPLED_ROWS * len(part) // total))
+        chosen = [number * len(part) // count for number in range(count)]
+        if chosen:
+            samples.append(part.take(chosen))
+    rows = SequenceSample.gather(samples)
+    prompts = np.zeros(rows.num_ids, np.int64)
+    if "prompt" in rows.data:
+        prompts = rows.lengths["prompt"].astype(np.int64)
+    answers = np.zeros(0, np.int64)
+    if "completion" in rows.data:
+        answers = rows.lengths["completion"].astype(np.int64)
+    return RowLengths(prompts, answers, _compute_saved_share(rows, prompts, answers, batch))
+
+
+def _compute_saved_share(
+    rows: SequenceSample, prompts: npt.NDArray[np.int64], answers: npt.NDArray[np.int64], batch: int
+) -> float:
+    """Return the share of a batch's tokens in prefixes that another row has computed already."""
+    count = min(rows.num_ids, batch)
+    if "prompt" not in rows.data or count < 2:
+        return 0.0
+    tokens: Sequence[npt.NDArray[np.int64]] = [
+        np.asarray(prompt) for prompt in list(rows.sequences("prompt"))[:count]
+    ]
+    saved = 0
+    for shared in find_shared_prefixes(tokens, LEAST_PREFIX):
+        saved += shared.size * (len(shared.sequences) - 1)
+    answered = float(answers.mean()) * count if len(answers) else 0.0
+    return saved / max(1.0, float(prompts[:count].sum()) + answered)
+
+
 def _drop_memory_lines(plan: RunPlan) -> RunPlan:
     """Return the plan without its lines on memory.
 
@@ -157,7 +208,7 @@ def _drop_memory_lines(plan: RunPlan) -> RunPlan:
 
 
 def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """Return a batch of the longest rows that the options allow, and a note that describes it.
+    """Return a batch of the longest rows that the options allow, and a phrase for its lengths.
 
     If no data are read, the memory forecast uses this batch instead of the data's largest batches.
     """
@@ -191,11 +242,7 @@ def build_assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
         long = f"prompts of {prompt:,} tokens"
     else:
         long = f"rows of {prompt:,} + {answer:,} tokens"
-    return (
-        batch,
-        f"data: not read; memory is that of {long}, which dataset.max_prompt_len and "
-        f"dataset.max_seqlen bound",
-    )
+    return batch, long
 
 
 def _forecast(

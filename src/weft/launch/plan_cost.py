@@ -21,7 +21,6 @@ from weft.observe.metrics import format_duration
 from weft.planner.devices import GPUS
 from weft.planner.placement import NoPlacementFits
 
-DEFAULT_COUNTS = (1, 2, 4, 8)
 NO_FIT = "does not fit"
 PRICE = re.compile(r"([A-Za-z0-9]+)=(\d+(?:\.\d+)?|\.\d+)")
 
@@ -77,7 +76,7 @@ def parse_prices(words: Sequence[str]) -> dict[str, float]:
 
 
 def compare_devices(
-    config: RunConfig, prices: Mapping[str, float], counts: Sequence[int] = DEFAULT_COUNTS
+    config: RunConfig, prices: Mapping[str, float], counts: Sequence[int]
 ) -> list[DeviceOption]:
     """Return what the run of `config` takes on each number of GPUs of each type.
 
@@ -131,8 +130,7 @@ def _try_devices(config: RunConfig, gpu: str, count: int, price: float | None) -
 def describe_lengths(config: RunConfig) -> str:
     """Return a line about the lengths that the comparison assumes."""
     experiment, _ = set_up_experiment(mark_as_planned(config), None)
-    _, note = build_assumed_batch(experiment)
-    lengths = note.partition("memory is that of ")[2].partition(", which")[0]
+    _, lengths = build_assumed_batch(experiment)
     return f"for {lengths}; search.prompt_tokens and search.answer_tokens set other lengths"
 
 

@@ -69,7 +69,7 @@ def _find_target(
 def _forecast_seconds(
     experiment: Experiment, target: TargetDevices, data: LoadedData | None
 ) -> tuple[StepForecast | None, str]:
-    """Return the forecast of a step, or None and the reason why there is none."""
+    """Return the forecast of a step and "", or None and the reason why nothing can be predicted."""
     backends = {}
     for role, spec in experiment.roles.items():
         if spec.path:

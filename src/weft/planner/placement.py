@@ -87,6 +87,34 @@ class SearchSpec:
     )
 
 
+def build_problem(
+    experiment: Experiment,
+    units: Sequence[PlacementUnit],
+    networks: Mapping[str, DecoderSizes],
+    loads: Mapping[str, CallWorkload],
+    rates: DeviceRates,
+    *,
+    num_devices: int,
+    shared_roles: Mapping[str, str] | None = None,
+) -> PlacementProblem:
+    """Return the problem of placing the calls of `units` on `num_devices` devices.
+
+    The other arguments are those of `PlacementProblem`.
+    """
+    graph = experiment.graph
+    return PlacementProblem(
+        units=units,
+        networks=networks,
+        loads=loads,
+        order=graph.order,
+        producers={name: graph.find_producers(name) for name in graph.order},
+        rates=rates,
+        num_devices=num_devices,
+        max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
+        shared_roles=shared_roles or {},
+    )
+
+
 class NoPlacementFits(ConfigError):
     """Raised if no placement of a run's calls fits into the memory of its devices."""
 

@@ -297,7 +297,7 @@ def name_device_folder(device: str) -> str:
 def find_profile(
     keys: Iterable[tuple[ShapeKey, str]], machine: ProfileMachine, given: str | None = None
 ) -> DeviceProfile | None:
-    """Return the profile of networks with these shapes and dtypes, or None if there is none.
+    """Return the profile of networks with these shapes and dtypes, or None if no file has one.
 
     The files are those of this machine in the user's cache or, with `given`, this file or all files
     of this folder. Raises `ConfigError` for a file that is damaged or that belongs to another

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.engine.shared_prefixes import find_shared_prefixes
+from weft.data.splits import split_evenly
 
-if TYPE_CHECKING:
-    from weft.data.loader import LoadedData
-    from weft.data.sample import SequenceSample
-
-SAMPLED_ROWS = 128  # rows whose lengths are read, evenly distributed over the data
 MAX_BATCHES = 8  # batches whose division over ranks is tried
-LEAST_PREFIX = 15  # tokens of the shortest prefix that training shares between rows
 
 Counts = npt.NDArray[np.int64]
 RowBatch = tuple[tuple[int, int], ...]  # (tokens, answer tokens) of each row
@@ -101,8 +93,6 @@ def compute_imbalance(batches: tuple[RowBatch, ...], ranks: int) -> tuple[float,
     the batches. They are divided as a run divides them (`weft.runtime.split`): consecutive rows,
     so that the rank with the most tokens has as few as possible.
     """
-    from weft.data.groups import split_evenly  # imports torch
-
     ratios = []
     for batch in batches:
         rows = np.array(batch, np.int64)
@@ -114,47 +104,3 @@ def compute_imbalance(batches: tuple[RowBatch, ...], ranks: int) -> tuple[float,
         return 1.0, 1.0
     tokens, answers = np.mean(ratios, axis=0).tolist()
     return max(1.0, tokens), max(1.0, answers)
-
-
-def sample_lengths(data: LoadedData, batch: int) -> RowLengths | None:
-    """Return the lengths of a sample of the training rows, or None if they cannot be sampled.
-
-    `batch` is the number of rows per step. Rows that are read as a stream are not sampled, and
-    neither are those of a dataset that makes whole batches.
-    """
-    from weft.data.sample import SequenceSample  # imports torch
-
-    total = sum(len(part) for part in data.parts)
-    if not total:
-        return None
-    samples = []
-    for part in data.parts:
-        count = min(len(part), max(1, SAMPLED_ROWS * len(part) // total))
-        chosen = [number * len(part) // count for number in range(count)]
-        if chosen:
-            samples.append(part.take(chosen))
-    rows = SequenceSample.gather(samples)
-    prompts = np.zeros(rows.num_ids, np.int64)
-    if "prompt" in rows.data:
-        prompts = rows.lengths["prompt"].astype(np.int64)
-    answers = np.zeros(0, np.int64)
-    if "completion" in rows.data:
-        answers = rows.lengths["completion"].astype(np.int64)
-    return RowLengths(prompts, answers, _compute_saved_share(rows, prompts, answers, batch))
-
-
-def _compute_saved_share(
-    rows: SequenceSample, prompts: Counts, answers: Counts, batch: int
-) -> float:
-    """Return the share of a batch's tokens in prefixes that another row has computed already."""
-    count = min(rows.num_ids, batch)
-    if "prompt" not in rows.data or count < 2:
-        return 0.0
-    tokens: Sequence[npt.NDArray[np.int64]] = [
-        np.asarray(prompt) for prompt in list(rows.sequences("prompt"))[:count]
-    ]
-    saved = 0
-    for shared in find_shared_prefixes(tokens, LEAST_PREFIX):
-        saved += shared.size * (len(shared.sequences) - 1)
-    answered = float(answers.mean()) * count if len(answers) else 0.0
-    return saved / max(1.0, float(prompts[:count].sum()) + answered)

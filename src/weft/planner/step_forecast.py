@@ -18,9 +18,9 @@ from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
-from weft.planner.placement import SearchSpec, build_workload
+from weft.planner.placement import SearchSpec, build_problem, build_workload
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import PlacementProblem, PlacementUnit
+from weft.planner.search import PlacementUnit
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,8 @@ def forecast_step(
     known = [call for call in calls if call.role in networks]
     loads = {call.name: build_workload(experiment, search, written, call, rows) for call in known}
     units = _build_units(experiment, known)
-    graph = experiment.graph
-    problem = PlacementProblem(
-        units=units,
-        networks=networks,
-        loads=loads,
-        order=graph.order,
-        producers={name: graph.find_producers(name) for name in graph.order},
-        rates=rates,
-        num_devices=experiment.num_devices,
-        max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
+    problem = build_problem(
+        experiment, units, networks, loads, rates, num_devices=experiment.num_devices
     )
     estimate = problem.estimate([0] * len(units))
     forecasts = {}
