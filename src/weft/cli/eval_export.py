@@ -121,5 +121,5 @@ def build_export(given: argparse.Namespace, folder: Path) -> EasyLMExport | None
         size=given.model_size,
         update=given.update_llama_config or "",
         tokenizer=tokenizer,
-        output=folder / MODEL_FOLDER,
+        output=folder / MODEL_FOLDER / given.model_name,  # results are named after it
     )

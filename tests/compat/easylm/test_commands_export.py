@@ -14,7 +14,7 @@ from weft.cli.main import main
 from weft.launch.job_steps import RECORD
 
 FOLDER = Path("eval-jobs/tulu")
-MODEL = FOLDER / "model"
+MODEL = FOLDER / "model" / "tulu"
 BEAKER = ["--workspace", "o/w"]
 UPLOAD = ["beaker", "dataset", "create", str(MODEL), "--name", "tulu", *BEAKER]
 
@@ -98,19 +98,19 @@ def test_a_damaged_step_is_repeated(
     assert submit() == 0
     whole = (MODEL / "model.safetensors").read_bytes()
     damage()
-    (FOLDER / ".model.0123abcd.tmp").mkdir()  # of a conversion that was killed
+    (MODEL.parent / ".tulu.0123abcd.tmp").mkdir()  # of a conversion that was killed
     capsys.readouterr()
     assert submit() == 0
     assert "$ weft easylm convert_easylm_to_hf" in capsys.readouterr().out
     assert (MODEL / "model.safetensors").read_bytes() == whole
-    assert not (FOLDER / ".model.0123abcd.tmp").exists()
+    assert not (MODEL.parent / ".tulu.0123abcd.tmp").exists()
 
 
 def test_a_conversion_that_was_interrupted_is_repeated(
     clients: StandInClients, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(words: object) -> int:
-        MODEL.mkdir()
+        MODEL.mkdir(parents=True)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -118,7 +118,7 @@ def test_a_conversion_that_was_interrupted_is_repeated(
         assert submit() == 130
     assert clients.calls == []
     assert submit() == 0
-    assert "convert: repeated, eval-jobs/tulu/model is incomplete" in capsys.readouterr().out
+    assert f"convert: repeated, {MODEL} is incomplete" in capsys.readouterr().out
     assert list_verbs(clients) == ["dataset", "experiment"]
 
 
@@ -144,7 +144,7 @@ def test_a_folder_of_somebody_else_is_left_alone(
     clients: StandInClients, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", "submit", "--model_name", "tulu", "--location", "01A", *BEAKER]) == 0
-    MODEL.mkdir()
+    MODEL.mkdir(parents=True)
     (MODEL / "mine").write_text("x")
     assert submit() == 2
     assert "exists already, and was not made by this command" in capsys.readouterr().err
