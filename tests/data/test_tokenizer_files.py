@@ -73,3 +73,15 @@ def test_the_short_way_is_for_named_classes_alone(tmp_path: Path, left_out: str)
     if left_out != "config.json":
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert tokenizer_files._read_plain_config(str(tmp_path)) is None
+
+
+def test_a_config_without_scaling_gives_no_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": null}')
+    named = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert tokenizer_files._read_plain_config(str(tmp_path)) is not None, "the short way is taken"
+    assert not [each for each in recwarn if "rope_scaling" in str(each.message)]

@@ -186,6 +186,8 @@ def _read_plain_config(source: str) -> PreTrainedConfig | None:
         or not isinstance(tokenizer.get("tokenizer_class"), str)
     ):
         return None
+    # A tokenizer does not depend on it, and transformers warns of this name, also for null.
+    model.pop("rope_scaling", None)
     return PreTrainedConfig.from_dict(model, name_or_path=source)
 
 
