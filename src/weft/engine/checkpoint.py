@@ -29,26 +29,25 @@ def write_tensors(
     that all tensors are whole. Raises `RunError` if writing fails.
     """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    metadata = None
-    if places is not None:
-        metadata = {
-            PLACES: json.dumps(
-                {name: [[p.start, p.stop] for p in place] for name, place in places.items()}
-            )
-        }
     try:
-        save_file(held, path, metadata)
+        save_file(held, path, None if places is None else format_places(places))
     except (OSError, SafetensorError) as error:
         raise RunError(
             f"{path} could not be written ({error}); what was saved before is untouched"
         ) from error
 
 
+def format_places(places: Mapping[str, Slice]) -> dict[str, str]:
+    """Return the metadata of a file whose tensors are these slices of larger tensors."""
+    ends = {name: [[part.start, part.stop] for part in place] for name, place in places.items()}
+    return {PLACES: json.dumps(ends)}
+
+
 class SavedTensors:
     """Reader of tensors that were saved by one process, or in slices by several ranks.
 
-    One process writes the file `{stem}.safetensors`; several ranks write one file
-    `{stem}-{rank}.safetensors` each. `names` are the names of all tensors. Raises `CheckpointError`
+    One process writes the file `{stem}.safetensors`; several ranks, or devices of JAX, write one
+    file `{stem}-{rank}.safetensors` each. `names` are the names of all tensors. Raises `CheckpointError`
     for files that are missing or truncated.
     """
 

@@ -34,11 +34,18 @@ from weft.engine.device import BestMatmulRate
 from weft.engine.generation.generate import open_generator
 from weft.engine.jax.decoder import DecoderSettings
 from weft.engine.jax.generation import CompiledDecoder, choose_budget
+from weft.engine.jax.hosts import find_shared_folder, wait_for_all_hosts
 from weft.engine.jax.mesh import put_on_mesh
 from weft.engine.jax.network import compute_outputs
 from weft.engine.jax.optimizer import JaxOptimizer
 from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
-from weft.engine.jax.parameters import HostTensors, ParameterStacks, to_numpy, to_torch
+from weft.engine.jax.parameters import (
+    HostTensors,
+    ParameterStacks,
+    to_numpy,
+    to_torch,
+    write_own_shards,
+)
 from weft.engine.spec import GenerationSpec, ModelSpec
 from weft.engine.torch.engine import (
     OPTIMIZER,
@@ -467,16 +474,25 @@ class JaxEngine:
     def save_state(self, d: Path) -> None:
         """Write the state needed to resume training, in the files of `TorchEngine.save_state`.
 
-        The first process writes one tensor after the other, and the others take part in gathering
-        each.
+        If all hosts see the directory of the first one, each writes the shards of its own devices
+        there. Otherwise the first one writes one tensor after the other, and the others take part
+        in gathering each.
         """
         values: dict[str, Any] = {"version": self.version}
         names = self._stacks.places if self._is_written else self.trained_names
-        _write_on_first_host(d / f"{PARAMETERS}.safetensors", self._select(names))
+        arrays = self._network.arrays
+        tensors = {PARAMETERS: {name: self._stacks.select(arrays, name) for name in sorted(names)}}
         if self._optimizer is not None:
-            stored = self._optimizer.select_tensors()
-            _write_on_first_host(d / f"{OPTIMIZER}.safetensors", HostTensors(stored))
+            tensors[OPTIMIZER] = self._optimizer.select_tensors()
             values["optimizer"] = self._optimizer.collect_values()
+        folder = find_shared_folder(d)
+        if folder is None:
+            for stem, stored in tensors.items():
+                _write_on_first_host(d / f"{stem}.safetensors", HostTensors(stored))
+        else:
+            with wait_for_all_hosts(f"{folder}: a host could not write its part"):
+                for stem, stored in tensors.items():
+                    write_own_shards(folder, stem, stored)
         if jax.process_index() == 0:
             checkpoint.write_values(d / STATE, values)
 
