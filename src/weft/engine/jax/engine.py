@@ -25,7 +25,6 @@ from jax import Array
 from torch import Tensor, nn
 
 from weft.algorithms.base import Loss, Output
-from weft.checkpoints.weight_files import write_one_by_one
 from weft.data.sample import SequenceSample
 from weft.engine import checkpoint
 from weft.engine.base import DEFAULT_MAX_TOKENS, Generator, StepStats
@@ -42,8 +41,10 @@ from weft.engine.jax.packing import BlockShapes, RowBlock, pack_blocks
 from weft.engine.jax.parameters import (
     HostTensors,
     ParameterStacks,
+    read_on_first_host,
     to_numpy,
     to_torch,
+    write_on_first_host,
     write_own_shards,
 )
 from weft.engine.spec import GenerationSpec, ModelSpec
@@ -488,7 +489,7 @@ class JaxEngine:
         folder = find_shared_folder(d)
         if folder is None:
             for stem, stored in tensors.items():
-                _write_on_first_host(d / f"{stem}.safetensors", HostTensors(stored))
+                write_on_first_host(d / f"{stem}.safetensors", HostTensors(stored))
         else:
             with wait_for_all_hosts(f"{folder}: a host could not write its part"):
                 for stem, stored in tensors.items():
@@ -532,7 +533,7 @@ class JaxEngine:
         The first process writes one tensor after the other, and the others take part in gathering
         each.
         """
-        with _read_on_first_host(self._select(self._stacks.places)) as tensors:
+        with read_on_first_host(self._select(self._stacks.places)) as tensors:
             if tensors is not None:
                 self._built.save(d, tensors, tokenizer)
 
@@ -557,25 +558,6 @@ class JaxEngine:
             "device": _describe_devices(next(iter(arrays.values())).sharding.device_set),
             "notes": list(self._built.notes),
         }
-
-
-@contextmanager
-def _read_on_first_host(tensors: HostTensors) -> Iterator[HostTensors | None]:
-    """Give tensors to the first process; the others get None, and then serve its reads."""
-    if jax.process_index() == 0:
-        try:
-            yield tensors
-        finally:
-            tensors.stop()
-    else:
-        yield None
-        tensors.serve()
-
-
-def _write_on_first_host(path: Path, tensors: HostTensors) -> None:
-    with _read_on_first_host(tensors) as own:
-        if own is not None:
-            write_one_by_one(path, own.layouts, ((name, own[name]) for name in own))
 
 
 def _describe_devices(devices: Collection[Any]) -> str:

@@ -91,11 +91,11 @@ def find_shared_folder(folder: Path) -> Path | None:
         if is_first:
             mark.touch()
         multihost_utils.sync_global_devices(token)
-        found = multihost_utils.process_allgather(np.bool_(mark.exists()))
+        visible = multihost_utils.process_allgather(np.bool_(mark.exists()))
     finally:
         if is_first:
             mark.unlink(missing_ok=True)
-    return Path(shared) if found.all() else None
+    return Path(shared) if visible.all() else None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -106,6 +107,26 @@ class HostTensors(Mapping[str, Tensor]):
         """Take part in what the first host reads; nothing is kept here."""
         while (number := _announce(STOP)) != STOP:
             self._stored[self._names[number]].read()
+
+
+@contextmanager
+def read_on_first_host(tensors: HostTensors) -> Iterator[HostTensors | None]:
+    """Give tensors to the first process; the others get None, and then serve its reads."""
+    if jax.process_index() == 0:
+        try:
+            yield tensors
+        finally:
+            tensors.stop()
+    else:
+        yield None
+        tensors.serve()
+
+
+def write_on_first_host(path: Path, tensors: HostTensors) -> None:
+    """Write a safetensors file on the first process; the others serve its reads."""
+    with read_on_first_host(tensors) as own:
+        if own is not None:
+            write_one_by_one(path, own.layouts, ((name, own[name]) for name in own))
 
 
 def write_own_shards(folder: Path, stem: str, stored: Mapping[str, StoredArray]) -> None:
