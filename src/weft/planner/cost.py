@@ -215,6 +215,28 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
     return share
 
 
+def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
+    """Return the ranks of a group of a mesh: the one that has the first rank.
+
+    `kind` is "tensor", "context", "fsdp" (ranks that share one sharded copy), "copies" (ranks with
+    the same part of the network) or "pipeline" (the first stage's rank and the next one's).
+    """
+    layout = mesh.layout
+    row = layout.tensor * layout.context
+    match kind:
+        case "tensor":
+            return mesh.ranks[: layout.tensor]
+        case "context":
+            return mesh.ranks[: row : layout.tensor]
+        case "fsdp":
+            return mesh.ranks[: row * layout.fsdp : row]
+        case "copies":
+            rows = range(0, row * layout.data, row * layout.fsdp)
+            contexts = range(0, row, layout.tensor)
+            return tuple(mesh.ranks[first + number] for first in rows for number in contexts)
+    return mesh.ranks[: row * layout.data + 1 : row * layout.data]
+
+
 def _estimate_passes(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
 ) -> CallCost:
@@ -307,19 +329,20 @@ def _estimate_pass_messages(
     seconds = 0.0
     if layout.tensor > 1:
         # After attention and after the MLP; the embedding, and the softmax of the head
+        group = list_group(mesh, "tensor")
         sums = 2 * layers * passes
-        seconds += sums * rates.time_sum(states, mesh.ranks, layout.tensor)
+        seconds += sums * rates.time_sum(states, group, layout.tensor)
         if shape.vocab > 1:
-            seconds += rates.time_sum(states, mesh.ranks, layout.tensor)
+            seconds += rates.time_sum(states, group, layout.tensor)
         seconds *= factor
     if layout.context > 1:
         kv = size.tokens * 2 * shape.key * network.element_bytes
         rounds = 3 if size.trains else 1
-        band = rates.compute_bandwidth(mesh.ranks)
-        seconds += layers * rounds * (layout.context - 1) * (kv / band + rates.latency)
+        sent = rates.time_send(kv, list_group(mesh, "context"))
+        seconds += layers * rounds * (layout.context - 1) * sent
     if layout.pipeline > 1:
         count = layout.stages_per_rank * (2 if size.trains else 1)
-        seconds += count * rates.time_send(states, mesh.ranks)
+        seconds += count * rates.time_send(states, list_group(mesh, "pipeline"))
     return CallCost(messages=seconds)
 
 
@@ -338,12 +361,13 @@ def _estimate_shard_messages(
     block = shape.block_elements * share
     ends = shape.embedding_elements * share / layout.pipeline
     gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
-    once = blocks * rates.time_gather(block * width, mesh.ranks, layout.fsdp)
-    seconds = gathers * once + parts * rates.time_gather(ends * width, mesh.ranks, layout.fsdp)
+    group = list_group(mesh, "fsdp")
+    once = blocks * rates.time_gather(block * width, group, layout.fsdp)
+    seconds = gathers * once + parts * rates.time_gather(ends * width, group, layout.fsdp)
     if trains and not network.settings.sums_once:
         trained = network.num_trained / shape.parameters
-        scatter = blocks * rates.time_scatter(block * WIDE * trained, mesh.ranks, layout.fsdp)
-        scatter += rates.time_scatter(ends * WIDE * trained, mesh.ranks, layout.fsdp)
+        scatter = blocks * rates.time_scatter(block * WIDE * trained, group, layout.fsdp)
+        scatter += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
         seconds += (parts - 1) * scatter
     return CallCost(messages=seconds)
 
@@ -363,12 +387,14 @@ def _estimate_update(
         blocks = shape.layers / layout.pipeline
         block = shape.block_elements * share * WIDE
         ends = shape.embedding_elements * share * WIDE / layout.pipeline
-        seconds += blocks * rates.time_scatter(block, mesh.ranks, layout.fsdp)
-        seconds += rates.time_scatter(ends, mesh.ranks, layout.fsdp)
+        group = list_group(mesh, "fsdp")
+        seconds += blocks * rates.time_scatter(block, group, layout.fsdp)
+        seconds += rates.time_scatter(ends, group, layout.fsdp)
         seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
-        seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
+        group = list_group(mesh, "copies")
+        seconds += rates.time_sum(trained * WIDE / layout.fsdp, group, copies)
     return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
 
 
@@ -391,14 +417,16 @@ def _estimate_generation(
     cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
         sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
+        seconds = sums * rates.time_sum(
+            tokens * states, list_group(mesh, "tensor"), layout.tensor
+        )
         seconds *= times.get_factor("tensor")
         cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
-        gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
-        cost = cost.add(CallCost(messages=gathered))
+        gathered = rates.time_gather(whole, list_group(mesh, "fsdp"), layout.fsdp)
+        cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
     together = min(own, rates.most_sequences)
     for steps, batch, context in list_decode_steps(load, own, together):
         # Pipeline stages decode groups of the sequences in turn.
@@ -407,7 +435,8 @@ def _estimate_generation(
         step = block.multiply(shape.layers).add(rest)
         seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
         if layout.pipeline > 1:
-            seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
+            sent = rates.time_send(group * states, list_group(mesh, "pipeline"))
+            seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
 
@@ -423,8 +452,9 @@ def estimate_decode_messages(
     if size == 1:
         return 0.0
     states = batch * network.element_bytes * network.shape.hidden
-    sums = 2 * network.shape.layers * rates.time_sum(states, mesh.ranks, size)
-    return sums + 3 * rates.time_sum(batch * WIDE, mesh.ranks, size)
+    group = list_group(mesh, "tensor")
+    sums = 2 * network.shape.layers * rates.time_sum(states, group, size)
+    return sums + 3 * rates.time_sum(batch * WIDE, group, size)
 
 
 def list_decode_steps(
