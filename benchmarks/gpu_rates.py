@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.planner.compute_times import ComputeTimes
-from weft.planner.cost import estimate_decode_messages, list_group
 from weft.planner.decoder_sizes import CHUNK_ROWS, DecoderSizes
 from weft.planner.devices import DeviceRates, find_gpu_rates
 from weft.planner.memory import MemorySettings, NetworkShape
+from weft.planner.messages import estimate_decode_messages, list_group
 from weft.topology import Layout, Mesh
 
 BACKENDS = ("vllm", "trtllm")
@@ -236,9 +236,7 @@ def main() -> None:
     errors: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     print(f"{'case':<32}  {'weft, ms':>9}  " + "  ".join(f"{b:>9}  error, %" for b in BACKENDS))
     with tempfile.TemporaryDirectory() as folder:
-        paths = {
-            name: write_model(Path(folder) / name, model) for name, model in MODELS.items()
-        }
+        paths = {name: write_model(Path(folder) / name, model) for name, model in MODELS.items()}
         for case in cases:
             name = f"{case.phase} {case.model} t{case.tensor} {case.batch} x {case.context}"
             estimate = estimate_case(case, rates)

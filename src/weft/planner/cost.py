@@ -17,6 +17,12 @@ from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, 
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.messages import (
+    estimate_decode_messages,
+    estimate_pass_messages,
+    estimate_shard_messages,
+    list_group,
+)
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
@@ -215,28 +221,6 @@ def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
     return share
 
 
-def list_group(mesh: Mesh, kind: str) -> tuple[int, ...]:
-    """Return the ranks of a group of a mesh: the one that has the first rank.
-
-    `kind` is "tensor", "context", "fsdp" (ranks that share one sharded copy), "copies" (ranks with
-    the same part of the network) or "pipeline" (the first stage's rank and the next one's).
-    """
-    layout = mesh.layout
-    row = layout.tensor * layout.context
-    match kind:
-        case "tensor":
-            return mesh.ranks[: layout.tensor]
-        case "context":
-            return mesh.ranks[: row : layout.tensor]
-        case "fsdp":
-            return mesh.ranks[: row * layout.fsdp : row]
-        case "copies":
-            rows = range(0, row * layout.data, row * layout.fsdp)
-            contexts = range(0, row, layout.tensor)
-            return tuple(mesh.ranks[first + number] for first in rows for number in contexts)
-    return mesh.ranks[: row * layout.data + 1 : row * layout.data]
-
-
 def _estimate_passes(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
 ) -> CallCost:
@@ -262,13 +246,19 @@ def _estimate_passes(
         repeats_head=load.trains and load.repeats_head,
     )
     pass_cost = times.compute_pass(size)
-    messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    messages = CallCost(
+        messages=estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    )
     cost = _run_stages(network, size, pass_cost, layout, parts, messages)
-    # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
-    # `_estimate_update` counts the last of them.
+    # Sharded weights are gathered for each micro-batch, and gradients scattered after each.
     if layout.fsdp > 1:
-        shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
-        cost = cost.add(shards.multiply(times.get_factor("shards")))
+        shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
+        shards *= times.get_factor("shards")
+        if rates.kernels is not None:
+            # GPUs gather a layer while they compute the one before, and scatter during the next.
+            first = shards * layout.pipeline / network.shape.layers / parts
+            shards = max(first, shards - cost.seconds + cost.bubble)
+        cost = cost.add(CallCost(messages=shards))
     return cost.multiply(updates)
 
 
@@ -311,86 +301,15 @@ def _run_stages(
     return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
 
 
-def _estimate_pass_messages(
-    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
-) -> CallCost:
-    """Return the cost of a micro-batch's messages on one rank.
-
-    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
-    that pipeline stages send. `factor` corrects the time of the sums.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    layers = shape.layers / layout.pipeline
-    states = size.tokens * shape.hidden * network.element_bytes
-    again = size.trains and network.settings.recompute
-    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
-    passes = forwards + (1.0 if size.trains else 0.0)
-    seconds = 0.0
-    if layout.tensor > 1:
-        # After attention and after the MLP; the embedding, and the softmax of the head
-        group = list_group(mesh, "tensor")
-        sums = 2 * layers * passes
-        seconds += sums * rates.time_sum(states, group, layout.tensor)
-        if shape.vocab > 1:
-            seconds += rates.time_sum(states, group, layout.tensor)
-        seconds *= factor
-    if layout.context > 1:
-        kv = size.tokens * 2 * shape.key * network.element_bytes
-        rounds = 3 if size.trains else 1
-        sent = rates.time_send(kv, list_group(mesh, "context"))
-        seconds += layers * rounds * (layout.context - 1) * sent
-    if layout.pipeline > 1:
-        count = layout.stages_per_rank * (2 if size.trains else 1)
-        seconds += count * rates.time_send(states, list_group(mesh, "pipeline"))
-    return CallCost(messages=seconds)
-
-
-def _estimate_shard_messages(
-    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
-) -> CallCost:
-    """Return the cost of gathering and scattering sharded tensors, block by block.
-
-    `parts` is the number of micro-batches of a minibatch.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    width = network.element_bytes
-    share = 1.0 / layout.tensor
-    blocks = shape.layers / layout.pipeline
-    block = shape.block_elements * share
-    ends = shape.embedding_elements * share / layout.pipeline
-    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
-    group = list_group(mesh, "fsdp")
-    once = blocks * rates.time_gather(block * width, group, layout.fsdp)
-    seconds = gathers * once + parts * rates.time_gather(ends * width, group, layout.fsdp)
-    if trains and not network.settings.sums_once:
-        trained = network.num_trained / shape.parameters
-        scatter = blocks * rates.time_scatter(block * WIDE * trained, group, layout.fsdp)
-        scatter += rates.time_scatter(ends * WIDE * trained, group, layout.fsdp)
-        seconds += (parts - 1) * scatter
-    return CallCost(messages=seconds)
-
-
 def _estimate_update(
     network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
 ) -> CallCost:
-    """Return the cost of summing gradients over devices and of one optimizer step."""
+    """Return the cost of summing gradients over copies and of one optimizer step."""
     layout = mesh.layout
-    shape = network.shape
-    # Gradients of one rank's part of the network: a shard of their sum, then sums over the copies.
+    # Gradients of one rank's part of the network
     parts = layout.tensor * layout.pipeline
     trained = network.num_trained / parts
     seconds = 0.0
-    if layout.fsdp > 1:
-        share = network.num_trained / shape.parameters / layout.tensor
-        blocks = shape.layers / layout.pipeline
-        block = shape.block_elements * share * WIDE
-        ends = shape.embedding_elements * share * WIDE / layout.pipeline
-        group = list_group(mesh, "fsdp")
-        seconds += blocks * rates.time_scatter(block, group, layout.fsdp)
-        seconds += rates.time_scatter(ends, group, layout.fsdp)
-        seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
         group = list_group(mesh, "copies")
@@ -417,9 +336,7 @@ def _estimate_generation(
     cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
         sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(
-            tokens * states, list_group(mesh, "tensor"), layout.tensor
-        )
+        seconds = sums * rates.time_sum(tokens * states, list_group(mesh, "tensor"), layout.tensor)
         seconds *= times.get_factor("tensor")
         cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
@@ -439,22 +356,6 @@ def _estimate_generation(
             seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
-
-
-def estimate_decode_messages(
-    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
-
-    These are two sums in each layer, and three exchanges for the softmax and the draw.
-    """
-    size = mesh.layout.tensor
-    if size == 1:
-        return 0.0
-    states = batch * network.element_bytes * network.shape.hidden
-    group = list_group(mesh, "tensor")
-    sums = 2 * network.shape.layers * rates.time_sum(states, group, size)
-    return sums + 3 * rates.time_sum(batch * WIDE, group, size)
 
 
 def list_decode_steps(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, find_nearest
 from weft.planner.gpu_kernels import PRODUCT_SHARE, READ_SHARE, GpuKernels, time_message
-from weft.planner.profile import DeviceProfile, LinkTimes, MeasuredCurve
+from weft.planner.profile import DeviceProfile, LinkTimes
 
 GIB = 2.0**30
 
