@@ -15,6 +15,7 @@ from weft.planner.gpu_kernels import (
     BACKWARD_ATTENTION,
     ELEMENTWISE_SECONDS,
     GpuKernels,
+    SUSTAINED_SHARE,
     KernelTime,
 )
 from weft.planner.memory import SLOTS, WIDE
@@ -127,6 +128,8 @@ class ComputeTimes:
         rates = self._rates
         key = (self._network, self._tensor, size, rates.threads_used, rates.slowdown)
         if self._profile is None:
+            if rates.kernels is not None:
+                return self._estimate_kernels(rates.kernels, size, SUSTAINED_SHARE)
             return self._estimate_pass(size)
         assert rates.profile is not None
         memo = rates.profile.memo
@@ -139,8 +142,6 @@ class ComputeTimes:
         """Return the cost of a micro-batch from the rates of the device."""
         network, rates = self._network, self._rates
         shape = network.shape
-        if rates.kernels is not None:
-            return self._estimate_kernels(rates.kernels, size)
         share = 1.0 / self._tensor
         attention = 2 * shape.query * size.length * size.tokens * share
         weights = 2 * network.active * size.tokens * share
@@ -161,8 +162,13 @@ class ComputeTimes:
             slower.add(launch), backward, head.multiply(2.0 + gradients + size.repeats_head)
         )
 
-    def _estimate_kernels(self, kernels: GpuKernels, size: PassSize) -> PassCost:
-        """Return the cost of a micro-batch from the times of a GPU's kernels."""
+    def _estimate_kernels(
+        self, kernels: GpuKernels, size: PassSize, reached: float = 1.0
+    ) -> PassCost:
+        """Return the cost of a micro-batch from the times of a GPU's kernels.
+
+        `reached` is the share of their rates that kernels bound by operations reach.
+        """
         network, rates = self._network, self._rates
         shape = network.shape
         width = network.element_bytes
@@ -171,19 +177,20 @@ class ComputeTimes:
         attention = kernels.time_attention(size.tokens, size.length, shape.query * share)
         elements = HIDDEN_TRAFFIC * shape.hidden + INNER_TRAFFIC * shape.inner * share
         traffic = kernels.time_traffic(elements * width * size.tokens, ELEMENTWISE_KERNELS)
-        forward = _sum_kernels(*products, attention, traffic)
+        forward = _sum_kernels(*products, attention, traffic, reached=reached)
         # The host starts kernels ahead, so only small passes wait for it.
         forward = forward.add(CallCost(overhead=max(0.0, rates.launch - forward.seconds)))
         head = _sum_kernels(
             kernels.time_product(size.rows, shape.hidden, self._head_width, width),
             kernels.time_traffic(LOGIT_TRAFFIC * size.rows * self._head_width, 1),
+            reached=reached,
         )
         if not size.trains:
             return PassCost(forward, CallCost(), head)
         gradients = self._compute_gradient_share()
-        backward = _sum_kernels(*products).multiply(1.0 + gradients)
+        backward = _sum_kernels(*products, reached=reached).multiply(1.0 + gradients)
         backward = backward.add(
-            _sum_kernels(attention).multiply(BACKWARD_ATTENTION),
+            _sum_kernels(attention, reached=reached).multiply(BACKWARD_ATTENTION),
             _sum_kernels(traffic).multiply(2.0),
         )
         launch = BACKWARD_LAUNCHES * rates.launch
@@ -330,13 +337,21 @@ class ComputeTimes:
         `tokens` is the number of all prompt tokens, in `sequences` prompts of `length` tokens.
         """
         if self._profile is None:
-            cost = self._estimate_pass(PassSize(tokens, length, sequences, trains=False))
+            size = PassSize(tokens, length, sequences, trains=False)
+            if self._rates.kernels is not None:
+                cost = self._estimate_kernels(self._rates.kernels, size)
+            else:
+                cost = self._estimate_pass(size)
             return cost.block, cost.ends
         block, rest = self._profile.decoding[self._decoding].compute_prefill(tokens)
         slowdown = self._rates.slowdown
         return CallCost(products=slowdown * block), CallCost(overhead=slowdown * rest)
 
 
-def _sum_kernels(*times: KernelTime) -> CallCost:
-    """Return the cost of kernels that run one after another."""
-    return CallCost(sum(each.products for each in times), sum(each.memory for each in times))
+def _sum_kernels(*times: KernelTime, reached: float = 1.0) -> CallCost:
+    """Return the cost of kernels that run one after another.
+
+    Those bound by operations reach the share `reached` of their rates.
+    """
+    products = sum(each.products for each in times)
+    return CallCost(products / reached, sum(each.memory for each in times))

@@ -28,6 +28,10 @@ BACKWARD_ATTENTION = 2.5 / 0.8
 CACHE_SECONDS = 12.5e-6  # shortest time of a decode step's attention
 ELEMENTWISE_SHARE = 0.8  # of the memory bandwidth, by norms and activations
 ELEMENTWISE_SECONDS = 3e-6  # shortest time of such a kernel
+# Under sustained load the clock falls below that of short measurements (power limit): matrix products
+# and attention of training and scoring reach this share of their rates. Adjusted to the fit rows of
+# benchmarks.gpu_training.
+SUSTAINED_SHARE = 0.68
 
 
 class KernelTime(NamedTuple):
