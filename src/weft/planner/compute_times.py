@@ -14,8 +14,8 @@ from weft.planner.devices import DeviceRates
 from weft.planner.gpu_kernels import (
     BACKWARD_ATTENTION,
     ELEMENTWISE_SECONDS,
-    GpuKernels,
     SUSTAINED_SHARE,
+    GpuKernels,
     KernelTime,
 )
 from weft.planner.memory import SLOTS, WIDE

@@ -23,6 +23,7 @@ from weft.planner.messages import (
     estimate_shard_messages,
     list_group,
 )
+from weft.planner.overlaps import compute_lacked_elements
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
@@ -166,59 +167,27 @@ def estimate_transfer_seconds(
 ) -> float:
     """Return the time to copy the weights trained on `source` to `target`, in seconds.
 
-    The device that sends or receives the most bytes determines the time. If only adapters are
-    trained, only they are copied.
+    The busiest link determines the time: that of the device which receives the most, or the links of
+    the devices of `source`, which send equal parts; both within machines and between them. If only
+    adapters are trained, only they are copied.
     """
-    wanted = count_received_bytes(network, source, target)
-    most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return rates.time_send(most, {*source.ranks, *target.ranks}) if most else 0.0
+    lacked = compute_lacked_elements(network, source, target, rates.per_node)
+    width = network.element_bytes
+    near = width * (lacked.missing - lacked.crossing)
+    far = width * lacked.crossing
+    seconds = 0.0
+    for received, ranks in ((near, (0,)), (far, (0, rates.per_node))):
+        most = max(float(received.max()), float(received.sum()) / len(source.ranks))
+        if most > 0:
+            seconds = max(seconds, rates.time_send(most, ranks))
+    return seconds
 
 
 def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
-    """Return the bytes of trained weights that each device of `target` lacks, by rank.
-
-    The devices of `source` send them, each an equal share.
-    """
-    size = float(network.shape.trainable * network.element_bytes)
-    wanted = {}
-    for rank in target.ranks:
-        wanted[rank] = (
-            size
-            * _compute_stored_share(target.layout)
-            * (1.0 - _compute_present_share(source, target, rank))
-        )
-    return wanted
-
-
-def _compute_stored_share(layout: Layout) -> float:
-    """Return the fraction of a network's parameters that each device stores with this layout."""
-    return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
-
-
-def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's new shard that the device already stores.
-
-    Device `rank` stores its shard of the parameters for the mesh `source`, and needs its shard for
-    the mesh `target`. The fraction is 1 if the device has the same position in the same layout, and
-    0 if `source` does not include the device.
-    """
-    if rank not in source.ranks:
-        return 0.0
-    a = source.layout
-    b = target.layout
-    here = source.get_coordinates(rank)
-    there = target.get_coordinates(rank)
-    # The overlap of both intervals, in each dimension of the layout.
-    share = 1.0
-    for parts, own, at, wanted in (
-        (a.tensor, b.tensor, here.tensor, there.tensor),
-        (a.pipeline, b.pipeline, here.pipeline, there.pipeline),
-        (a.fsdp, b.fsdp, here.data % a.fsdp, there.data % b.fsdp),
-    ):
-        low = max(at / parts, wanted / own)
-        high = min((at + 1) / parts, (wanted + 1) / own)
-        share *= max(0.0, high - low) * own
-    return share
+    """Return the bytes of trained weights that each device of `target` lacks, by rank."""
+    lacked = compute_lacked_elements(network, source, target, len(target.ranks))
+    received = network.element_bytes * lacked.missing
+    return dict(zip(target.ranks, received.tolist(), strict=True))
 
 
 def _estimate_passes(
