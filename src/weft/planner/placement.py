@@ -16,7 +16,7 @@ from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec, ParallelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.graph.mfc import MFCDef
+from weft.graph.mfc import MFCDef, Offload
 from weft.options import option
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
@@ -413,6 +413,7 @@ def build_workload(
         if measured is None
         else measured.compute_attended_length(lengths.answer),
         cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
+        offloads=frozenset(hook.what for hook in call.post_hooks if isinstance(hook, Offload)),
     )
 
 
