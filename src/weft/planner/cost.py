@@ -2,9 +2,9 @@
 
 The duration of a computation comes from a profile or from the rates of the device
 (`weft.planner.compute_times`). This module adds what the layout brings: micro-batches, messages,
-pipeline stages and steps of generation. Nothing is assumed to overlap within a call. Some costs are
-left out because they are small in comparison, or equal for all layouts: data sent between devices,
-and host functions. The functions are pure.
+pipeline stages, steps of generation, copies to host memory, and the batch that the call reads. On
+GPUs, messages of sharded weights and copies overlap with computation; nothing else does within a
+call. Host functions are not part of a call. The functions are pure.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from weft.planner.overlaps import compute_lacked_elements
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
+# Bytes per second at which a process gets a batch from another: pickled, over sockets
+BATCH_BANDWIDTH = 1e9
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
 
 
@@ -64,6 +66,7 @@ class CallWorkload:
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
         cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
+        batch_bytes: Size of the batch that the call reads.
         offloads: What is in host memory between the role's calls, of "weights" and "optimizer".
     """
 
@@ -83,6 +86,7 @@ class CallWorkload:
     batches: tuple[RowBatch, ...] = ()
     attended_length: float | None = None
     cache_bytes: int | None = None
+    batch_bytes: float = 0.0
     offloads: frozenset[str] = frozenset()
 
     @property
@@ -189,7 +193,18 @@ def _estimate_cost(
         cost = first.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
     if "weights" in load.offloads and network.settings.weights_leave:
         offload += estimate_weight_copies(network, layout, rates, first.seconds, trains=load.trains)
-    return cost.add(CallCost(offload=offload))
+    return cost.add(CallCost(messages=_estimate_batch(load, mesh), offload=offload))
+
+
+def _estimate_batch(load: CallWorkload, mesh: Mesh) -> float:
+    """Return the seconds in which each data-parallel rank gets its part of the call's batch.
+
+    The parts are in the processes of the calls that made them. Only the first device has its own
+    process for certain: in a run on one device, nothing is sent.
+    """
+    if mesh.ranks == (0,):
+        return 0.0
+    return load.batch_bytes / mesh.layout.data / BATCH_BANDWIDTH
 
 
 def estimate_transfer_seconds(
