@@ -2,9 +2,9 @@
 
 The duration of a computation comes from a profile or from the rates of the device
 (`weft.planner.compute_times`). This module adds what the layout brings: micro-batches, messages,
-pipeline stages and steps of generation. Nothing is assumed to overlap within a call. Some costs are
-left out because they are small in comparison, or equal for all layouts: data sent between devices,
-and host functions. The functions are pure.
+pipeline stages, steps of generation, copies to host memory, and the batch that the call reads. On
+GPUs, messages of sharded weights and copies overlap with computation; nothing else does within a
+call. Host functions are not part of a call. The functions are pure.
 """
 
 from __future__ import annotations
@@ -15,13 +15,27 @@ from dataclasses import dataclass, replace
 
 from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
 from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.decoding import plan_decoding
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
+from weft.planner.messages import (
+    estimate_decode_messages,
+    estimate_pass_messages,
+    estimate_shard_messages,
+    list_group,
+)
+from weft.planner.offload import (
+    estimate_host_updates,
+    estimate_state_copies,
+    estimate_weight_copies,
+)
+from weft.planner.overlaps import compute_lacked_elements
 from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
+# Bytes per second at which a process gets a batch from another: pickled, over sockets
+BATCH_BANDWIDTH = 1e9
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
-SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,9 @@ class CallWorkload:
             how unequally data-parallel ranks share them; empty: equally.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
+        cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
+        batch_bytes: Size of the batch that the call reads.
+        offloads: What is in host memory between the role's calls, of "weights" and "optimizer".
     """
 
     method: str
@@ -68,6 +85,9 @@ class CallWorkload:
     repeats_head: bool = False
     batches: tuple[RowBatch, ...] = ()
     attended_length: float | None = None
+    cache_bytes: int | None = None
+    batch_bytes: float = 0.0
+    offloads: frozenset[str] = frozenset()
 
     @property
     def sequence_length(self) -> int:
@@ -91,6 +111,12 @@ class CallWorkload:
         """True if the call trains a model."""
         return self.method == "train_step"
 
+    def count_microbatches(self, layout: Layout) -> int:
+        """Return the number of micro-batches of a data-parallel rank, per optimizer step."""
+        ranks = layout.data * layout.context
+        updates = self.num_updates if self.trains else 1
+        return max(1, math.ceil(self.num_tokens / ranks / updates / self.microbatch))
+
     def count_computed_tokens(self, network: DecoderSizes) -> float:
         """Return the number of tokens that a pass computes, without those of shared prefixes."""
         if not network.shares_prefixes:
@@ -107,7 +133,8 @@ class CallEstimate:
     """Estimated time of a call, and its parts in seconds.
 
     The parts are "products", "memory" (reads and writes), "messages", "overhead" (starting kernels,
-    packing, passing calls on) and "bubble" (waiting of pipeline stages).
+    packing, passing calls on), "bubble" (waiting of pipeline stages) and "offload" (copies to host
+    memory and back that nothing hides, and updates there).
     """
 
     seconds: float
@@ -145,14 +172,39 @@ def estimate_call(
 def _estimate_cost(
     network: DecoderSizes, load: CallWorkload, mesh: Mesh, rates: DeviceRates
 ) -> CallCost:
-    times = ComputeTimes(network, rates, mesh.layout)
+    layout = mesh.layout
+    times = ComputeTimes(network, rates, layout)
+    offload = 0.0
     if load.method == "generate":
-        return _estimate_generation(network, load, mesh, rates, times)
-    if not load.trains:
-        return _estimate_passes(network, load, mesh, rates, times)
-    update = _estimate_update(network, mesh, rates, times)
-    once = _estimate_passes(network, load, mesh, rates, times)
-    return once.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
+        cost = first = _estimate_generation(network, load, mesh, rates, times)
+    elif not load.trains:
+        cost = first = _estimate_passes(network, load, mesh, rates, times)
+    else:
+        first = _estimate_passes(network, load, mesh, rates, times)
+        update = _estimate_update(network, mesh, rates, times)
+        updates = load.num_updates * load.num_epochs
+        if network.settings.offload_optimizer:
+            parts = load.count_microbatches(layout)
+            computed = first.seconds / load.num_updates
+            offload += updates * estimate_host_updates(network, layout, rates, parts, computed)
+            update = CallCost(messages=update.messages)
+        elif "optimizer" in load.offloads:
+            offload += estimate_state_copies(network, layout, rates, update.seconds)
+        cost = first.add(update.multiply(load.num_updates)).multiply(load.num_epochs)
+    if "weights" in load.offloads and network.settings.weights_leave:
+        offload += estimate_weight_copies(network, layout, rates, first.seconds, trains=load.trains)
+    return cost.add(CallCost(messages=_estimate_batch(load, mesh), offload=offload))
+
+
+def _estimate_batch(load: CallWorkload, mesh: Mesh) -> float:
+    """Return the seconds in which each data-parallel rank gets its part of the call's batch.
+
+    The parts are in the processes of the calls that made them. Only the first device has its own
+    process for certain: in a run on one device, nothing is sent.
+    """
+    if mesh.ranks == (0,):
+        return 0.0
+    return load.batch_bytes / mesh.layout.data / BATCH_BANDWIDTH
 
 
 def estimate_transfer_seconds(
@@ -160,59 +212,27 @@ def estimate_transfer_seconds(
 ) -> float:
     """Return the time to copy the weights trained on `source` to `target`, in seconds.
 
-    The device that sends or receives the most bytes determines the time. If only adapters are
-    trained, only they are copied.
+    The busiest link determines the time: that of the device which receives the most, or the links of
+    the devices of `source`, which send equal parts; both within machines and between them. If only
+    adapters are trained, only they are copied.
     """
-    wanted = count_received_bytes(network, source, target)
-    most = max(max(wanted.values()), sum(wanted.values()) / len(source.ranks))
-    return rates.time_send(most, {*source.ranks, *target.ranks}) if most else 0.0
+    lacked = compute_lacked_elements(network, source, target, rates.per_node)
+    width = network.element_bytes
+    near = width * (lacked.missing - lacked.crossing)
+    far = width * lacked.crossing
+    seconds = 0.0
+    for received, ranks in ((near, (0,)), (far, (0, rates.per_node))):
+        most = max(float(received.max()), float(received.sum()) / len(source.ranks))
+        if most > 0:
+            seconds = max(seconds, rates.time_send(most, ranks))
+    return seconds
 
 
 def count_received_bytes(network: DecoderSizes, source: Mesh, target: Mesh) -> dict[int, float]:
-    """Return the bytes of trained weights that each device of `target` lacks, by rank.
-
-    The devices of `source` send them, each an equal share.
-    """
-    size = float(network.shape.trainable * network.element_bytes)
-    wanted = {}
-    for rank in target.ranks:
-        wanted[rank] = (
-            size
-            * _compute_stored_share(target.layout)
-            * (1.0 - _compute_present_share(source, target, rank))
-        )
-    return wanted
-
-
-def _compute_stored_share(layout: Layout) -> float:
-    """Return the fraction of a network's parameters that each device stores with this layout."""
-    return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
-
-
-def _compute_present_share(source: Mesh, target: Mesh, rank: int) -> float:
-    """Return the fraction of a device's new shard that the device already stores.
-
-    Device `rank` stores its shard of the parameters for the mesh `source`, and needs its shard for
-    the mesh `target`. The fraction is 1 if the device has the same position in the same layout, and
-    0 if `source` does not include the device.
-    """
-    if rank not in source.ranks:
-        return 0.0
-    a = source.layout
-    b = target.layout
-    here = source.get_coordinates(rank)
-    there = target.get_coordinates(rank)
-    # The overlap of both intervals, in each dimension of the layout.
-    share = 1.0
-    for parts, own, at, wanted in (
-        (a.tensor, b.tensor, here.tensor, there.tensor),
-        (a.pipeline, b.pipeline, here.pipeline, there.pipeline),
-        (a.fsdp, b.fsdp, here.data % a.fsdp, there.data % b.fsdp),
-    ):
-        low = max(at / parts, wanted / own)
-        high = min((at + 1) / parts, (wanted + 1) / own)
-        share *= max(0.0, high - low) * own
-    return share
+    """Return the bytes of trained weights that each device of `target` lacks, by rank."""
+    lacked = compute_lacked_elements(network, source, target, len(target.ranks))
+    received = network.element_bytes * lacked.missing
+    return dict(zip(target.ranks, received.tolist(), strict=True))
 
 
 def _estimate_passes(
@@ -231,7 +251,7 @@ def _estimate_passes(
         computed *= tokens
         read *= 1.0 if network.scores else answers
     # Micro-batches are filled by the tokens of whole sequences, also of prompts that are shared.
-    parts = max(1, math.ceil(load.num_tokens / ranks / updates / load.microbatch))
+    parts = load.count_microbatches(layout)
     size = PassSize(
         tokens=computed / parts,
         length=load.attended_length or load.sequence_length,
@@ -240,13 +260,19 @@ def _estimate_passes(
         repeats_head=load.trains and load.repeats_head,
     )
     pass_cost = times.compute_pass(size)
-    messages = _estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    messages = CallCost(
+        messages=estimate_pass_messages(network, size, mesh, rates, times.get_factor("tensor"))
+    )
     cost = _run_stages(network, size, pass_cost, layout, parts, messages)
-    # Sharded weights are gathered for each micro-batch, and gradients scattered after each;
-    # `_estimate_update` counts the last of them.
+    # Sharded weights are gathered for each micro-batch, and gradients scattered after each.
     if layout.fsdp > 1:
-        shards = _estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
-        cost = cost.add(shards.multiply(times.get_factor("shards")))
+        shards = estimate_shard_messages(network, mesh, rates, parts, trains=load.trains)
+        shards *= times.get_factor("shards")
+        if rates.kernels is not None:
+            # GPUs gather a layer while they compute the one before, and scatter during the next.
+            first = shards * layout.pipeline / network.shape.layers / parts
+            shards = max(first, shards - cost.seconds + cost.bubble)
+        cost = cost.add(CallCost(messages=shards))
     return cost.multiply(updates)
 
 
@@ -285,91 +311,29 @@ def _run_stages(
         slowest = max(ends, others, key=lambda cost: cost.seconds)
     # The first micro-batch passes all stages one after another. With several stages on each rank,
     # a rank waits for shorter stages.
-    waiting = (whole.seconds - slowest.seconds) / layout.stages_per_rank
+    waiting = whole.seconds - slowest.seconds
+    if size.trains and network.splits_backward:
+        # Gradients of weights are computed while a rank would wait, and do not keep others waiting.
+        share = network.gradient_share / (1.0 + network.gradient_share)
+        weights = layers * pass_cost.block_backward.seconds * share
+        waiting = max(0.0, waiting - 2 * weights * (1.0 - 1.0 / layout.pipeline))
+    waiting /= layout.stages_per_rank
     return slowest.add(messages).multiply(parts).add(CallCost(bubble=waiting))
-
-
-def _estimate_pass_messages(
-    network: DecoderSizes, size: PassSize, mesh: Mesh, rates: DeviceRates, factor: float
-) -> CallCost:
-    """Return the cost of a micro-batch's messages on one rank.
-
-    These are sums of tensor parallelism, keys and values of context parallelism, and hidden states
-    that pipeline stages send. `factor` corrects the time of the sums.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    layers = shape.layers / layout.pipeline
-    states = size.tokens * shape.hidden * network.element_bytes
-    again = size.trains and network.settings.recompute
-    forwards = 1.0 + (1.0 / network.settings.recompute if again else 0.0)
-    passes = forwards + (1.0 if size.trains else 0.0)
-    seconds = 0.0
-    if layout.tensor > 1:
-        # After attention and after the MLP; the embedding, and the softmax of the head
-        sums = 2 * layers * passes
-        seconds += sums * rates.time_sum(states, mesh.ranks, layout.tensor)
-        if shape.vocab > 1:
-            seconds += rates.time_sum(states, mesh.ranks, layout.tensor)
-        seconds *= factor
-    if layout.context > 1:
-        kv = size.tokens * 2 * shape.key * network.element_bytes
-        rounds = 3 if size.trains else 1
-        band = rates.compute_bandwidth(mesh.ranks)
-        seconds += layers * rounds * (layout.context - 1) * (kv / band + rates.latency)
-    if layout.pipeline > 1:
-        count = layout.stages_per_rank * (2 if size.trains else 1)
-        seconds += count * rates.time_send(states, mesh.ranks)
-    return CallCost(messages=seconds)
-
-
-def _estimate_shard_messages(
-    network: DecoderSizes, mesh: Mesh, rates: DeviceRates, parts: int, *, trains: bool
-) -> CallCost:
-    """Return the cost of gathering and scattering sharded tensors, block by block.
-
-    `parts` is the number of micro-batches of a minibatch.
-    """
-    layout = mesh.layout
-    shape = network.shape
-    width = network.element_bytes
-    share = 1.0 / layout.tensor
-    blocks = shape.layers / layout.pipeline
-    block = shape.block_elements * share
-    ends = shape.embedding_elements * share / layout.pipeline
-    gathers = parts if not network.settings.reshards else parts * (2 if trains else 1)
-    once = blocks * rates.time_gather(block * width, mesh.ranks, layout.fsdp)
-    seconds = gathers * once + parts * rates.time_gather(ends * width, mesh.ranks, layout.fsdp)
-    if trains and not network.settings.sums_once:
-        trained = network.num_trained / shape.parameters
-        scatter = blocks * rates.time_scatter(block * WIDE * trained, mesh.ranks, layout.fsdp)
-        scatter += rates.time_scatter(ends * WIDE * trained, mesh.ranks, layout.fsdp)
-        seconds += (parts - 1) * scatter
-    return CallCost(messages=seconds)
 
 
 def _estimate_update(
     network: DecoderSizes, mesh: Mesh, rates: DeviceRates, times: ComputeTimes
 ) -> CallCost:
-    """Return the cost of summing gradients over devices and of one optimizer step."""
+    """Return the cost of summing gradients over copies and of one optimizer step."""
     layout = mesh.layout
-    shape = network.shape
-    # Gradients of one rank's part of the network: a shard of their sum, then sums over the copies.
-    parts = layout.tensor * layout.pipeline
-    trained = network.num_trained / parts
+    trained = network.count_stored_parameters(layout, trainable=True)
+    if not network.settings.trained:
+        trained = 0.0
     seconds = 0.0
-    if layout.fsdp > 1:
-        share = network.num_trained / shape.parameters / layout.tensor
-        blocks = shape.layers / layout.pipeline
-        block = shape.block_elements * share * WIDE
-        ends = shape.embedding_elements * share * WIDE / layout.pipeline
-        seconds += blocks * rates.time_scatter(block, mesh.ranks, layout.fsdp)
-        seconds += rates.time_scatter(ends, mesh.ranks, layout.fsdp)
-        seconds *= times.get_factor("shards")
     copies = layout.data // layout.fsdp * layout.context
     if copies > 1:
-        seconds += rates.time_sum(trained * WIDE / layout.fsdp, mesh.ranks, copies)
-    return times.compute_update(trained / layout.fsdp).add(CallCost(messages=seconds))
+        seconds += rates.time_sum(trained * WIDE, list_group(mesh, "copies"), copies)
+    return times.compute_update(trained).add(CallCost(messages=seconds))
 
 
 def _estimate_generation(
@@ -378,79 +342,67 @@ def _estimate_generation(
     """Return the cost of computing the prompts and decoding all sequences.
 
     The longest answer determines the number of decode steps, and the batch shrinks as answers end.
+    If the KV cache is too small for all sequences, they decode in turn, and what preempted sequences
+    had computed is computed again.
     """
     layout = mesh.layout
     shape = network.shape
     ranks = layout.data * layout.context
     own = math.ceil(load.num_sequences / ranks)
-    prompts = own / load.samples
-    tokens = prompts * load.prompt_tokens
-    states = network.element_bytes * shape.hidden
+    decoding = plan_decoding(
+        own,
+        min(own, rates.most_sequences),
+        prompt=load.prompt_tokens,
+        mean=load.new_tokens,
+        longest=load.longest_answer,
+        samples=load.samples,
+        room=_count_cache_tokens(network, load, layout, rates),
+    )
     # Equal prompts are computed once.
+    tokens = own / load.samples * load.prompt_tokens + decoding.computed_again
+    states = network.element_bytes * shape.hidden
     block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
     cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
+        group = list_group(mesh, "tensor")
         sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, mesh.ranks, layout.tensor)
+        seconds = sums * rates.time_sum(tokens * states, group, layout.tensor)
         seconds *= times.get_factor("tensor")
         cost = cost.add(CallCost(messages=seconds))
-    if layout.fsdp > 1:
+    if layout.fsdp > 1 or layout.expert > 1:
         # A generator gathers the weights once.
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
-        gathered = times.get_factor("shards") * rates.time_gather(whole, mesh.ranks, layout.fsdp)
-        cost = cost.add(CallCost(messages=gathered))
-    together = min(own, rates.most_sequences)
-    for steps, batch, context in list_decode_steps(load, own, together):
+        size = max(layout.fsdp, layout.expert)
+        kind = "fsdp" if size == layout.fsdp else "expert"
+        gathered = rates.time_gather(whole, list_group(mesh, kind), size)
+        cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
+    for steps, batch, context in decoding.steps:
         # Pipeline stages decode groups of the sequences in turn.
-        group = batch / layout.pipeline
-        block, rest = times.compute_decode(group, context)
+        group_size = batch / layout.pipeline
+        block, rest = times.compute_decode(group_size, context)
         step = block.multiply(shape.layers).add(rest)
-        seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
+        seconds = estimate_decode_messages(network, group_size, mesh, rates)
+        seconds *= times.get_factor("decode")
         if layout.pipeline > 1:
-            seconds += 2 * layout.pipeline * rates.time_send(group * states, mesh.ranks)
+            sent = rates.time_send(group_size * states, list_group(mesh, "pipeline"))
+            seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
 
 
-def estimate_decode_messages(
-    network: DecoderSizes, batch: float, mesh: Mesh, rates: DeviceRates
-) -> float:
-    """Return the time of the messages of tensor-parallel ranks in a decode step, in seconds.
-
-    These are two sums in each layer, and three exchanges for the softmax and the draw.
-    """
-    size = mesh.layout.tensor
-    if size == 1:
-        return 0.0
-    states = batch * network.element_bytes * network.shape.hidden
-    sums = 2 * network.shape.layers * rates.time_sum(states, mesh.ranks, size)
-    return sums + 3 * rates.time_sum(batch * WIDE, mesh.ranks, size)
+def _compute_cache_bytes(load: CallWorkload, rates: DeviceRates) -> int:
+    """Return the maximum size of the KV cache of a generation on one device."""
+    return int(CACHE_SHARE * rates.capacity) if load.cache_bytes is None else load.cache_bytes
 
 
-def list_decode_steps(
-    load: CallWorkload, sequences: int, together: int
-) -> list[tuple[float, float, float]]:
-    """Return groups of decode steps as (number of steps, mean batch, mean tokens before a token).
-
-    `sequences` are decoded, at most `together` of them at a time. While others wait, the batch is
-    full. Then answers end one after another: with a mean m and a longest answer of n tokens, the
-    share of answers that are longer than t tokens is taken as 1 - (t / n)^(m / (n - m)), whose
-    integral is m.
-    """
-    mean = load.new_tokens
-    longest = max(load.longest_answer or mean, mean)
-    steps = []
-    if sequences > together:
-        full = (sequences - together) * mean / together
-        steps.append((full, float(together), load.prompt_tokens + mean / 2))
-    each = longest / SAMPLED_STEPS
-    for number in range(SAMPLED_STEPS):
-        position = (number + 0.5) * each
-        alive = 1.0
-        if longest > mean:
-            alive = 1.0 - (position / longest) ** (mean / (longest - mean))
-        steps.append((each, max(1.0, together * alive), load.prompt_tokens + position))
-    return steps
+def _count_cache_tokens(
+    network: DecoderSizes, load: CallWorkload, layout: Layout, rates: DeviceRates
+) -> int:
+    """Return the number of tokens for which a device has room in its KV cache."""
+    shape = network.shape
+    parts = layout.tensor * layout.pipeline
+    token = 2 * shape.layers * shape.key * network.element_bytes / parts
+    return int(_compute_cache_bytes(load, rates) / token)
 
 
 # -- memory
@@ -472,11 +424,10 @@ def estimate_role_memory(
     # Sizes of one device's shard of the network.
     whole = network.shape
     t = layout.tensor
-    parts = t * layout.pipeline
     shape = replace(
         whole,
-        parameters=math.ceil(whole.parameters / parts / layout.fsdp),
-        trainable=math.ceil(whole.trainable / parts / layout.fsdp),
+        parameters=math.ceil(network.count_stored_parameters(layout)),
+        trainable=math.ceil(network.count_stored_parameters(layout, trainable=True)),
         layers=math.ceil(whole.layers / layout.pipeline),
         query=whole.query // t,
         key=max(whole.key // t, 1),
@@ -496,7 +447,7 @@ def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallD
         together = min(own, rates.most_sequences)
         return CallDemand(
             cache_tokens=together * load.longest_sequence,
-            cache_limit=int(CACHE_SHARE * rates.capacity),
+            cache_limit=_compute_cache_bytes(load, rates),
             sequences=together,
         )
     tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))
