@@ -20,7 +20,7 @@ from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import DeviceRates
 from weft.planner.placement import SearchSpec, build_problem, build_workload
 from weft.planner.row_lengths import RowLengths
-from weft.planner.search import PlacementUnit
+from weft.planner.problem import PlacementUnit
 
 
 @dataclass(frozen=True)
