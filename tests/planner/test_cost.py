@@ -13,7 +13,6 @@ from weft.planner.cost import (
     estimate_call_seconds,
     estimate_role_memory,
     estimate_transfer_seconds,
-    list_decode_steps,
 )
 from weft.planner.devices import GIB, DeviceRates
 from weft.topology import Layout, Mesh
@@ -273,21 +272,6 @@ def test_sharded_weights_are_gathered_once_for_a_generation() -> None:
     copies = estimate_call_seconds(SMALL, SAMPLE, mesh("d2f1"), RATES)
     shards = estimate_call_seconds(SMALL, SAMPLE, mesh("d2f2"), RATES)
     assert shards - copies == pytest.approx(PARAMETERS * 4 / 2 / 1e9, rel=1e-9)
-
-
-def test_the_longest_answer_sets_the_steps_and_the_batch_shrinks() -> None:
-    """Answers of 20 tokens on average and 40 at most: half of the batch is left half way."""
-    load = replace(SAMPLE, new_tokens=20, longest_answer=40)
-    steps = list_decode_steps(load, 8, 8)
-    assert sum(count for count, _, _ in steps) == 40
-    # Eight groups of five steps with 7.5, 6.5, ... sequences; the last has at least one.
-    assert sum(count * batch for count, batch, _ in steps) == 8 * 20 + 5 * 0.5
-    assert steps[0][1] > steps[4][1] > steps[-1][1] == 1.0
-    # All of one length: the batch stays.
-    assert {batch for _, batch, _ in list_decode_steps(SAMPLE, 8, 8)} == {8.0}
-    # Twice as many as fit: a full batch until the last eight have begun.
-    rounds = list_decode_steps(load, 16, 8)
-    assert rounds[0] == (20.0, 8.0, 70.0) and rounds[1:] == steps
 
 
 def test_more_work_never_takes_less_time() -> None:

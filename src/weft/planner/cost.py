@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from weft.planner.compute_times import PARTS, CallCost, ComputeTimes, PassCost, PassSize
 from weft.planner.decoder_sizes import DecoderSizes
+from weft.planner.decoding import plan_decoding
 from weft.planner.devices import DeviceRates
 from weft.planner.memory import WIDE, CallDemand, RoleMemory, estimate
 from weft.planner.messages import (
@@ -28,7 +29,6 @@ from weft.planner.row_lengths import RowBatch, compute_imbalance
 from weft.topology import Layout, Mesh, compute_stage
 
 CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
-SAMPLED_STEPS = 8  # decode steps whose time is computed; the others are like one of them
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class CallWorkload:
             how unequally data-parallel ranks share them; empty: equally.
         attended_length: Mean number of tokens of the sequence to which a token belongs; longer
             than the mean sequence if lengths differ. None: all are like the mean.
+        cache_bytes: Maximum size of a generation's KV cache on a device, if the user set it.
     """
 
     method: str
@@ -75,6 +76,7 @@ class CallWorkload:
     repeats_head: bool = False
     batches: tuple[RowBatch, ...] = ()
     attended_length: float | None = None
+    cache_bytes: int | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -292,20 +294,31 @@ def _estimate_generation(
     """Return the cost of computing the prompts and decoding all sequences.
 
     The longest answer determines the number of decode steps, and the batch shrinks as answers end.
+    If the KV cache is too small for all sequences, they decode in turn, and what preempted sequences
+    had computed is computed again.
     """
     layout = mesh.layout
     shape = network.shape
     ranks = layout.data * layout.context
     own = math.ceil(load.num_sequences / ranks)
-    prompts = own / load.samples
-    tokens = prompts * load.prompt_tokens
-    states = network.element_bytes * shape.hidden
+    decoding = plan_decoding(
+        own,
+        min(own, rates.most_sequences),
+        prompt=load.prompt_tokens,
+        mean=load.new_tokens,
+        longest=load.longest_answer,
+        samples=load.samples,
+        room=_count_cache_tokens(network, load, layout, rates),
+    )
     # Equal prompts are computed once.
+    tokens = own / load.samples * load.prompt_tokens + decoding.computed_again
+    states = network.element_bytes * shape.hidden
     block, rest = times.compute_prefill(tokens, load.prompt_tokens, own)
     cost = block.multiply(shape.layers / layout.pipeline).add(rest.multiply(1.0 / layout.pipeline))
     if layout.tensor > 1:
+        group = list_group(mesh, "tensor")
         sums = 2 * shape.layers / layout.pipeline
-        seconds = sums * rates.time_sum(tokens * states, list_group(mesh, "tensor"), layout.tensor)
+        seconds = sums * rates.time_sum(tokens * states, group, layout.tensor)
         seconds *= times.get_factor("tensor")
         cost = cost.add(CallCost(messages=seconds))
     if layout.fsdp > 1:
@@ -313,44 +326,33 @@ def _estimate_generation(
         whole = shape.parameters * network.element_bytes / (layout.tensor * layout.pipeline)
         gathered = rates.time_gather(whole, list_group(mesh, "fsdp"), layout.fsdp)
         cost = cost.add(CallCost(messages=times.get_factor("shards") * gathered))
-    together = min(own, rates.most_sequences)
-    for steps, batch, context in list_decode_steps(load, own, together):
+    for steps, batch, context in decoding.steps:
         # Pipeline stages decode groups of the sequences in turn.
-        group = batch / layout.pipeline
-        block, rest = times.compute_decode(group, context)
+        group_size = batch / layout.pipeline
+        block, rest = times.compute_decode(group_size, context)
         step = block.multiply(shape.layers).add(rest)
-        seconds = times.get_factor("decode") * estimate_decode_messages(network, group, mesh, rates)
+        seconds = estimate_decode_messages(network, group_size, mesh, rates)
+        seconds *= times.get_factor("decode")
         if layout.pipeline > 1:
-            sent = rates.time_send(group * states, list_group(mesh, "pipeline"))
+            sent = rates.time_send(group_size * states, list_group(mesh, "pipeline"))
             seconds += 2 * layout.pipeline * sent
         cost = cost.add(step.add(CallCost(messages=seconds)).multiply(steps))
     return cost
 
 
-def list_decode_steps(
-    load: CallWorkload, sequences: int, together: int
-) -> list[tuple[float, float, float]]:
-    """Return groups of decode steps as (number of steps, mean batch, mean tokens before a token).
+def _compute_cache_bytes(load: CallWorkload, rates: DeviceRates) -> int:
+    """Return the maximum size of the KV cache of a generation on one device."""
+    return int(CACHE_SHARE * rates.capacity) if load.cache_bytes is None else load.cache_bytes
 
-    `sequences` are decoded, at most `together` of them at a time. While others wait, the batch is
-    full. Then answers end one after another: with a mean m and a longest answer of n tokens, the
-    share of answers that are longer than t tokens is taken as 1 - (t / n)^(m / (n - m)), whose
-    integral is m.
-    """
-    mean = load.new_tokens
-    longest = max(load.longest_answer or mean, mean)
-    steps = []
-    if sequences > together:
-        full = (sequences - together) * mean / together
-        steps.append((full, float(together), load.prompt_tokens + mean / 2))
-    each = longest / SAMPLED_STEPS
-    for number in range(SAMPLED_STEPS):
-        position = (number + 0.5) * each
-        alive = 1.0
-        if longest > mean:
-            alive = 1.0 - (position / longest) ** (mean / (longest - mean))
-        steps.append((each, max(1.0, together * alive), load.prompt_tokens + position))
-    return steps
+
+def _count_cache_tokens(
+    network: DecoderSizes, load: CallWorkload, layout: Layout, rates: DeviceRates
+) -> int:
+    """Return the number of tokens for which a device has room in its KV cache."""
+    shape = network.shape
+    parts = layout.tensor * layout.pipeline
+    token = 2 * shape.layers * shape.key * network.element_bytes / parts
+    return int(_compute_cache_bytes(load, rates) / token)
 
 
 # -- memory
@@ -396,7 +398,7 @@ def _build_work(load: CallWorkload, layout: Layout, rates: DeviceRates) -> CallD
         together = min(own, rates.most_sequences)
         return CallDemand(
             cache_tokens=together * load.longest_sequence,
-            cache_limit=int(CACHE_SHARE * rates.capacity),
+            cache_limit=_compute_cache_bytes(load, rates),
             sequences=together,
         )
     tokens = math.ceil(own * load.sequence_length / max(1, load.num_updates if load.trains else 1))

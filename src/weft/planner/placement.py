@@ -383,6 +383,7 @@ def build_workload(
     keys = {*call.input_keys, *call.optional_keys}
     shared, saved = _estimate_shared_tokens(lengths, keys, samples, rows, trains=call.trains)
     measured = rows if search.prompt_tokens is None and search.answer_tokens is None else None
+    cache_gb = call.args.get("kv_cache_gb")
     return CallWorkload(
         method=call.method,
         num_sequences=_count_ids(experiment, lengths) * samples,
@@ -405,6 +406,7 @@ def build_workload(
         attended_length=None
         if measured is None
         else measured.compute_attended_length(lengths.answer),
+        cache_bytes=None if cache_gb is None else int(cache_gb * GIB),
     )
 
 
