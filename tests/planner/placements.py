@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.planner.decoders import decoder, with_settings
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.candidates import list_meshes
 from weft.planner.cluster import build_cluster
 from weft.planner.cost import (
@@ -103,7 +104,7 @@ def _draw_rates(draw: random.Random, per_node: int) -> DeviceRates:
     )
 
 
-def _draw_network(draw: random.Random, trained: bool):  # type: ignore[no-untyped-def]
+def _draw_network(draw: random.Random, trained: bool) -> DecoderSizes:
     network = decoder(
         layers=draw.choice((2, 4, 8)),
         hidden=256,

@@ -9,21 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weft.errors import ConfigError
 from weft.planner.devices import DeviceRates
 
-# Speeds and sizes of `DeviceRates`: of several kinds of device the smallest counts, or the largest
+# What devices of several kinds have in common: the slowest links and the smallest memory
 SMALLEST = (
-    "flops",
-    "memory_bandwidth",
     "link_bandwidth",
     "network_bandwidth",
+    "host_bandwidth",
     "capacity",
     "most_sequences",
-    "attention_share",
 )
-LARGEST = ("latency", "launch", "dispatch", "call", "elementwise")
+LARGEST = ("latency", "dispatch", "call")
 RULE = "write GPU:NUMBER for each kind, in the order of the devices, such as H100:8,A100:8"
 
 
@@ -64,34 +63,27 @@ class Cluster:
                     break
         return tuple(sorted(kinds))
 
-    def combine_rates(self, kinds: Iterable[int]) -> DeviceRates:
-        """Return the rates at which devices of several groups work together."""
-        return combine_rates([self.groups[kind].rates for kind in kinds])
+    def list_rates(self, kinds: Iterable[int]) -> tuple[DeviceRates, ...]:
+        """Return the rates of each of several groups whose devices work together.
+
+        They differ in their computation only: links and memory are those of the slowest and smallest
+        devices, and names are those of all kinds.
+        """
+        chosen = [self.groups[kind].rates for kind in kinds]
+        if all(each == chosen[0] for each in chosen):
+            return (chosen[0],)
+        common: dict[str, Any] = {}
+        for choose, names in ((min, SMALLEST), (max, LARGEST)):
+            for name in names:
+                common[name] = choose(getattr(each, name) for each in chosen)
+        for name in ("name", "basis"):
+            common[name] = " and ".join(dict.fromkeys(getattr(each, name) for each in chosen))
+        return tuple(replace(each, **common) for each in chosen)
 
     @property
     def rates(self) -> DeviceRates:
-        """Rates of all devices together, with the names of all kinds."""
-        return self.combine_rates(range(len(self.groups)))
-
-
-def combine_rates(rates: Sequence[DeviceRates]) -> DeviceRates:
-    """Return the rates at which devices of different kinds work together.
-
-    Speeds, links and memory are those of the slowest and smallest. A profile is used only if it is
-    that of all of them.
-    """
-    first = rates[0]
-    if all(each == first for each in rates):
-        return first
-    combined = {}
-    for choose, names in ((min, SMALLEST), (max, LARGEST)):
-        for name in names:
-            combined[name] = choose(getattr(each, name) for each in rates)
-    names = list(dict.fromkeys(each.name for each in rates))
-    bases = list(dict.fromkeys(each.basis for each in rates))
-    return replace(
-        first, **combined, name=" and ".join(names), basis=" and ".join(bases), profile=None
-    )
+        """Rates of the slowest group, with the links and the memory that all have in common."""
+        return min(self.list_rates(range(len(self.groups))), key=lambda rates: rates.flops)
 
 
 def is_mixed(gpu: str | None) -> bool:

@@ -141,12 +141,14 @@ class TransferTable:
         per_node = self._problem.rates.per_node
         low, stop = table.starts[sources, 0], table.ends[sources]
         begin, end = table.starts[targets, 0], table.ends[targets]
-        overlaps = (low < end) & (begin < stop)
-        on_one_node = np.minimum(low, begin) // per_node == (np.maximum(stop, end) - 1) // per_node
+        # Where they lie relative to each other matters if they use the same machine.
+        meets = (low // per_node <= (end - 1) // per_node) & (
+            begin // per_node <= (stop - 1) // per_node
+        )
         span = int(table.ends.max())
-        relation = np.where(overlaps, begin - low + span + 2, on_one_node)
+        relation = np.where(meets, begin - low + span + 1, 0)
         classes = table.classes[sources] * len(table.examples) + table.classes[targets]
-        keys = classes * (2 * span + 4) + relation
+        keys = classes * (2 * span + 2) + relation
         # Meshes with gaps have no position that can be compared.
         adjacent = table.is_adjacent[sources] & table.is_adjacent[targets]
         return np.where(adjacent, keys, -1 - (sources * len(table.meshes) + targets))

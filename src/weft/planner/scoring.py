@@ -151,16 +151,18 @@ class PlacementScorer:
 
     # -- scores
 
-    def score(self, columns: Columns) -> Scores:
+    def score(self, columns: Columns, *, moves: bool = True) -> Scores:
         """Return the scores of placements.
 
-        If units are not placed yet, these are scores that no completion can be better than.
+        If units are not placed yet, these are scores that no completion can be better than. Without
+        `moves`, the time to copy weights, which takes longest to estimate, is left out.
         """
         placed = [numbers for numbers in columns if numbers is not None]
         length = max((len(numbers) for numbers in placed), default=1)
         self.num_scored += length
         covers = Covers(self.problem, self.table, columns)
-        step = SimulatedStep(self.problem, self._times, columns, covers, self._transfers)
+        transfers = self._transfers if moves else {}
+        step = SimulatedStep(self.problem, self._times, columns, covers, transfers)
         seconds = step.compute_seconds()
         excess = np.zeros(1)
         for used, capacity in zip(

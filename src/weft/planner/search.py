@@ -184,12 +184,7 @@ class _Search:
         """Return which scores are better than those of the best two different placements."""
         if len(self.best_two) < 2:
             return np.ones(len(scores.seconds), np.bool_)
-        excess, seconds, devices = self.best_two[1].score
-        own = _round(scores)
-        fewer = (own.seconds == seconds) & (own.devices < devices)
-        return (own.excess < excess) | (
-            (own.excess == excess) & ((own.seconds < seconds) | fewer)
-        )
+        return _is_less(_round(scores), self.best_two[1].score)
 
     def _describe(self, numbers: Sequence[int]) -> Hashable:
         table = self._table
@@ -256,16 +251,34 @@ class _Search:
         while improved:
             improved = False
             for unit in self.movable:
-                columns = [np.array([each]) for each in now]
-                columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
-                scores = self._scorer.score(columns)
-                self._offer(columns, scores)
-                rounded = _round(scores)
-                first = rounded.sort()[0]
-                if rounded.get(first) < best:
-                    best = rounded.get(first)
-                    now[unit] = int(columns[unit][first])
-                    improved = True
+                candidates, scores = self._move(unit, now, best)
+                if len(candidates):
+                    first = scores.sort()[0]
+                    if scores.get(first) < best:
+                        best = scores.get(first)
+                        now[unit] = int(candidates[first])
+                        improved = True
+
+    def _move(
+        self, unit: int, numbers: Sequence[int], best: tuple[float, float, int] | None = None
+    ) -> tuple[Integers, Scores]:
+        """Move one unit of a placement to each of its candidates, and offer the results.
+
+        Returns the candidates that can be better than `best` or what was found, and their scores.
+        """
+        others = [number for other, number in enumerate(numbers) if other != unit]
+        columns = [np.array([each]) for each in numbers]
+        columns[unit] = self._list_candidates(unit, others)
+        rough = self._scorer.score(columns, moves=False)
+        keep = self._can_improve(rough)
+        if best is not None:
+            keep |= _is_less(_round(rough), best)
+        columns[unit] = columns[unit][keep]
+        if not keep.any():
+            return columns[unit], rough.select(keep)
+        scores = self._scorer.score(columns)
+        self._offer(columns, scores)
+        return columns[unit], _round(scores)
 
     def descend_in_pairs(self) -> None:
         """Move two units at a time to their best meshes, until no move improves the score."""
@@ -281,20 +294,18 @@ class _Search:
         self._lists.clear()
         now = self.get_best()
         for unit in self.movable:
-            columns = [np.array([each]) for each in now]
-            columns[unit] = self._list_candidates(unit, now[:unit] + now[unit + 1 :])
-            self._offer(columns, self._scorer.score(columns))
+            self._move(unit, now)
 
     def anneal(self, start: Sequence[int]) -> list[list[int]]:
         """Return the best placements that simulated annealing finds, a few of them.
 
         Several placements change at the same time. In each step, one or two units of each are moved
-        to random meshes.
+        to random meshes. The time to copy weights is left out.
         """
         draw = np.random.default_rng(SEED)
         shares = [self._compute_shares(unit) for unit in range(len(self._candidates))]
         now = np.repeat(np.array(start, np.int64)[:, None], CHAINS, axis=1)
-        energy = self._compute_energy(self._scorer.score(list(now)))
+        energy = self._compute_energy(self._scorer.score(list(now), moves=False))
         best, least = now.copy(), energy.copy()
         for turn in range(ANNEALING_STEPS):
             heat = INITIAL_TEMPERATURE * (FINAL_TEMPERATURE / INITIAL_TEMPERATURE) ** (
@@ -305,7 +316,7 @@ class _Search:
             for unit in draw.choice(self.movable, count, replace=False):
                 drawn = np.searchsorted(shares[unit], draw.random(CHAINS))
                 new[unit] = self._candidates[unit][drawn]
-            new_energy = self._compute_energy(self._scorer.score(list(new)))
+            new_energy = self._compute_energy(self._scorer.score(list(new), moves=False))
             # Accept a worse placement with a probability that falls with the temperature.
             accepted = draw.random(CHAINS) < np.exp(np.minimum(0.0, (energy - new_energy) / heat))
             now = np.where(accepted, new, now)
@@ -384,20 +395,25 @@ class _Search:
         while len(lists) < len(rows) and (not lists or len(lists) * len(lists[-1]) < BATCH):
             lists.append(self._list_candidates(unit, [*others, *rows[len(lists)]]))
         parents = np.repeat(np.arange(len(lists)), [len(each) for each in lists])
-        columns: list[Integers | None] = [np.array([each]) for each in numbers]
-        for place, each in enumerate(units):
-            columns[each] = rows[parents, place] if place < level else None
-        columns[unit] = np.concatenate(lists)
-        scores = self._scorer.score(columns)
-        keep = np.flatnonzero(self._can_improve(scores))
-        kept = scores.select(keep)
+        placed = np.column_stack([rows[parents], np.concatenate(lists)])
+        # First without the time to copy weights, then with it for those that can still be the best
+        for moves in (False, True):
+            columns: list[Integers | None] = [np.array([each]) for each in numbers]
+            for place, each in enumerate(units):
+                columns[each] = placed[:, place] if place <= level else None
+            scores = self._scorer.score(columns, moves=moves)
+            keep = self._can_improve(scores)
+            placed, scores = placed[keep], scores.select(keep)
+            if not len(placed):
+                return len(lists)
         if level + 1 == len(units):
-            whole = [each[keep] if len(each) > 1 else each for each in columns if each is not None]
-            self._offer(whole, kept)
-        elif len(keep):
-            order = kept.sort()
-            placed = np.column_stack([rows[parents], columns[unit]])[keep]
-            pending[level + 1] = placed[order], kept.select(order)
+            whole = [np.array([each]) for each in numbers]
+            for place, each in enumerate(units):
+                whole[each] = placed[:, place]
+            self._offer(whole, scores)
+        else:
+            order = scores.sort()
+            pending[level + 1] = placed[order], scores.select(order)
         return len(lists)
 
     def _compute_bound(self, pending: Iterable[Scores]) -> float:
@@ -413,6 +429,14 @@ class _Search:
 def _round(scores: Scores) -> Scores:
     """Return the scores with seconds that differ only by more than the errors of rounding."""
     return scores._replace(seconds=scores.seconds.astype(np.float32).astype(np.float64))
+
+
+def _is_less(scores: Scores, other: tuple[float, float, int]) -> npt.NDArray[np.bool_]:
+    """Return which scores are less than another one."""
+    excess, seconds, devices = other
+    fewer = (scores.seconds == seconds) & (scores.devices < devices)
+    equal = scores.excess == excess
+    return (scores.excess < excess) | (equal & ((scores.seconds < seconds) | fewer))
 
 
 def _find_symmetry(problem: PlacementProblem, movable: Sequence[int]) -> DeviceSymmetry | None:

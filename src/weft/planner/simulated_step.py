@@ -71,7 +71,7 @@ class CallTimes:
         for started in range(1, 1 + self.most_started):
             overhead = problem.rates.dispatch if started > 1 else 0.0
             counts = problem.count_processes(len(mesh.ranks), started)
-            shared = problem.get_rates(mesh).share_cores(*counts)
+            shared = problem.rates.share_cores(*counts)
             key = (shared.flops, shared.launch, shared.threads_used, shared.slowdown)
             if key not in known:
                 known[key] = problem.estimate_call(call, mesh, started).seconds - overhead
@@ -228,7 +228,10 @@ class Covers:
 
 
 class SimulatedStep:
-    """Simulated execution of one step for many placements."""
+    """Simulated execution of one step for many placements.
+
+    `transfers` has the times to copy the weights of each role; without a role's, they are 0.
+    """
 
     def __init__(
         self,
@@ -298,7 +301,8 @@ class SimulatedStep:
         begin = np.maximum(begin, free[unit])
         role = self._problem.units[unit].role
         home = self._problem.home[role]
-        if unit != home and home in self._columns and self._problem.is_trained(role):
+        is_copied = unit != home and self._problem.is_trained(role)
+        if is_copied and home in self._columns and role in self._transfers:
             # Devices compute nothing while they send or receive weights.
             table = self._transfers[role]
             moved = table.find_seconds(self._columns[home], self._columns[unit])
