@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         assert forecast is not None
         lines = [
             *forecast.step.format_lines(),
+            forecast.target.format_verdict(forecast.needed),
             "nothing to choose: the run has one device, or every role has a layout; "
             "n_gpus_per_node=8 (or n_nodes) asks for more devices",
         ]

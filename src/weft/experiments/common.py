@@ -436,7 +436,7 @@ class RunConfig(ABC):
             )
         data = getattr(self, "dataset", None)
         if isinstance(data, DatasetSpec) and not (
-            data.train_path or data.path or data.sources or data.named or data.args
+            data.train_path or data.path or data.sources or data.named or data.args or data.planned
         ):
             names.append(
                 "dataset.path=ROWS (a JSON, JSONL or Parquet file, a directory, or a hub name)"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from weft.checkpoints.config_file import prefix_option
 from weft.checkpoints.names import RUN_CONFIG
 from weft.engine.service_spec import NO_NETWORK
 from weft.engine.spec import ModelSpec, ParallelSpec
@@ -21,6 +22,7 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
+from weft.experiments.models import find_option_role
 from weft.graph.mfc import MFCDef
 from weft.planner import placement, plan_file
 from weft.planner.plan_file import PlacementPlan, PlanFacts
@@ -52,7 +54,8 @@ def describe_run_facts(experiment: Experiment, config: RunConfig) -> PlanFacts:
     for role in dict.fromkeys(call.role for call in list_planned_calls(experiment)):
         spec = experiment.roles[role]
         if spec.path and spec.backend != "hf" and checks.read_model_config(spec):
-            sizes = read_config(spec.path, spec.type)[1]
+            with prefix_option(f"{find_option_role(experiment.config, role, spec.path)}.path"):
+                sizes = read_config(spec.path, spec.type)[1]
             models[role] = {
                 "layers": sizes.num_layers,
                 "hidden": sizes.hidden_size,

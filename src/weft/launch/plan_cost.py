@@ -69,6 +69,8 @@ def parse_prices(words: Sequence[str]) -> dict[str, float]:
             near = find_nearest(match[1], GPUS, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(GPUS)}"
             raise ConfigError(f"--price {word}: the speed of this GPU is not known ({hint})")
+        if name in prices:
+            raise ConfigError(f"--price {word}: the price of {name} is given twice; give it once")
         prices[name] = float(match[2])
     return prices
 

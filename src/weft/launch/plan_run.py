@@ -273,7 +273,12 @@ def list_run_options(run: RunForecast, config: RunConfig) -> list[RunOption]:
     for name, spec in run.experiment.roles.items():
         if spec.trained:
             trained[name] = spec
+    narrow = _list_narrow_words(run)
     options = [*_list_memory_words(run, trained)]
+    if narrow:
+        options = [RunOption(narrow)] + [
+            replace(option, words=(*narrow, *option.words)) for option in options
+        ]
     options += [RunOption(words) for words in _list_recompute_words(trained)]
     options += [RunOption(words) for words in _list_batch_words(run, config)]
     options += [RunOption(words) for words in _list_layout_words(run, config)]
@@ -283,6 +288,14 @@ def list_run_options(run: RunForecast, config: RunConfig) -> list[RunOption]:
 def _prefix(roles: Mapping[str, ModelSpec], text: str) -> tuple[str, ...]:
     """Return options below a role, such as "lora.r=16", for each of several roles."""
     return tuple(f"{role}.{word}" for word in text.split() for role in roles)
+
+
+def _list_narrow_words(run: RunForecast) -> tuple[str, ...]:
+    """Return the options by which networks in float32 compute in bfloat16 on GPUs."""
+    if run.target.device.type != "cuda":
+        return ()
+    roles = [name for name, spec in run.experiment.roles.items() if spec.dtype == "float32"]
+    return tuple(f"{role}.dtype=bfloat16" for role in roles)
 
 
 def _list_memory_words(run: RunForecast, trained: Mapping[str, ModelSpec]) -> Iterator[RunOption]:
