@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from weft.cli import overrides
 from weft.errors import ConfigError, UserError
+from weft.options import read, to_mapping
 from weft.planner.devices import GIB
-from weft.planner.placement import is_plan_path
 
 if TYPE_CHECKING:
     from weft.experiments.common import RunConfig
     from weft.launch.plan_run import OptionForecast, RunForecast, RunRows
-    from weft.planner.plan_file import PlacementPlan
 
 # Arguments of the commands that plan a run
 WORDS: dict[str, Any] = {
@@ -32,8 +32,6 @@ examples:
   weft plan run sft model.path=Qwen/Qwen3-8B search.gpu=H100 max_steps=1000
   weft plan run ppo actor.path=MODEL critic.path=MODEL rew.path=REWARDS n_gpus_per_node=8 search.gpu=H100 \\
       allocation_mode=plan.yaml"""
-# An estimate that differs from that of the plan's file by this share is shown.
-SHOWN_DIFFERENCE = 0.1
 
 
 def add_parser(commands: Any) -> None:
@@ -69,6 +67,7 @@ def build_planned_config(words: Sequence[str]) -> RunConfig:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the forecast of a run. Raises `UserError` for unusable options."""
+    from weft.launch.plan import compare_with_plan
     from weft.launch.plan_run import forecast_run, format_options, select_options
 
     if arguments.steps is not None and arguments.steps < 1:
@@ -83,18 +82,12 @@ def run(arguments: argparse.Namespace) -> None:
         base = forecast_run(config, rows)
     selected = []
     if not arguments.no_options:
-        selected = select_options(base, _try_options(arguments.words, base, config, rows))
-    plan = None
-    if is_plan_path(config.allocation_mode):
-        from weft.planner.plan_file import read_plan
-
-        plan = read_plan(config.allocation_mode, "allocation_mode")
+        selected = select_options(base, _try_options(base, config, rows))
     if arguments.json:
         print(json.dumps(_build_report(base, selected), indent=2))
         return
     lines = _format_forecast(base)
-    if plan is not None:
-        lines += compare_with_plan(assumed, plan)
+    lines += compare_with_plan(assumed.experiment, assumed.step, assumed.target)
     if selected:
         lines += ["", _describe_options(base, selected), *format_options(base, selected)]
     elif not arguments.no_options:
@@ -120,17 +113,18 @@ def _read_rows(config: RunConfig) -> RunRows | None:
 
 
 def _try_options(
-    words: Sequence[str], base: RunForecast, config: RunConfig, rows: RunRows | None
+    base: RunForecast, config: RunConfig, rows: RunRows | None
 ) -> list[OptionForecast]:
     """Return the forecast of the run with each of the options that can be used."""
-    from weft.cli.quickstart import build_config
     from weft.launch.plan_run import OptionForecast, forecast_run, list_run_options
 
     tried = []
     for option in list_run_options(base, config):
         try:
-            changed, _ = build_config([*name_run(words), *option.words])
-            changed = replace(changed, recover_mode="disabled")
+            nested: dict[str, Any] = {}
+            for assignment in overrides.parse(option.words):
+                overrides.merge(nested, assignment)
+            changed = read(config, overrides.resolve(nested, to_mapping(config)))
             tried.append(OptionForecast.from_run(option, forecast_run(changed, rows)))
         except UserError:
             continue  # the run does not allow this option
@@ -172,31 +166,6 @@ def _describe_options(base: RunForecast, selected: Sequence[OptionForecast]) -> 
     if any(each.fits for each in selected):
         return "it would fit with:"
     return "nothing that was tried fits; the least memory have:"
-
-
-def compare_with_plan(base: RunForecast, plan: PlacementPlan) -> list[str]:
-    """Return lines on the estimates of a plan's file that differ from those of now.
-
-    `base` is the forecast without the run's rows, as those of the file are.
-    """
-    lines = []
-    before = plan.estimates.get("device")
-    if before is not None and before != base.device:
-        lines.append(f"{plan.source}: was made for {before}, and this run is on {base.device}")
-    values = [("step", plan.estimates.get("step_seconds"), base.step.step_seconds)]
-    for name, call in base.step.calls.items():
-        estimated = plan.calls[name].estimated if name in plan.calls else {}
-        values.append((name, estimated.get("seconds"), call.seconds))
-    changed = []
-    for name, then, now in values:
-        if isinstance(then, int | float) and abs(now - then) > SHOWN_DIFFERENCE * max(then, 1e-9):
-            changed.append(f"{name} {then:.3g} s there, {now:.3g} s now")
-    if changed:
-        lines.append(
-            f"{plan.source}: other estimates than in the file, since it was edited or the options "
-            f"differ: {'; '.join(changed)}"
-        )
-    return lines
 
 
 def _build_report(base: RunForecast, selected: Sequence[OptionForecast]) -> dict[str, Any]:

@@ -18,7 +18,12 @@ from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments.common import RunConfig
 from weft.launch.facts import TargetDevices, forecast, predict_facts
-from weft.launch.plan import build_assumed_batch, find_largest_need, forecast_run_step
+from weft.launch.plan import (
+    build_assumed_batch,
+    find_largest_need,
+    forecast_run_step,
+    name_device_type,
+)
 from weft.launch.resolve import ResolvedRun, read_data, resolve_run
 from weft.launch.run import (
     build_with_files,
@@ -26,7 +31,7 @@ from weft.launch.run import (
     mark_as_planned,
     set_up_experiment,
 )
-from weft.planner.devices import GIB, find_gpu_rates
+from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast, list_memory_options
 from weft.planner.placement import SEARCH, is_plan_path
 from weft.planner.plan_file import format_layout
@@ -93,9 +98,7 @@ class RunForecast:
     @property
     def device(self) -> str:
         """Type of the devices, such as "H100" or "cpu"."""
-        if self.target.device.type != "cuda":
-            return self.target.device.type
-        return find_gpu_rates(self.target.name, "bfloat16").name
+        return name_device_type(self.target)
 
     @property
     def tokens_per_second(self) -> float:
