@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.checkpoints.config_file import prefix_option
 from weft.engine.spec import ModelSpec
@@ -11,6 +12,15 @@ from weft.experiment import Experiment
 from weft.experiments import checks
 from weft.experiments.common import RunConfig
 from weft.experiments.models import find_option_role
+from weft.experiments.plans import (
+    build_run_plan,
+    describe_run_facts,
+    find_reason_to_plan_again,
+    find_saved_plan,
+    keep_plan,
+    place_by_file,
+    place_by_plan,
+)
 from weft.planner import placement
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
@@ -27,11 +37,48 @@ def place_calls(
 ) -> Experiment:
     """Return the experiment with its calls placed on devices, and with notes on the placement.
 
-    This implements the values "search" and "heuristic" of `allocation_mode`. `given` has the roles
-    as the user wrote them. A call is placed unless the layout of the call or of its role is set. If
-    nothing can be estimated, calls stay on all devices and a note says why. With "search", raises
-    `ConfigError` if the speed of the devices is unknown, or if no placement fits into memory.
+    This implements the values "search" and "heuristic" of `allocation_mode`, and plan files. `given`
+    has the roles as the user wrote them. A call is placed unless the layout of the call or of its
+    role is set. If nothing can be estimated, calls stay on all devices and a note says why.
+
+    A resumed run keeps its placement. Only if its devices have changed, it is placed again, and a note
+    says so.
+
+    Raises `ConfigError` for an unusable plan and, with "search", if the speed of the devices is
+    unknown or no placement fits into memory.
     """
+    mode = config.allocation_mode
+    if placement.is_plan_path(mode):
+        return place_by_file(experiment, config, given)
+    # Keep the plan of a resumed run, unless its devices have changed.
+    saved = find_saved_plan(config)
+    per_node = config.n_gpus_per_node or 1
+    facts = replace(
+        describe_run_facts(experiment, config),
+        devices=config.n_nodes * per_node,
+        devices_per_node=per_node,
+    )
+    device = _name_device(experiment, config)
+    reason = "" if saved is None else find_reason_to_plan_again(saved, facts, device)
+    if saved is not None and not reason:
+        placed = place_by_plan(experiment, saved, given)
+        placed = placement.with_notes(
+            placed, [f"allocation_mode={mode}: the run continues with its plan, {saved.source}"]
+        )
+    else:
+        placed = _place_by_estimates(experiment, config, given)
+    plan = replace(build_run_plan(placed, config, device), facts=facts)
+    if reason:
+        placed = placement.with_notes(
+            placed, [f"allocation_mode={mode}: {reason}: planned again: {plan.describe_calls()}"]
+        )
+    return keep_plan(placed, config, plan)
+
+
+def _place_by_estimates(
+    experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]
+) -> Experiment:
+    """Return the experiment with its calls placed by the estimates of their time and memory."""
     # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -87,6 +134,15 @@ def place_calls(
         shared_roles=_find_shared_references(experiment),
     )
     return placement.place_calls(experiment, mode, problem, start, count)
+
+
+def _name_device(experiment: Experiment, config: RunConfig) -> str | None:
+    """Return the type of the run's devices, such as "H100" or "cpu", or None if it is not known."""
+    on_gpu = _is_on_gpu(experiment, config)
+    try:
+        return _find_rates(config, on_gpu, {}, config.n_gpus_per_node or 1).name
+    except UnknownRates:
+        return None
 
 
 def _list_unread_models(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:

@@ -6,9 +6,11 @@ functions are pure: the caller reads models and measures devices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from weft.data.spec import DatasetSpec
@@ -29,6 +31,7 @@ from weft.planner.search import SearchResult, list_uniform_placements, search_pl
 from weft.topology import LETTERS, Layout, Mesh
 
 MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
+PLAN_ENDINGS = (".yaml", ".yml", ".json")  # of plan files
 
 # Tokens of a prompt and of an answer if no option sets them
 DEFAULT_PROMPT_TOKENS = 512
@@ -113,6 +116,13 @@ class NoPlacementFits(ConfigError):
     """Raised if no placement of a run's calls fits into the memory of its devices."""
 
 
+def is_plan_path(mode: str) -> bool:
+    """Return whether a value of `allocation_mode` names a plan file, instead of a mode or a layout."""
+    if mode in MODES or re.fullmatch(r"([a-z]\d+)+", mode):
+        return False
+    return mode.endswith(PLAN_ENDINGS) or "/" in mode or Path(mode).is_file()
+
+
 def allocate_layouts(
     roles: Mapping[str, ModelSpec], mode: str, num_devices: int
 ) -> dict[str, ModelSpec]:
@@ -120,14 +130,15 @@ def allocate_layouts(
 
     `mode` is the value of the option `allocation_mode`, and `num_devices` is the number of devices
     of all machines. A role is unchanged if its layout is set or if its backend runs on one device
-    only. For other roles, "manual" assigns no layout, and they run on the first device. "heuristic"
+    only. For other roles, "manual" assigns no layout, and they run on the first device; neither does
+    the path of a plan file, which later places their calls. "heuristic"
     and "search" make them data-parallel over all devices; `place_calls` later
     improves their placement. Any other mode is a layout, such as "d4t2", which is assigned to
     all of them.
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"
-    elif mode in MODES:
+    elif mode in MODES or is_plan_path(mode):
         layout = None
     else:
         layout = mode
