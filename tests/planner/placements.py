@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.planner.decoders import decoder, with_settings
-from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.candidates import list_meshes
 from weft.planner.cluster import build_cluster
 from weft.planner.cost import (
@@ -18,6 +17,7 @@ from weft.planner.cost import (
     estimate_role_memory,
     estimate_transfer_seconds,
 )
+from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates
 from weft.planner.problem import PlacementProblem, PlacementUnit
 from weft.topology import Layout, Mesh

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
 from tests.planner.placements import build_random_problem, find_best, score_placement
-from weft.planner import search
 from weft.planner.problem import PlacementProblem
 from weft.planner.search import search_placement
 

@@ -22,6 +22,7 @@ from weft.experiments.plans import (
     place_by_plan,
 )
 from weft.planner import placement
+from weft.planner.cluster import Cluster, find_cluster, is_mixed
 from weft.planner.decoder_sizes import DecoderSizes, build_decoder_sizes
 from weft.planner.devices import GIB, DeviceRates, estimate_cpu_rates, find_gpu_rates
 from weft.planner.profile import ProfileMachine, find_usable_profile
@@ -109,7 +110,6 @@ def _place_by_estimates(
     def check(role: str, layout: Layout) -> None:
         check_layout(experiment.roles[role], layout, configs[role])
 
-    units, start = placement.build_units(experiment, free, networks, count, per_node, check)
     try:
         rates = _find_rates(config, on_gpu, networks, per_node)
     except UnknownRates as error:
@@ -124,6 +124,10 @@ def _place_by_estimates(
     loads = {}
     for call in graph.list_model_calls():
         loads[call.name] = placement.build_workload(experiment, config.search, written, call)
+    lengths = {name: load.sequence_length for name, load in loads.items()}
+    units, start = placement.build_units(
+        experiment, free, networks, count, per_node, check, lengths
+    )
     problem = placement.build_problem(
         experiment,
         units,
@@ -132,6 +136,7 @@ def _place_by_estimates(
         rates,
         num_devices=max([count, *(1 + max(mesh.ranks) for unit in units for mesh in unit.meshes)]),
         shared_roles=_find_shared_references(experiment),
+        cluster=_find_mixed_cluster(config, networks),
     )
     return placement.place_calls(experiment, mode, problem, start, count)
 
@@ -191,15 +196,33 @@ def _find_rates(
             f"allocation_mode={config.allocation_mode}: this machine has no GPU; set search.gpu "
             "to the type of the cluster's GPUs, such as H100"
         )
+    cluster = _find_mixed_cluster(config, networks)
+    if cluster is not None:
+        return cluster.rates
     name = config.search.gpu or torch.cuda.get_device_name(0)
-    if all(network.settings.dtype == "float32" for network in networks.values()):
-        dtype = "float32"
-    else:
-        dtype = "bfloat16"
     try:
-        return find_gpu_rates(name, dtype, memory, per_node)
+        return find_gpu_rates(name, _find_dtype(networks), memory, per_node)
     except ConfigError as error:
         raise UnknownRates(str(error)) from None
+
+
+def _find_mixed_cluster(config: RunConfig, networks: Mapping[str, DecoderSizes]) -> Cluster | None:
+    """Return the cluster if `search.gpu` names several groups of devices, and otherwise None.
+
+    Raises `ConfigError` if it names other devices than the run's.
+    """
+    gpu = config.search.gpu
+    if gpu is None or not is_mixed(gpu):
+        return None
+    per_node = config.n_gpus_per_node or 1
+    count = config.n_nodes * per_node
+    return find_cluster(gpu, _find_dtype(networks), config.search.memory_gb, count, per_node)
+
+
+def _find_dtype(networks: Mapping[str, DecoderSizes]) -> str:
+    """Return the dtype of the networks' matrix products."""
+    is_single = all(network.settings.dtype == "float32" for network in networks.values())
+    return "float32" if is_single else "bfloat16"
 
 
 def _with_profile(

@@ -30,6 +30,7 @@ from weft.launch.resolve import ResolvedRun, RunData
 from weft.observe.plan_table import build_plan
 from weft.observe.progress import RunPlan
 from weft.options import read
+from weft.planner.cluster import find_cluster, is_mixed
 from weft.planner.decoder_sizes import build_decoder_sizes
 from weft.planner.devices import GIB, estimate_cpu_rates, find_gpu_rates
 from weft.planner.forecast import MemoryForecast, format_smaller_options
@@ -132,11 +133,17 @@ def forecast_run_step(
         return None
     per_node = experiment.control.n_gpus_per_node or experiment.num_devices
     gib = target.usable / GIB
+    cluster = None
     if on_gpu:
         single = all(network.settings.dtype == "float32" for network in networks.values())
         dtype = "float32" if single else "bfloat16"
         try:
-            rates = find_gpu_rates(target.name, dtype, gib, per_node)
+            if is_mixed(target.name):
+                total = int(experiment.config.get("n_nodes") or 1) * per_node
+                cluster = find_cluster(target.name, dtype, gib, total, per_node)
+                rates = cluster.rates
+            else:
+                rates = find_gpu_rates(target.name, dtype, gib, per_node)
         except ConfigError:
             return None
     else:
@@ -155,7 +162,7 @@ def forecast_run_step(
     if data is not None:
         size = experiment.graph.get_node(experiment.steps_follow).batch_size
         rows = sample_lengths(data, size or 1)
-    forecast = forecast_step(experiment, networks, rates, search, written, rows)
+    forecast = forecast_step(experiment, networks, rates, search, written, rows, cluster)
     return replace(forecast, notes=notes)
 
 
@@ -163,6 +170,8 @@ def name_device_type(target: TargetDevices) -> str:
     """Return the type of the devices, such as "H100" or "cpu", whose speed is known."""
     if target.device.type != "cuda":
         return target.device.type
+    if is_mixed(target.name):
+        return target.name
     return find_gpu_rates(target.name, "bfloat16").name
 
 

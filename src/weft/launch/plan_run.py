@@ -31,13 +31,13 @@ from weft.launch.run import (
     mark_as_planned,
     set_up_experiment,
 )
+from weft.planner.candidates import list_layouts
 from weft.planner.devices import GIB
 from weft.planner.forecast import MemoryForecast, list_memory_options
 from weft.planner.placement import SEARCH, is_plan_path
 from weft.planner.plan_file import format_layout
 from weft.planner.profile import NOTE
 from weft.planner.run_plan import group_roles_by_device
-from weft.planner.search import list_layouts
 from weft.planner.step_forecast import StepForecast
 
 # Changes of the limit of tokens in a micro-batch, and of the number of rows in a batch

@@ -85,9 +85,7 @@ def list_meshes(
     for ranks in list_ranges(num_devices, per_node):
         size = len(ranks)
         if size not in layouts:
-            each = list_layouts(
-                size, per_node, max_context=max_context, num_experts=num_experts
-            )
+            each = list_layouts(size, per_node, max_context=max_context, num_experts=num_experts)
             usable = dict.fromkeys(allowed(layout) for layout in each)
             layouts[size] = [layout for layout in usable if layout is not None]
         meshes += [Mesh(layout, ranks) for layout in layouts[size]]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.errors import ConfigError
-from weft.planner.devices import DeviceRates
+from weft.errors import ConfigError, find_nearest
+from weft.planner.devices import GPUS, DeviceRates, find_gpu_rates, get_usable_memory
 
 # What devices of several kinds have in common: the slowest links and the smallest memory
 SMALLEST = (
@@ -129,3 +129,33 @@ def build_cluster(groups: Sequence[tuple[DeviceRates, int]]) -> Cluster:
         built.append(DeviceGroup(rates, first, count))
         first += count
     return Cluster(tuple(built))
+
+
+def find_cluster(
+    gpu: str, dtype: str, memory_gb: float | None, num_devices: int, per_node: int
+) -> Cluster:
+    """Return the cluster that a value of `search.gpu` names, such as `H100:8,A100:8`.
+
+    `dtype` and `memory_gb` are those of `find_gpu_rates`. Raises `ConfigError` for an unknown GPU,
+    and for numbers as `parse_gpus` does.
+    """
+    groups = []
+    for name, count in parse_gpus(gpu, num_devices, per_node):
+        if is_mixed(gpu) and name.lower() not in {known.lower() for known in GPUS}:
+            close = find_nearest(name, GPUS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(GPUS)}"
+            raise ConfigError(
+                f"search.gpu={gpu!r}: the speed of {name} is not known; give the GPU that is most "
+                f"like it ({hint})"
+            )
+        groups.append((find_gpu_rates(name, dtype, memory_gb, per_node), count))
+    return build_cluster(groups)
+
+
+def find_least_memory(gpu: str, num_devices: int, per_node: int) -> float:
+    """Return the memory that a run can use on every GPU of a cluster, in GiB.
+
+    Raises `ConfigError` as `find_cluster` does.
+    """
+    cluster = find_cluster(gpu, "bfloat16", None, num_devices, per_node)
+    return min(get_usable_memory(group.rates.name) for group in cluster.groups)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from weft.data.spec import DatasetSpec
 from weft.engine.service_spec import NO_NETWORK
@@ -21,6 +20,7 @@ from weft.experiment import Experiment
 from weft.graph.mfc import MFCDef
 from weft.options import option
 from weft.planner.candidates import compute_max_context, list_meshes
+from weft.planner.cluster import Cluster
 from weft.planner.cost import CallWorkload
 from weft.planner.decoder_sizes import DecoderSizes
 from weft.planner.devices import GIB, DeviceRates
@@ -63,8 +63,8 @@ class SearchSpec:
 
     gpu: str | None = option(
         None,
-        "type of GPU to estimate for, such as H100, also with --dry-run; absent: the GPU of this "
-        "machine",
+        "type of GPU to estimate for, such as H100, also with --dry-run; several types in the order "
+        "of the devices, in whole machines, such as H100:8,A100:8; absent: the GPU of this machine",
     )
     memory_gb: float | None = option(
         None,
@@ -99,6 +99,7 @@ def build_problem(
     *,
     num_devices: int,
     shared_roles: Mapping[str, str] | None = None,
+    cluster: Cluster | None = None,
 ) -> PlacementProblem:
     """Return the problem of placing the calls of `units` on `num_devices` devices.
 
@@ -115,6 +116,7 @@ def build_problem(
         num_devices=num_devices,
         max_staleness=max((edge.max_staleness for edge in graph.version_edges), default=0),
         shared_roles=shared_roles or {},
+        cluster=cluster,
     )
 
 

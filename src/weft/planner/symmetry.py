@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Run = tuple[int, int]  # first rank and the rank after the last one of adjacent devices
 
@@ -78,7 +79,9 @@ class DeviceSymmetry:
         start, stop = block.run
         # Meshes that have all devices of the block make no difference among its children.
         inside = [
-            run for run in used if run[0] < stop and start < run[1] and not _contains(run, (start, stop))
+            run
+            for run in used
+            if run[0] < stop and start < run[1] and not _contains(run, (start, stop))
         ]
         for child in block.children:
             touched = any(
@@ -161,10 +164,8 @@ def describe_pattern(
         low, high = node * per_node, (node + 1) * per_node
         cuts = sorted({low, high, *(end for end in ends if low < end < high)})
         content: Counter[Hashable] = Counter()
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            mask = tuple(
-                any(run[0] <= start < run[1] for run in runs) for _, runs in meshes
-            )
+        for start, stop in pairwise(cuts):
+            mask = tuple(any(run[0] <= start < run[1] for run in runs) for _, runs in meshes)
             if any(mask):
                 content[mask] += stop - start
         kind = sum(first <= low for first in firsts)
