@@ -16,6 +16,7 @@ from weft.launch.plan_run import forecast_run
 from weft.launch.run import mark_as_planned, set_up_experiment
 from weft.observe.memory import format_size
 from weft.observe.metrics import format_duration
+from weft.planner.cluster import is_mixed
 from weft.planner.devices import GPUS
 from weft.planner.placement import MANUAL, SEARCH, NoPlacementFits
 
@@ -84,6 +85,11 @@ def compare_devices(
     are placed as `allocation_mode=search` does, unless layouts are set. Raises `UserError` if the
     configuration cannot be run on any device.
     """
+    if config.search.gpu is not None and is_mixed(config.search.gpu):
+        raise ConfigError(
+            f"search.gpu={config.search.gpu}: plan cost compares clusters of one kind of GPU; leave "
+            f"search.gpu out, and name the kinds with --price"
+        )
     options = []
     for gpu in prices or GPUS:
         for count in counts:

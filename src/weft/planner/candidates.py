@@ -34,7 +34,7 @@ def list_ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
         if nodes > 1:
             for start in range(0, num_nodes * per_node - size + 1, size):
                 yield tuple(range(start, start + size))
-    if num_devices % per_node:
+    if num_devices % per_node and num_devices not in _list_sizes(per_node):
         yield tuple(range(num_devices))
 
 
