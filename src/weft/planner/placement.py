@@ -289,10 +289,11 @@ def build_units(
                 max_context=compute_max_context(longest),
                 num_experts=max(1, networks[role].experts),
             )
-            meshes = list(dict.fromkeys([*meshes, now]))
+            # Without any, the run is refused later, with the reason.
+            meshes = meshes or [now]
         names = tuple(call.name for call in calls)
         units.append(PlacementUnit(role, names, tuple(meshes), trains=trains))
-        start.append(meshes.index(now))
+        start.append(meshes.index(now) if now in meshes else len(meshes) - 1)
     return units, start
 
 

@@ -45,7 +45,7 @@ class SearchResult:
         best: The best placement.
         first: The placement from which the search started.
         num_tried: Number of placements, whole and partial, that were scored.
-        is_exhaustive: True if no placement is better than `best`, for certain.
+        is_exhaustive: True if no placement that fits has a shorter step than `best`, for certain.
         next_best: The best placement that differs from `best` in more than the order of equal
             devices, among those that were scored; None if there is no other.
         bound_seconds: No placement that fits has a shorter step; equal to the step time of `best`
@@ -82,6 +82,8 @@ def search_placement(problem: PlacementProblem, start: Sequence[int]) -> SearchR
     scorer = problem.scorer
     best = problem.estimate(scorer.find_choice(search.get_best()))
     other = search.best_two[1] if len(search.best_two) > 1 else None
+    if low is not None and not best.excess_bytes and np.float32(low) >= np.float32(best.step_seconds):
+        low = None  # what is left to try has equal steps
     return SearchResult(
         best,
         problem.estimate(start),
